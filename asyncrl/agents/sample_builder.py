@@ -1,0 +1,58 @@
+"""Building a `Sample` turn by turn: what the model wrote carries loss, what it was given does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.api import Completion, Sample
+
+NOT_GENERATED = -1
+"""The version of a token that no policy produced."""
+
+
+class SampleBuilder:
+    """One conversation as it grows; starts with the prompt's tokens."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._mask: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self.observe(prompt_ids)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens so far: the context of the next turn."""
+        return tuple(self._tokens)
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not write (prompt, feedback, tool output)."""
+        count = len(token_ids)
+        self._tokens.extend(token_ids)
+        self._mask.extend([0] * count)
+        self._logprobs.extend([0.0] * count)
+        self._versions.extend([NOT_GENERATED] * count)
+
+    def generate(self, completion: Completion) -> None:
+        """Append what the policy wrote, with its log-probabilities and versions."""
+        self._tokens.extend(completion.token_ids)
+        self._mask.extend([1] * len(completion.token_ids))
+        self._logprobs.extend(completion.logprobs)
+        self._versions.extend(completion.versions)
+
+    def build(self, reward: float, *, truncated: bool) -> Sample:
+        """The finished sample.
+
+        Raises:
+            ValueError: a completion's log-probabilities or versions did not match its tokens in number.
+        """
+        return Sample(
+            tokens=np.array(self._tokens, np.int32),
+            loss_mask=np.array(self._mask, np.uint8),
+            behave_logprobs=np.array(self._logprobs, np.float32),
+            versions=np.array(self._versions, np.int32),
+            reward=reward,
+            truncated=truncated,
+        )

@@ -1,0 +1,22 @@
+"""ReMax."""
+
+from __future__ import annotations
+
+from asyncrl.algorithms.groups import over_tokens, sequence_rewards
+from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
+from asyncrl.algorithms.registry import advantage
+
+
+@advantage("remax")
+def remax(inputs: AdvantageInputs) -> AdvantageOutput:
+    """A_i = r_i - r(greedy answer to the same prompt). Li et al. 2024 (arXiv:2310.10505).
+
+    Groups of any size, also one: the baseline comes from the greedy rollout.
+
+    Raises:
+        ValueError: `greedy_rewards_S` is missing.
+    """
+    if inputs.greedy_rewards_S is None:
+        raise ValueError("greedy_rewards_S is None but remax needs the greedy rollout's reward; add it or choose rloo")
+    rewards_S = sequence_rewards(inputs)
+    return over_tokens(rewards_S - inputs.greedy_rewards_S.double(), inputs)

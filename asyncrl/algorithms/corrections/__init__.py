@@ -1,0 +1,1 @@
+"""Off-policy corrections: `(CorrectionInputs, *, params) -> CorrectionOutput`, a weight and a keep mask per token."""

@@ -1,0 +1,1 @@
+"""Group filters: `(GroupView, *, params) -> Verdict`. numpy only: RolloutWorkers run them."""

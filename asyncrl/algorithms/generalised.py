@@ -1,0 +1,71 @@
+"""Generalised advantage estimation over actions, whatever an action is: a token (`gae`) or a turn (`gae_turn`).
+
+Per sequence with actions k = 0..K-1, state values V_k, rewards r_k:
+
+    delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lambda A_{k+1},    R_k = A_k + V_k
+
+V_K is 0 where the answer ended itself and the bootstrap value where it was cut off: a length limit is not a verdict on
+the state. (Schulman et al. 2016, arXiv:1506.02438, eq. 11 to 16.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.inputs import AdvantageInputs
+from asyncrl.algorithms.packing import as_float, discounted_suffix_sum
+
+
+def check_discounts(gamma: float, lam: float) -> None:
+    """Raises ValueError unless both lie within 0 to 1."""
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}; it is a discount per action, set it within 0 to 1")
+
+
+def terminal_values(inputs: AdvantageInputs) -> Tensor:
+    """V_K per sequence, shape [S]: the bootstrap value of truncated sequences, 0 for the others.
+
+    Raises:
+        ValueError: `truncated_S` given without `bootstrap_values_S`.
+    """
+    if inputs.truncated_S is None:
+        return torch.zeros_like(as_float(inputs.rewards_S))
+    if inputs.bootstrap_values_S is None:
+        raise ValueError("truncated_S is given without bootstrap_values_S; pass the critic's value at each last token")
+    return torch.where(inputs.truncated_S.bool(), as_float(inputs.bootstrap_values_S).detach(), 0)
+
+
+def required_values(inputs: AdvantageInputs) -> Tensor:
+    """The critic's values per token.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if inputs.values_T is None:
+        raise ValueError("values_T is None but GAE needs a critic; add the critic to the graph or choose grpo or rloo")
+    return as_float(inputs.values_T).detach()
+
+
+def is_last(seq_ids_N: Tensor) -> Tensor:
+    """True at the last action of each sequence, shape [N]."""
+    last_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
+    last_N[:-1] = seq_ids_N[1:] != seq_ids_N[:-1]
+    return last_N
+
+
+def generalised_advantages(
+    rewards_N: Tensor, values_N: Tensor, seq_ids_N: Tensor, terminal_values_S: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """A_k for the N actions of all sequences, packed in order."""
+    next_N = torch.where(is_last(seq_ids_N), terminal_values_S[seq_ids_N], values_N.roll(-1))
+    deltas_N = rewards_N + gamma * next_N - values_N
+    return discounted_suffix_sum(deltas_N, seq_ids_N, gamma * lam)
+
+
+def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
+    """Reward at each policy token (indices `action_T`): its token reward, and the sequence's reward at its last one."""
+    seq_ids_N = inputs.seq_ids_T[action_T]
+    rewards_N = torch.where(is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)
+    return rewards_N if inputs.token_rewards_T is None else rewards_N + inputs.token_rewards_T[action_T]

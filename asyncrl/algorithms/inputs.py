@@ -1,0 +1,166 @@
+"""What the tensor algorithms take and return.
+
+Per-token tensors are packed (`[T]`) and aligned with tokens: `logprobs_T[t]` is log p(token t | the tokens before it).
+`mask_T` is bool, True where the token carries loss. `seq_ids_T` is int64, sorted, 0..S-1. Whole sequences only: a
+sequence is never split over two micro-batches, a group never over two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from asyncrl.algorithms.stats import Stats
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over data-parallel ranks and returns the result."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLossInputs:
+    """One micro-batch for a policy loss.
+
+    `logprobs_T` requires grad and is that of the policy being trained; everything else is constant. `old_policy` says
+    which policy the loss's ratio refers to: the behaviour policy (the vanilla form) or the proximal one (when a
+    correction supplies prox / behave). `versions_T` is int64, -1 where not generated; `current_version` is the version
+    that the trainer holds at the step's start. `entropy_T` is in nats.
+    """
+
+    logprobs_T: Tensor
+    prox_logprobs_T: Tensor | None
+    behave_logprobs_T: Tensor
+    advantages_T: Tensor
+    mask_T: Tensor
+    seq_ids_T: Tensor
+    num_seqs: int
+    versions_T: Tensor
+    current_version: int
+    entropy_T: Tensor | None = None
+    old_policy: Literal["behave", "prox"] = "behave"
+
+    @property
+    def required_prox_T(self) -> Tensor:
+        """The proximal log-probabilities.
+
+        Raises:
+            ValueError: they were not given.
+        """
+        if self.prox_logprobs_T is None:
+            raise ValueError(
+                "prox_logprobs_T is None but the loss or its correction needs the proximal policy; recompute it at the "
+                "step's start (Objective.needs_prox says when) or set prox to 'approximate'"
+            )
+        return self.prox_logprobs_T
+
+    @property
+    def old_logprobs_T(self) -> Tensor:
+        """Log-probabilities under the policy that `old_policy` names."""
+        return self.behave_logprobs_T if self.old_policy == "behave" else self.required_prox_T
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLossOutput:
+    """Per-token loss (to minimise, differentiable), the tokens whose loss counts, and statistics."""
+
+    loss_T: Tensor
+    mask_T: Tensor
+    stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectionInputs:
+    """Log-probabilities of the sampled tokens under the proximal and the behaviour policy; constants."""
+
+    prox_logprobs_T: Tensor
+    behave_logprobs_T: Tensor
+    mask_T: Tensor
+    seq_ids_T: Tensor
+    num_seqs: int
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectionOutput:
+    """The factor of each token's loss, the tokens that keep their loss, and how many were masked for which reason.
+
+    `masked` has the same keys whatever the data, so that ranks can reduce it; its values are 0-d counts.
+    """
+
+    weight_T: Tensor
+    keep_T: Tensor
+    masked: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class KLInputs:
+    """Current and reference policy on the sampled tokens; `*_TV`: log-softmax over the vocabulary, for `full`."""
+
+    logprobs_T: Tensor
+    ref_logprobs_T: Tensor
+    mask_T: Tensor
+    log_probs_TV: Tensor | None = None
+    ref_log_probs_TV: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """A rank's whole batch for an advantage estimator.
+
+    `values_T[t]` is the value of the prefix before token t, the state in which it was chosen; `bootstrap_values_S` that
+    of the whole sequence (`critic.align_values` makes both from a critic's output). `token_rewards_T` is added to
+    the sequence's reward token by token (a KL penalty). `group_ids_S` are any integers; members need not be adjacent
+    and may stem from different policy versions. `all_reduce` sums over ranks; None on one rank.
+    """
+
+    rewards_S: Tensor
+    group_ids_S: Tensor
+    mask_T: Tensor
+    seq_ids_T: Tensor
+    num_seqs: int
+    values_T: Tensor | None = None
+    bootstrap_values_S: Tensor | None = None
+    truncated_S: Tensor | None = None
+    token_rewards_T: Tensor | None = None
+    greedy_rewards_S: Tensor | None = None
+    all_reduce: AllReduce | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageOutput:
+    """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+    value_mask_T: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ValueLossInputs:
+    """One micro-batch for the critic. `values_T` requires grad; `old_values_T` are those at the step's start."""
+
+    values_T: Tensor
+    old_values_T: Tensor
+    returns_T: Tensor
+    mask_T: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ValueLossOutput:
+    """Per-token loss and statistics."""
+
+    loss_T: Tensor
+    stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregation:
+    """Token weights of a micro-batch and its share of the denominator.
+
+    The denominators of all micro-batches and ranks are summed to D first; a micro-batch then contributes
+    `(loss_T * weight_T).sum() / D`, so the cut into micro-batches and ranks cannot change the total.
+    """
+
+    weight_T: Tensor
+    denominator: Tensor

@@ -1,0 +1,179 @@
+"""The actor's objective, composed of a policy loss, a correction, KL in the loss, an entropy bonus, an aggregation.
+
+    total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t - entropy_coef H_t ]
+
+a_t and D come from the aggregation (D summed over all micro-batches and ranks before the first backward), w_t and k_t
+(weight, keep) from the correction, L_t from the policy loss. Use:
+
+    D = all_reduce(sum(objective.normaliser(m.mask_T, m.seq_ids_T, m.num_seqs) for m in micro_batches))
+    for m in micro_batches:
+        loss, stats = objective(inputs(m), ref_logprobs_T(m), D)
+        loss.backward()
+
+Each loss is a partial sum: gradients are summed, never averaged, over micro-batches and ranks. Tokens that a correction
+masks stay in D, for D is known before the correction is: they contribute zero instead of making the others count more.
+Which policy the loss's ratio refers to: with correction `none` the behaviour policy (the vanilla loss), otherwise the
+proximal one, the correction supplying prox / behave; `decoupled_ppo` always refers to the proximal one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
+from asyncrl.algorithms.packing import as_float, log_ratio
+from asyncrl.algorithms.proximal import approximate_prox_logprobs
+from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.spec import ObjectiveSpec, check_objective
+from asyncrl.algorithms.stats import Stats, count_stat, max_stat, mean_stat
+
+
+class Objective:
+    """A checked and resolved `ObjectiveSpec`; build it with `build_objective`. Holds no state."""
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        check_objective(spec)
+        self.spec = spec
+        self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params, spec.plugins)
+        self._correction = resolve("correction", spec.correction.name, spec.correction.params, spec.plugins)
+        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)
+        self._kl = resolve("kl", spec.kl.name, spec.kl.params, spec.plugins) if spec.kl else None
+        self._corrects = spec.correction.name != "none"
+
+    @property
+    def needs_prox(self) -> bool:
+        """Whether the trainer must recompute proximal log-probabilities at the step's start."""
+        # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
+        name = self.spec.policy_loss.name
+        uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name or "." in name
+        return uses_prox and self.spec.prox == "recompute"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trainer must compute reference log-probabilities."""
+        return self._kl is not None
+
+    def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
+        """This micro-batch's share of D: add up over micro-batches and ranks, then pass the sum to every call."""
+        return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
+
+    def __call__(
+        self,
+        inputs: PolicyLossInputs,
+        ref_logprobs_T: Tensor | None,
+        normaliser: float,
+        *,
+        kl_coef: float | None = None,
+        log_probs_TV: Tensor | None = None,
+        ref_log_probs_TV: Tensor | None = None,
+    ) -> tuple[Tensor, Stats]:
+        """This micro-batch's contribution to the loss (0-d, differentiable) and its statistics.
+
+        Args:
+            inputs: the micro-batch; `old_policy` is set here.
+            ref_logprobs_T: reference log-probabilities, needed if the spec has a kl.
+            normaliser: D; 0 (a batch without loss tokens) gives a loss of 0.
+            kl_coef: the adaptive controller's coefficient, in place of the spec's.
+            log_probs_TV, ref_log_probs_TV: log-softmax over the vocabulary, for kl `full`.
+
+        Raises:
+            ValueError: something that the spec needs is None.
+        """
+        inputs = self._with_proximal(inputs)
+        mask_T = inputs.mask_T
+        correction = self._correct(inputs)
+        output = self._loss(inputs)
+        # Where no loss is carried the value may be anything, even nan, which a product with 0 would let through.
+        policy_T = torch.where(output.mask_T & correction.keep_T, output.loss_T, 0) * correction.weight_T
+        total_T, stats = policy_T, {**_policy_stats(inputs, correction), **output.stats}
+        stats["loss/policy"] = mean_stat(policy_T, mask_T)
+        if self._kl is not None:
+            kl_T = self._kl(_kl_inputs(inputs, ref_logprobs_T, log_probs_TV, ref_log_probs_TV))
+            total_T = total_T + (self.spec.kl_coef if kl_coef is None else kl_coef) * kl_T
+            stats["kl/reference"] = mean_stat(kl_T, mask_T)
+        if self.spec.entropy_coef != 0.0:
+            total_T = total_T - self.spec.entropy_coef * _entropy(inputs)
+        weight_T = self._aggregation(mask_T, inputs.seq_ids_T, inputs.num_seqs).weight_T
+        scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
+        return (torch.where(mask_T, total_T, 0) * weight_T).sum() * scale, stats
+
+    def _with_proximal(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
+        if self.spec.prox == "approximate":
+            prox_T = approximate_prox_logprobs(
+                inputs.logprobs_T, inputs.behave_logprobs_T, inputs.versions_T, inputs.current_version
+            )
+            inputs = dataclasses.replace(inputs, prox_logprobs_T=prox_T)
+        elif self.spec.prox == "behave":
+            inputs = dataclasses.replace(inputs, prox_logprobs_T=inputs.behave_logprobs_T)
+        return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
+
+    def _correct(self, inputs: PolicyLossInputs) -> CorrectionOutput:
+        if not self._corrects:
+            return CorrectionOutput(torch.ones_like(as_float(inputs.behave_logprobs_T)), inputs.mask_T)
+        output: CorrectionOutput = self._correction(
+            CorrectionInputs(
+                inputs.required_prox_T.detach(),
+                inputs.behave_logprobs_T.detach(),
+                inputs.mask_T,
+                inputs.seq_ids_T,
+                inputs.num_seqs,
+            )
+        )
+        return output
+
+
+def build_objective(spec: ObjectiveSpec) -> Objective:
+    """The objective that `spec` describes.
+
+    Raises:
+        ValueError: as `spec.check_objective`.
+    """
+    return Objective(spec)
+
+
+def _entropy(inputs: PolicyLossInputs) -> Tensor:
+    if inputs.entropy_T is None:
+        raise ValueError("entropy_T is None but entropy_coef is not 0; compute the entropy or set entropy_coef to 0")
+    return as_float(inputs.entropy_T)
+
+
+def _kl_inputs(
+    inputs: PolicyLossInputs, ref_T: Tensor | None, log_probs_TV: Tensor | None, ref_log_probs_TV: Tensor | None
+) -> KLInputs:
+    if ref_T is None:
+        raise ValueError("ref_logprobs_T is None but the objective has a kl; add the reference model or set kl to null")
+    return KLInputs(inputs.logprobs_T, ref_T, inputs.mask_T, log_probs_TV, ref_log_probs_TV)
+
+
+@torch.no_grad()
+def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Stats:
+    """Statistics that every objective reports, whatever its parts; a loss that clips overwrites `ppo/clip_fraction`.
+
+    KL figures are k3 estimates in nats per token: `ppo/behave_kl` from the behaviour policy to the proximal one (to the
+    current one where there is none), `ppo/approx_kl` from the proximal (else the behaviour) policy to the current one.
+    Without `entropy_T`, `entropy` is the mean surprise of the sampled tokens.
+    """
+    mask_T, logprobs_T = inputs.mask_T, inputs.logprobs_T.detach()
+    prox_T = logprobs_T if inputs.prox_logprobs_T is None else inputs.prox_logprobs_T
+    start_T = inputs.behave_logprobs_T if inputs.prox_logprobs_T is None else inputs.prox_logprobs_T
+    move_T = log_ratio(logprobs_T, start_T, mask_T)
+    drift_T = log_ratio(prox_T, inputs.behave_logprobs_T, mask_T)
+    importance_T = log_ratio(logprobs_T, inputs.behave_logprobs_T, mask_T).exp()
+    entropy_T = -logprobs_T if inputs.entropy_T is None else inputs.entropy_T
+    stats = {
+        "ppo/clip_fraction": mean_stat(torch.zeros_like(move_T), mask_T),
+        "ppo/behave_weight_mean": mean_stat(correction.weight_T, correction.keep_T),
+        "ppo/behave_weight_max": max_stat(correction.weight_T, correction.keep_T),
+        "ppo/behave_kl": mean_stat(torch.expm1(drift_T) - drift_T, mask_T),
+        "ppo/approx_kl": mean_stat(torch.expm1(move_T) - move_T, mask_T),
+        "ppo/importance_mean": mean_stat(importance_T, mask_T),
+        "ppo/importance_square_mean": mean_stat(importance_T.square(), mask_T),
+        "entropy": mean_stat(as_float(entropy_T), mask_T),
+        "tokens/loss": count_stat(mask_T.sum()),
+    }
+    for reason, count in correction.masked.items():
+        stats[f"masked/{reason}"] = count_stat(count)
+    return stats

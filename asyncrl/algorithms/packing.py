@@ -1,0 +1,55 @@
+"""Arithmetic on packed ragged sequences, and the log-ratio that every off-policy term is built on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20: e^20 = 5e8 squares to 2e17, well inside fp32, and no ratio beyond means anything."""
+
+NEGLIGIBLE = 1e-30
+"""A discount below this cannot change a sum of rewards in float64 unless they differ by 14 orders of magnitude."""
+
+
+def as_float(values: Tensor) -> Tensor:
+    """fp32 at least: half precision is widened, fp64 stays."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def log_ratio(new_logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """log(new / old) per token, clamped to +-LOG_RATIO_LIMIT; 0 and without gradient outside `mask_T`, even if nan."""
+    new_T = torch.where(mask_T, as_float(new_logprobs_T), 0)
+    old_T = torch.where(mask_T, as_float(old_logprobs_T).detach(), 0)
+    return (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def segment_sum(values_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Tensor:
+    """Sum of `values_T` per sequence, shape [S]. `seq_ids_T` is int64 in 0..S-1."""
+    return values_T.new_zeros(num_seqs).index_add(0, seq_ids_T, values_T)
+
+
+def sequence_lengths(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Number of tokens of `mask_T` per sequence, shape [S]."""
+    return segment_sum(mask_T.to(dtype), seq_ids_T, num_seqs)
+
+
+def sequence_mean(values_T: Tensor, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Tensor:
+    """Mean over the masked tokens of each sequence, shape [S]; 0 for a sequence without any."""
+    sums_S = segment_sum(torch.where(mask_T, values_T, 0), seq_ids_T, num_seqs)
+    return sums_S / sequence_lengths(mask_T, seq_ids_T, num_seqs, sums_S.dtype).clamp(min=1)
+
+
+def discounted_suffix_sum(values_N: Tensor, ids_N: Tensor, decay: float) -> Tensor:
+    """x_i = v_i + decay * x_{i+1} within each run of equal `ids_N` (sorted): the backward recursion of returns and GAE.
+
+    Doubling instead of a loop over time: after round k each x_i holds its first 2^k terms, so log2(longest run) passes
+    over the packed tokens suffice, whatever the raggedness. Stops early once decay^(2^k) is below NEGLIGIBLE.
+    """
+    totals_N = values_N.clone()
+    step, same_run = 1, ids_N[:-1] == ids_N[1:]  # same_run[i]: i and i + step are in one run
+    while decay**step >= NEGLIGIBLE and bool(same_run.any()):
+        totals_N[:-step] += torch.where(same_run, decay**step * totals_N[step:], 0)
+        same_run = same_run[:-step] & same_run[step:]
+        step *= 2
+    return totals_N

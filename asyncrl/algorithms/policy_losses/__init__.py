@@ -1,0 +1,1 @@
+"""Policy losses: `(PolicyLossInputs, *, params) -> PolicyLossOutput`, one loss value per token."""

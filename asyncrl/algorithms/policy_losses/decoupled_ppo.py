@@ -1,0 +1,23 @@
+"""The decoupled PPO objective, asyncrl's default."""
+
+from __future__ import annotations
+
+from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.registry import policy_loss
+from asyncrl.algorithms.surrogate import clipped_surrogate
+
+
+@policy_loss("decoupled_ppo")
+def decoupled_ppo(
+    inputs: PolicyLossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> PolicyLossOutput:
+    """Clipped surrogate around the proximal policy: L = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    r = pi / pi_prox, w = pi_prox / pi_behave. Hilton et al. 2022 (arXiv:2110.00641); AReaL (arXiv:2505.24298)
+    eq. 2. The weight w is the correction's: it is not in this function's result but multiplied in by the objective,
+    capped or masked as the correction says.
+
+    Raises:
+        ValueError: no proximal log-probabilities, or bounds as in `ppo_clip`.
+    """
+    return clipped_surrogate(inputs, inputs.required_prox_T, clip_low, clip_high, dual_clip)

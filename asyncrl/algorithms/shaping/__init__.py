@@ -1,0 +1,1 @@
+"""Reward shaping: `(GroupView, *, params) -> rewards_S`. numpy only: RolloutWorkers run them."""

@@ -1,0 +1,1 @@
+"""Critic losses: `(ValueLossInputs, *, params) -> ValueLossOutput`."""

@@ -1,0 +1,89 @@
+"""Normalisation of the critic's targets, so that one learning rate serves rewards of any size.
+
+The critic predicts (R - mean) / std; `denormalise` brings its output back to reward units before GAE. Two ways to keep
+the moments: `running` weighs every return ever seen alike (Chan's parallel update), `ema` forgets at rate `decay` per
+update and corrects the bias of its start (MAPPO, arXiv:2103.01955). Moments are fp64 numbers, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.inputs import AllReduce
+from asyncrl.algorithms.packing import as_float
+
+
+class ValueNorm:
+    """Running mean and variance of returns.
+
+    Args:
+        mode: `running` or `ema`.
+        decay: weight of the past in `ema`, per update, in [0, 1).
+        min_std: the standard deviation is held above this, in reward units.
+
+    Raises:
+        ValueError: an unknown mode, a decay outside [0, 1) or a min_std that is not positive.
+    """
+
+    def __init__(self, mode: Literal["running", "ema"] = "running", decay: float = 0.99, min_std: float = 1e-4) -> None:
+        if mode not in ("running", "ema"):
+            raise ValueError(f"value normalisation mode is {mode!r}; choose 'running' or 'ema'")
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay is {decay}; set it to 0 or more and below 1 (0.99 is usual)")
+        if min_std <= 0.0:
+            raise ValueError(f"min_std is {min_std}; it is divided by, set it above 0")
+        self.mode, self.decay, self.min_std = mode, decay, min_std
+        self._weight = self._mean_sum = self._square_sum = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean of the returns seen, 0 before the first."""
+        return self._mean_sum / self._weight if self._weight else 0.0
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns seen, 1 before the first."""
+        if not self._weight:
+            return 1.0
+        return max(math.sqrt(self._square_sum / self._weight), self.min_std)
+
+    def update(self, returns_T: Tensor, mask_T: Tensor, all_reduce: AllReduce | None = None) -> None:
+        """Takes in a batch of returns in reward units. Every rank must call it."""
+        masked_T = torch.where(mask_T, returns_T.detach(), 0).double()
+        sums = torch.stack((mask_T.sum(dtype=torch.float64), masked_T.sum()))
+        count, total = (float(x) for x in (all_reduce(sums) if all_reduce else sums))
+        if count == 0.0:
+            return
+        centred = torch.where(mask_T, masked_T - total / count, 0).square().sum()
+        squares = float(all_reduce(centred) if all_reduce else centred)
+        self._merge(count, total / count, squares / count)
+
+    def _merge(self, count: float, mean: float, variance: float) -> None:
+        keep, weight = (1.0, count) if self.mode == "running" else (self.decay, 1.0 - self.decay)
+        old_weight, old_mean = keep * self._weight, self.mean
+        new_weight = old_weight + weight
+        between = (mean - old_mean) ** 2 * old_weight * weight / new_weight
+        self._square_sum = keep * self._square_sum + weight * variance + between
+        self._mean_sum = old_weight * old_mean + weight * mean
+        self._weight = new_weight
+
+    def normalise(self, values: Tensor) -> Tensor:
+        """(x - mean) / std: from reward units to the critic's."""
+        return (as_float(values) - self.mean) / self.std
+
+    def denormalise(self, values: Tensor) -> Tensor:
+        """x * std + mean: from the critic's units to reward units."""
+        return as_float(values) * self.std + self.mean
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        return {"weight": self._weight, "mean_sum": self._mean_sum, "square_sum": self._square_sum}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `state_dict`."""
+        self._weight, self._mean_sum = state["weight"], state["mean_sum"]
+        self._square_sum = state["square_sum"]

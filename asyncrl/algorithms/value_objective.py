@@ -1,0 +1,43 @@
+"""The critic's objective: a value loss and an aggregation, with the normaliser protocol of `objective`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.inputs import ValueLossInputs
+from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.spec import ValueObjectiveSpec, check_value_objective
+from asyncrl.algorithms.stats import Stats, mean_stat
+
+
+class ValueObjective:
+    """A checked and resolved `ValueObjectiveSpec`; build it with `build_value_objective`. Holds no state."""
+
+    def __init__(self, spec: ValueObjectiveSpec) -> None:
+        check_value_objective(spec)
+        self._loss = resolve("value_loss", spec.value_loss.name, spec.value_loss.params, spec.plugins)
+        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)
+
+    def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
+        """This micro-batch's share of the global denominator."""
+        return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
+
+    def __call__(
+        self, inputs: ValueLossInputs, seq_ids_T: Tensor, num_seqs: int, normaliser: float
+    ) -> tuple[Tensor, Stats]:
+        """This micro-batch's contribution to the loss (0-d, differentiable) and its statistics."""
+        output = self._loss(inputs)
+        weight_T = self._aggregation(inputs.mask_T, seq_ids_T, num_seqs).weight_T
+        scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
+        stats = {**output.stats, "loss/value": mean_stat(output.loss_T, inputs.mask_T)}
+        return (torch.where(inputs.mask_T, output.loss_T, 0) * weight_T).sum() * scale, stats
+
+
+def build_value_objective(spec: ValueObjectiveSpec) -> ValueObjective:
+    """The critic's objective that `spec` describes.
+
+    Raises:
+        ValueError: as `spec.check_value_objective`.
+    """
+    return ValueObjective(spec)

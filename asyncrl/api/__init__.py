@@ -1,0 +1,28 @@
+"""What a user implements (`Agent`, `Environment`, `RewardFunction`) and the plain data that travels between processes.
+
+Nothing here imports the rest of asyncrl, and nothing here imports torch.
+"""
+
+from asyncrl.api.agent import Agent
+from asyncrl.api.environment import Environment, StepResult
+from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.api.prompt import Prompt
+from asyncrl.api.reward import RewardFunction
+from asyncrl.api.tokenizer import Tokenizer
+from asyncrl.api.trajectory import Sample, Trajectory
+
+__all__ = [
+    "Agent",
+    "Completion",
+    "Environment",
+    "FinishReason",
+    "GenerationRequest",
+    "GenerationResult",
+    "Prompt",
+    "RewardFunction",
+    "Sample",
+    "SamplingParams",
+    "StepResult",
+    "Tokenizer",
+    "Trajectory",
+]

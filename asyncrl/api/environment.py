@@ -1,0 +1,31 @@
+"""The environment an agent acts in: Gymnasium's verbs, asynchronous."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+StepResult = tuple[Any, float, bool, bool, Mapping[str, Any]]
+"""(observation, reward, terminated, truncated, info), as in Gymnasium."""
+
+
+class Environment(ABC):
+    """Subclass, implement `reset` and `step`, and name the class in `env.path`. `env.args` go to the constructor.
+
+    One instance serves one prompt's group; `close` is called when the rollout ends, however it ends.
+    """
+
+    @abstractmethod
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Start an episode for the row in `options["data"]`; returns (observation, info)."""
+
+    @abstractmethod
+    async def step(self, action: Any) -> StepResult:
+        """Apply the agent's action (for the built-in environments: the answer's text)."""
+
+    async def close(self) -> None:
+        """Release what `reset` acquired. The default holds nothing."""
+        return None

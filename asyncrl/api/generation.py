@@ -1,0 +1,50 @@
+"""What an agent asks the policy for, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps every token; lengths are in tokens."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Base seed of the request; sample i of a group draws from a stream of its own derived from (seed, i)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`n` continuations of `input_ids`, put on an agent's `obs_queue`; the result carries the same `request_id`."""
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    n: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One continuation: three lists of one length, with the version that produced each token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """The answer to a `GenerationRequest`, put on the agent's `act_queue`; `completions` has `n` entries."""
+
+    request_id: str
+    completions: tuple[Completion, ...]

@@ -1,0 +1,23 @@
+"""The two verbs asyncrl needs of a tokenizer; every Hugging Face tokenizer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """A text codec with an end-of-sequence token."""
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id of the token that ends an answer."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        ...

@@ -1,0 +1,203 @@
+"""The interface of name resolution: a small shared dictionary in which the processes of a run find each other.
+
+Names are paths (`workers/model_worker/0`) relative to the resolver's root. An entry added with a lease lives as long as
+its owner renews it, which the owner's resolver does by itself; when the owner dies, the entry is gone once the lease
+has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
+name. An explicit `delete`, by anybody, is final.
+
+A back end implements the six underscored primitives; everything a user calls is here. Every call may be made from any
+thread. Calls take micro- to milliseconds except `wait` and `watch`: call these through `asyncio.to_thread` from a loop.
+A resolver does not survive `fork`: make one per process.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound, NameResolveError, NameResolveTimeout
+from asyncrl.comm.name_resolve.keeper import LeaseKeeper
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_@.:=-]*(/[A-Za-z0-9_][A-Za-z0-9_@.:=-]*)*")
+MAX_NAME_LENGTH = 200  # leaves room for the prefix and suffix of a temporary file within a file name's 255 bytes
+MIN_LEASE_S = 0.05
+_FIRST_POLL_S = 0.002
+_LAST_POLL_S = 0.05
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it is a valid entry name.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name {name!r} is not valid: use components of letters, digits and _@.:=- that begin with a letter, digit "
+            f"or underscore, joined by '/', at most {MAX_NAME_LENGTH} characters"
+        )
+    return name
+
+
+class NameResolver(ABC):
+    """A shared dictionary of names, with leases. See the module's docstring."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._keeper = LeaseKeeper(self._renew)
+        self._closing = threading.Event()
+
+    def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
+        """Publish `value` under `name`; with `lease_s` (seconds) only for as long as this resolver's process lives.
+
+        Raises:
+            NameEntryExists: the name is taken by a living entry and `replace` is False.
+            ValueError: the name or the lease is not valid.
+        """
+        check_name(name)
+        if lease_s is not None and not lease_s >= MIN_LEASE_S:
+            raise ValueError(f"lease_s={lease_s!r} of name {name!r} is too short: use None or at least {MIN_LEASE_S}")
+        self._check_open()
+        self._create(name, value, lease_s, replace)
+        if lease_s is None:
+            self._keeper.forget(name)
+        else:
+            self._keeper.keep(name, lease_s)
+
+    def add_subentry(self, root: str, value: str, lease_s: float | None = None) -> str:
+        """Publish `value` under a fresh name below `root`; returns the name."""
+        name = f"{root}/{uuid.uuid4().hex}"
+        self.add(name, value, lease_s=lease_s)
+        return name
+
+    def get(self, name: str) -> str:
+        """The value under `name`.
+
+        Raises:
+            NameEntryNotFound: there is none.
+        """
+        value = self._read(check_name(name))
+        if value is None:
+            raise NameEntryNotFound(name, self.root)
+        return value
+
+    def get_subtree(self, root: str = "") -> dict[str, str]:
+        """All living entries at or below `root` ("" is everything), by full name, sorted."""
+        return dict(sorted(self._read_subtree(check_name(root) if root else "").items()))
+
+    def wait(self, name: str, timeout_s: float) -> str:
+        """The value under `name`, as soon as there is one.
+
+        Raises:
+            NameResolveTimeout: none appeared within `timeout_s` seconds.
+        """
+        try:
+            value = self.watch(name, timeout_s, last=None)
+        except NameResolveTimeout:
+            raise NameResolveTimeout(name, self.root, timeout_s, "appear") from None
+        assert value is not None  # it differs from `last`
+        return value
+
+    def watch(self, name: str, timeout_s: float, last: str | None = None) -> str | None:
+        """The value under `name` as soon as it differs from `last`; None stands for no entry, both ways.
+
+        Raises:
+            NameResolveTimeout: it did not change within `timeout_s` seconds.
+        """
+        check_name(name)
+        value = self._await_change(name, last, timeout_s)
+        if value == last:
+            raise NameResolveTimeout(name, self.root, timeout_s, f"change from {last!r}")
+        return value
+
+    def delete(self, name: str) -> None:
+        """Remove the entry, whoever owns it.
+
+        Raises:
+            NameEntryNotFound: there is none.
+        """
+        self._keeper.forget(check_name(name))
+        if not self._remove(name):
+            raise NameEntryNotFound(name, self.root)
+
+    def clear_subtree(self, root: str = "") -> None:
+        """Remove every entry at or below `root` ("" is everything), whoever owns them."""
+        if root:
+            check_name(root)
+        for name in self._keeper.names():
+            if is_below(name, root):
+                self._keeper.forget(name)
+        self._remove_subtree(root)
+
+    def close(self, *, keep_leased: bool = False) -> None:
+        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay.
+
+        With `keep_leased` they are left to lapse, exactly as if the process had been killed.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        owned = self._keeper.names()
+        self._keeper.stop()
+        if not keep_leased:
+            for name in owned:
+                self._remove(name, only_own=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await_change(self, name: str, last: str | None, timeout_s: float) -> str | None:
+        """The first value that differs from `last`, or `last` after `timeout_s`. Polls; a back end may know better."""
+        deadline = time.monotonic() + timeout_s
+        pause = _FIRST_POLL_S
+        while (value := self._read(name)) == last:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return last
+            self._closing.wait(min(pause, left))
+            self._check_open()
+            pause = min(2 * pause, _LAST_POLL_S)
+        return value
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise NameResolveError(f"the name resolver of {self.root!r} is closed")
+
+    @abstractmethod
+    def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        """Store the entry as this resolver's own; raises NameEntryExists."""
+
+    @abstractmethod
+    def _read(self, name: str) -> str | None:
+        """The living entry's value or None."""
+
+    @abstractmethod
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        """The living entries at or below `root`."""
+
+    @abstractmethod
+    def _remove(self, name: str, only_own: bool = False) -> bool:
+        """Remove the entry (with `only_own`: unless it is another owner's); True if a living entry was removed."""
+
+    @abstractmethod
+    def _remove_subtree(self, root: str) -> None:
+        """Remove all entries at or below `root`."""
+
+    @abstractmethod
+    def _renew(self, name: str) -> bool:
+        """Extend the lease of this resolver's own entry; False if it is gone or another owner's."""
+
+
+def is_below(name: str, root: str) -> bool:
+    """True if `name` is `root` or below it; everything is below ""."""
+    return not root or name == root or name.startswith(root + "/")

@@ -1,0 +1,32 @@
+"""What can go wrong in name resolution."""
+
+from __future__ import annotations
+
+
+class NameResolveError(Exception):
+    """Base of the errors below; raised itself when a back end fails (disk, connection, closed resolver)."""
+
+
+class NameEntryExists(NameResolveError):
+    """`add` without `replace` found a living entry under the name."""
+
+    def __init__(self, name: str, root: str) -> None:
+        super().__init__(f"name {name!r} under {root!r} is taken: delete it or add with replace=True")
+        self.name = name
+
+
+class NameEntryNotFound(NameResolveError):
+    """No living entry under the name."""
+
+    def __init__(self, name: str, root: str) -> None:
+        super().__init__(f"name {name!r} under {root!r} does not exist, or its owner's lease has run out")
+        self.name = name
+
+
+class NameResolveTimeout(NameResolveError):
+    """The entry did not appear or change in time."""
+
+    def __init__(self, name: str, root: str, waited_s: float, awaited: str) -> None:
+        super().__init__(f"name {name!r} under {root!r} did not {awaited} within {waited_s:g} s")
+        self.name = name
+        self.waited_s = waited_s

@@ -1,0 +1,159 @@
+"""Name resolution in a directory: the default, for one machine or several that share a file system.
+
+One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, written aside and renamed, so a reader
+sees a whole entry or none and needs no lock. What changes entries (add, delete) holds an advisory lock on `.lock` in
+the directory, which the kernel releases when its holder dies; so of two adders exactly one wins, and an expired entry
+is replaced without a race against its fresh owner.
+
+A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
+descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
+the file system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from asyncrl.comm.name_resolve.base import NameResolver, is_below
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError
+
+_SUFFIX = ".json"
+_CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
+_LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """An entry's content; `lease_s` None never expires."""
+
+    value: str
+    owner: str
+    lease_s: float | None
+
+
+class FileResolver(NameResolver):
+    """Resolver over the directory `root`, which is made if it does not exist."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__(os.fspath(root))
+        self._dir = Path(root)
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._owner = uuid.uuid4().hex
+        self._clock = _FileSystemClock(self._dir)
+
+    def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        with self._locked():
+            if not replace and self._read(name) is not None:
+                raise NameEntryExists(name, self.root)
+            aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
+            aside.write_text(json.dumps(asdict(_Record(value, self._owner, lease_s))))
+            aside.replace(self._path(name))
+
+    def _read(self, name: str) -> str | None:
+        try:
+            with self._path(name).open("rb") as file:
+                record = _load(file)
+                return record.value if self._is_living(record, file) else None
+        except FileNotFoundError:
+            return None
+
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        values = {name: self._read(name) for name in self._names(root)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _remove(self, name: str, only_own: bool = False) -> bool:
+        with self._locked():
+            try:
+                with self._path(name).open("rb") as file:
+                    record = _load(file)
+                    living = self._is_living(record, file)
+            except FileNotFoundError:
+                return False
+            if only_own and record.owner != self._owner:
+                return False
+            self._path(name).unlink()
+            return living
+
+    def _remove_subtree(self, root: str) -> None:
+        with self._locked():
+            for name in self._names(root):
+                self._path(name).unlink(missing_ok=True)
+
+    def _renew(self, name: str) -> bool:
+        try:
+            with self._path(name).open("rb+") as file:
+                if _load(file).owner != self._owner:
+                    return False
+                os.utime(file.fileno())
+                return True
+        except FileNotFoundError:
+            return False
+
+    def _path(self, name: str) -> Path:
+        return self._dir / (name.replace("/", "+") + _SUFFIX)
+
+    def _names(self, root: str) -> list[str]:
+        files = [entry for entry in os.listdir(self._dir) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
+        names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
+        return [name for name in names if is_below(name, root)]
+
+    def _is_living(self, record: _Record, file: BinaryIO) -> bool:
+        return record.lease_s is None or self._clock.now() < os.fstat(file.fileno()).st_mtime + record.lease_s
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the directory's lock. It is held for microseconds: a long wait means that a stopped process has it."""
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        with (self._dir / ".lock").open("ab") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise NameResolveError(
+                            f"lock {file.name!r} was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds it "
+                            "(find it with 'fuser'), or the file system does not support flock"
+                        ) from None
+                    time.sleep(_LOCK_POLL_S)
+            yield  # closing the file releases the lock
+
+
+class _FileSystemClock:
+    """The file system's idea of the time, in seconds, from the modification time of a probe file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0.0
+        self._probed = float("-inf")
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Seconds since the epoch as the file system stamps them."""
+        with self._lock:
+            if time.monotonic() > self._probed + _CLOCK_PROBE_S:
+                with tempfile.TemporaryFile(dir=self._directory) as probe:
+                    os.utime(probe.fileno())
+                    self._probed = time.monotonic()
+                    self._offset = os.fstat(probe.fileno()).st_mtime - self._probed
+            return time.monotonic() + self._offset
+
+
+def _load(file: BinaryIO) -> _Record:
+    content = file.read()
+    try:
+        return _Record(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise NameResolveError(f"name entry {file.name!r} is damaged ({error}): delete the file") from error

@@ -1,0 +1,92 @@
+"""Keeps leased entries alive from one daemon thread.
+
+An entry with a lease of L seconds is renewed every L/3, so that two renewals may fail or come late before the entry
+lapses. The thread starts with the first lease and ends with `stop`; being a daemon it dies with its process, and with
+it the renewals: that is how a killed owner's entries disappear.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from asyncrl.comm.name_resolve.errors import NameResolveError
+
+_log = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 3
+
+
+class LeaseKeeper:
+    """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
+
+    `renew` returns False when the entry is no longer its caller's (deleted, or taken by another owner); the name is
+    then dropped. A NameResolveError or OSError is logged and tried again at the next renewal.
+    """
+
+    def __init__(self, renew: Callable[[str], bool]) -> None:
+        self._renew = renew
+        self._leases: dict[str, float] = {}
+        self._due: list[tuple[float, str]] = []
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def keep(self, name: str, lease_s: float) -> None:
+        """Renew `name` from now on; a name kept already gets the new lease."""
+        with self._changed:
+            self._leases[name] = lease_s
+            heapq.heappush(self._due, (time.monotonic() + lease_s / RENEWALS_PER_LEASE, name))
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def forget(self, name: str) -> None:
+        """Stop renewing `name`; unknown names are fine."""
+        with self._changed:
+            self._leases.pop(name, None)
+
+    def names(self) -> list[str]:
+        """The names being renewed."""
+        with self._changed:
+            return list(self._leases)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (name := self._next_due()) is not None:
+            try:
+                kept = self._renew(name)
+            except (NameResolveError, OSError) as error:
+                _log.warning("renewing the lease of name %r failed, trying again: %s", name, error)
+                kept = True
+            if not kept:
+                _log.warning("name %r was deleted or taken by another owner: its lease is no longer renewed", name)
+                self.forget(name)
+                continue
+            with self._changed:
+                if name in self._leases:
+                    due = time.monotonic() + self._leases[name] / RENEWALS_PER_LEASE
+                    heapq.heappush(self._due, (due, name))
+
+    def _next_due(self) -> str | None:
+        """The next name to renew, once it is due; None when stopped."""
+        with self._changed:
+            while not self._stopped:
+                while self._due and self._due[0][1] not in self._leases:
+                    heapq.heappop(self._due)
+                now = time.monotonic()
+                if self._due and self._due[0][0] <= now:
+                    return heapq.heappop(self._due)[1]
+                self._changed.wait(self._due[0][0] - now if self._due else None)
+            return None

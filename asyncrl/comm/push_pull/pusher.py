@@ -1,0 +1,275 @@
+"""The sending end of push-pull, for an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.codec import CodecError
+from asyncrl.comm.gate import SourceLog
+from asyncrl.comm.outbox import Entry, Outbox
+from asyncrl.comm.push_pull import wire
+from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.sockets import Context, PeerLink
+from asyncrl.comm.trajectory_codec import Prepared, prepare
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_RESEND_AFTER_S = 10.0
+"""Longer than any pause of a healthy puller; a broken connection is noticed at once and does not wait for this."""
+DEFAULT_PUSH_TIMEOUT_S = 600.0
+_SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
+
+
+class TrajectoryRejected(Exception):
+    """The puller refused the trajectory: it is invalid, or sender and receiver differ in version or limits."""
+
+
+class PushTimeout(Exception):
+    """No acknowledgement within the time limit; the trajectory is still held and sent again."""
+
+
+@dataclass(slots=True)
+class _Push:
+    """A call of `push` that waits for its acknowledgement until `deadline`, in seconds of the loop's clock."""
+
+    rollout_id: str
+    deadline: float
+    accepted: asyncio.Future[None]
+
+
+class TrajectoryPusher:
+    """Sends trajectories to the pullers at `addresses` and holds each until it is acknowledged.
+
+    Make and use it in one running asyncio loop.
+
+    Args:
+        addresses: endpoints of the pullers; may be empty at first, see `set_addresses`.
+        security: the run's keys, or None for plaintext.
+        identity: name in logs and errors, e.g. `rollout_worker/0`.
+        resend_after_s: seconds without acknowledgement after which a trajectory is sent again.
+        high_water: trajectories held at most; further `push` calls wait.
+        max_bytes: limit of one trajectory; the pullers' must not be smaller.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        security: SocketSecurity | None,
+        *,
+        identity: str,
+        resend_after_s: float = DEFAULT_RESEND_AFTER_S,
+        high_water: int = 256,
+        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._context = Context()
+        self._security = security
+        self._identity = identity
+        self._max_bytes = max_bytes
+        self._outbox: Outbox[Prepared] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
+        self._links: dict[str, PeerLink] = {}
+        self._writable: dict[str, PeerLink] = {}
+        self._pushes: dict[int, _Push] = {}
+        self._places = asyncio.Semaphore(high_water)
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
+        self._log = SourceLog("reply")
+        self._closed = False
+        self._pump_scheduled = False
+        self.resent = 0
+        self.set_addresses(addresses)
+
+    @property
+    def unacked(self) -> int:
+        """Number of trajectories held."""
+        return len(self._outbox)
+
+    @property
+    def unacked_ids(self) -> list[str]:
+        """Rollout ids of the trajectories held, oldest first."""
+        return self._outbox.labels
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """Send to these pullers from now on; what was in flight to others is sent again to one of these."""
+        addresses = list(dict.fromkeys(addresses))
+        for gone in [address for address in self._links if address not in addresses]:
+            self._writable.pop(gone, None)
+            self._links.pop(gone).close()
+        for address in addresses:
+            if address not in self._links:
+                self._links[address] = self._link(address)
+        self._outbox.set_peers(addresses)
+        self._pump()
+
+    async def push(self, trajectory: Trajectory, timeout_s: float = DEFAULT_PUSH_TIMEOUT_S) -> None:
+        """Send `trajectory` and return once a puller has accepted it.
+
+        Once there is room for it, cancelling the call does not cancel the delivery.
+
+        Raises:
+            CodecError: it cannot be encoded; nothing was sent.
+            TrajectoryRejected: the puller found it invalid; the message says why, and it is no longer held.
+            PushTimeout: no acknowledgement, or no place, within `timeout_s` seconds.
+        """
+        prepared = prepare(trajectory)
+        if prepared.nbytes > self._max_bytes:
+            raise CodecError(
+                f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {self._max_bytes}"
+            )
+        deadline = self._loop.time() + timeout_s
+        if self._closed or self._places.locked():
+            await self._wait_for_place(deadline, trajectory.rollout_id)
+        else:
+            await self._places.acquire()
+        entry = self._outbox.add(trajectory.rollout_id, prepared)
+        push = self._pushes[entry.seq] = _Push(trajectory.rollout_id, deadline, self._loop.create_future())
+        self._drained.clear()
+        self._pump_soon()
+        if self._timer_due > deadline:
+            self._set_timer(deadline)
+        await push.accepted
+
+    async def close(self, timeout_s: float) -> list[str]:
+        """Wait up to `timeout_s` seconds for acknowledgements, then close; returns the ids never acknowledged.
+
+        Pushes still waiting raise PushTimeout.
+        """
+        if not self._closed:
+            self._closed = True
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._drained.wait()
+            except TimeoutError:
+                _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
+            if self._timer is not None:
+                self._timer.cancel()
+            self._writable.clear()
+            for link in self._links.values():
+                link.close()
+            for push in self._pushes.values():
+                if not push.accepted.done():
+                    push.accepted.set_exception(PushTimeout(f"{self._identity} was closed"))
+            self._places.release()
+            self._context.term()
+        return self._outbox.labels
+
+    async def _wait_for_place(self, deadline: float, rollout_id: str) -> None:
+        """Take one of the `high_water` places; it is given back when the trajectory is acknowledged."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                if not self._closed:
+                    await self._places.acquire()
+        except TimeoutError:
+            raise self._timeout(rollout_id, "a place among those held") from None
+        if self._closed:
+            self._places.release()  # the next one that waits gets the same answer
+            raise PushTimeout(f"{self._identity} was closed")
+
+    def _timeout(self, rollout_id: str, awaited: str) -> PushTimeout:
+        return PushTimeout(
+            f"trajectory {rollout_id!r} of {self._identity} waited too long for {awaited}: "
+            f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
+        )
+
+    def _link(self, address: str) -> PeerLink:
+        return PeerLink(
+            self._context,
+            address,
+            self._security,
+            high_water=_SOCKET_HIGH_WATER,
+            on_writable=self._on_writable,
+            on_message=self._on_reply,
+            on_lost=self._on_lost,
+        )
+
+    def _pump_soon(self) -> None:
+        """Send in the loop's next round, together with what other tasks push until then."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send what waits, as far as the pullers' connections take it."""
+        self._pump_scheduled = False
+        now = self._loop.time()
+        while True:
+            batches: dict[str, list[Entry[Prepared]]] = {}
+            while (taken := self._outbox.take(self._writable, now)) is not None:
+                batches.setdefault(taken[1], []).append(taken[0])
+            if not batches:
+                break
+            for address, entries in batches.items():
+                self._send(self._links[address], entries)
+        if (due := self._outbox.next_due()) is not None and self._timer_due > due:
+            self._set_timer(due)
+
+    def _send(self, link: PeerLink, entries: list[Entry[Prepared]]) -> None:
+        sent = 0
+        for batch in wire.batches(entries):
+            if not link.send(wire.pack(batch)):
+                del self._writable[link.address]
+                self._outbox.untake(entries[sent:])
+                return
+            sent += len(batch)
+            self.resent += sum(entry.sends > 1 for entry in batch)
+
+    def _set_timer(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Give up on pushes and send again what is due: one timer, for one per push would cost as much as sending."""
+        self._timer, self._timer_due = None, math.inf
+        now = self._loop.time()
+        waiting = [push for push in self._pushes.values() if not push.accepted.done()]
+        for push in waiting:
+            if push.deadline <= now:
+                push.accepted.set_exception(self._timeout(push.rollout_id, "an acknowledgement"))
+        if expired := self._outbox.expire(now):
+            _log.warning(
+                "%s: %d trajectories without acknowledgement, sending them again; the first is %r, at %s",
+                self._identity, len(expired), expired[0].label, expired[0].peer,
+            )  # fmt: skip
+        self._pump()
+        due = min((push.deadline for push in waiting if push.deadline > now), default=math.inf)
+        if due < self._timer_due:
+            self._set_timer(due)
+
+    def _on_writable(self, link: PeerLink) -> None:
+        self._writable[link.address] = link
+        self._pump()
+
+    def _on_lost(self, link: PeerLink) -> None:
+        self._writable.pop(link.address, None)
+        self._outbox.lost(link.address)
+        self._pump()
+
+    def _on_reply(self, link: PeerLink, frames: list[memoryview]) -> None:
+        try:
+            seqs, refusal = wire.unpack_reply(b"".join(frames))
+        except CodecError as error:
+            self._log.note(link.address, str(error))
+            return
+        for seq in seqs:
+            if (entry := self._outbox.acked(seq)) is not None:
+                self._settle(entry, refusal)
+        if not self._outbox:
+            self._drained.set()
+
+    def _settle(self, entry: Entry[Prepared], refusal: str | None) -> None:
+        accepted = self._pushes.pop(entry.seq).accepted
+        if not accepted.done():
+            if refusal is None:
+                accepted.set_result(None)
+            else:
+                accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {refusal}"))
+        self._places.release()

@@ -1,0 +1,170 @@
+"""The calling end of request-reply, for an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+
+from asyncrl.comm.codec import JSON, Array, CodecError, Frame, Message, decode, encode
+from asyncrl.comm.gate import SourceLog
+from asyncrl.comm.request_reply import wire
+from asyncrl.comm.security import SocketSecurity
+from asyncrl.comm.sockets import Context, PeerLink
+
+_SOCKET_HIGH_WATER = 1000  # calls in libzmq's own buffer
+
+
+class RemoteError(Exception):
+    """The method raised. `kind` is the exception's type name, `remote_traceback` the server's traceback as text."""
+
+    def __init__(self, peer: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(
+            f"{method} at {peer} raised {kind}: {message}\n--- remote traceback\n{remote_traceback.rstrip()}"
+        )
+        self.kind = kind
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+
+class RequestTimeout(Exception):
+    """No answer within the time limit; the server may still be at it."""
+
+
+class PeerGone(Exception):
+    """The connection broke, or was never made: the call may or may not have been executed."""
+
+
+class RequestClient:
+    """Calls the methods of the server at `address`.
+
+    Make and use it in one running asyncio loop.
+
+    Args:
+        address: the server's endpoint.
+        security: the run's keys, or None for plaintext.
+        name: the server's name in errors, e.g. `model_worker/0`; the address by default.
+        max_bytes: limit of one reply.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        security: SocketSecurity | None,
+        *,
+        name: str | None = None,
+        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._peer = f"{name} ({address})" if name else address
+        self._max_bytes = max_bytes
+        self._calls: dict[int, asyncio.Future[Message]] = {}
+        self._methods: dict[int, str] = {}
+        self._unsent: deque[tuple[int, list[Frame]]] = deque()
+        self._next_call = 0
+        self._closed = False
+        self._log = SourceLog("reply")
+        self._context = Context()
+        self._link = PeerLink(
+            self._context,
+            address,
+            security,
+            high_water=_SOCKET_HIGH_WATER,
+            on_writable=self._on_writable,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+        )
+
+    async def call(
+        self,
+        method: str,
+        meta: Mapping[str, JSON] | None = None,
+        arrays: Mapping[str, Array] | None = None,
+        *,
+        timeout_s: float,
+    ) -> Message:
+        """Call `method` and return its reply. Requests reach the server in the order of the calls.
+
+        Raises:
+            RemoteError: the method raised, or there is none of that name.
+            RequestTimeout: no answer within `timeout_s` seconds, though the connection stands.
+            PeerGone: the connection broke, could not be made within `timeout_s`, or the client was closed.
+            CodecError: the request is not plain data, or the reply is malformed.
+        """
+        if self._closed:
+            raise PeerGone(f"call of {method} at {self._peer}: the client is closed")
+        frames = encode(Message(method, dict(meta or {}), dict(arrays or {})))
+        call = self._next_call
+        self._next_call += 1
+        answer: asyncio.Future[Message] = self._loop.create_future()
+        self._calls[call], self._methods[call] = answer, method
+        self._unsent.append((call, wire.pack_request(call, frames)))
+        self._flush()
+        timer = self._loop.call_later(timeout_s, self._time_out, call, timeout_s)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            self._forget(call)
+
+    def close(self) -> None:
+        """Disconnect; outstanding calls raise PeerGone."""
+        if not self._closed:
+            self._closed = True
+            self._fail_all("the client was closed")
+            self._link.close()
+            self._context.term()
+
+    def _flush(self) -> None:
+        while self._unsent and self._link.writable and self._link.send(self._unsent[0][1]):
+            self._unsent.popleft()
+
+    def _on_writable(self, link: PeerLink) -> None:
+        self._flush()
+
+    def _on_lost(self, link: PeerLink) -> None:
+        self._fail_all("the connection broke: the process died, or the network did")
+
+    def _on_message(self, link: PeerLink, frames: list[memoryview]) -> None:
+        try:
+            call, failed, encoded = wire.unpack_reply(frames)
+        except CodecError as error:
+            self._log.note(self._peer, str(error))
+            return
+        answer = self._calls.get(call)
+        if answer is None or answer.done():
+            return  # its caller has given up
+        try:
+            reply = decode(encoded, max_bytes=self._max_bytes)
+        except CodecError as error:
+            answer.set_exception(CodecError(f"reply to {self._methods[call]} from {self._peer}: {error}"))
+            return
+        if failed:
+            answer.set_exception(self._remote_error(self._methods[call], reply.meta))
+        else:
+            answer.set_result(reply)
+
+    def _remote_error(self, method: str, meta: dict[str, JSON]) -> RemoteError:
+        kind, message, text = (str(meta.get(field, "unknown")) for field in ("type", "message", "traceback"))
+        return RemoteError(self._peer, method, kind, message, text)
+
+    def _time_out(self, call: int, timeout_s: float) -> None:
+        answer, method = self._calls[call], self._methods[call]
+        if answer.done():
+            return
+        if any(unsent == call for unsent, _ in self._unsent):
+            answer.set_exception(PeerGone(f"call of {method} at {self._peer}: no connection within {timeout_s:g} s"))
+        else:
+            answer.set_exception(RequestTimeout(f"call of {method} at {self._peer}: no answer within {timeout_s:g} s"))
+
+    def _fail_all(self, reason: str) -> None:
+        sent = self._calls.keys() - {call for call, _ in self._unsent}
+        for call in self._calls if self._closed else sent:
+            answer = self._calls[call]
+            if not answer.done():
+                answer.set_exception(PeerGone(f"call of {self._methods[call]} at {self._peer}: {reason}"))
+
+    def _forget(self, call: int) -> None:
+        del self._calls[call], self._methods[call]
+        if any(unsent == call for unsent, _ in self._unsent):
+            self._unsent = deque(item for item in self._unsent if item[0] != call)

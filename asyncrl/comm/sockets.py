@@ -1,0 +1,232 @@
+"""ZMQ sockets with the settings that asyncrl wants, and their place in an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncrl.comm.codec import Frame
+from asyncrl.comm.gate import PeerGate
+from asyncrl.comm.security import SocketSecurity
+
+Socket: TypeAlias = zmq.Socket[bytes]
+
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000  # a host that vanished without a reset is noticed after this; a killed process at once
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1_000
+MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks get their turn
+_LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+_SEND = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
+_SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+ZERO_COPY_BYTES = 32 * 1024  # below this a memcpy is cheaper than libzmq's bookkeeping of a borrowed buffer
+
+
+class Context(zmq.Context[Socket]):
+    """A ZMQ context that is ended by `term`, never by the garbage collector.
+
+    pyzmq's own finaliser terminates the context, which waits for its sockets to be closed; for an owner that was
+    dropped without `close` (after an error, say) they are collected later, and the process would hang for ever.
+    """
+
+    def __del__(self) -> None:
+        """Leave what was not closed to the end of the process."""
+
+
+def bind(
+    context: Context, host: str, security: SocketSecurity | None, *, high_water: int, max_frame_bytes: int
+) -> tuple[Socket, str, PeerGate]:
+    """A ROUTER bound to a free port of `host`, its endpoint, and its gate. `context` must be the socket's own."""
+    socket = context.socket(zmq.ROUTER)
+    _configure(socket, high_water)
+    socket.maxmsgsize = max_frame_bytes
+    gate = PeerGate(context, socket, security)
+    socket.bind(f"tcp://{host}:*")
+    endpoint: Any = socket.last_endpoint
+    return socket, endpoint.rstrip(b"\0").decode(), gate
+
+
+def _dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
+    """A DEALER to connect."""
+    socket = context.socket(zmq.DEALER)
+    _configure(socket, high_water)
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = RECONNECT_MAX_MS
+    if security is not None:
+        security.secure_client(socket)
+    return socket
+
+
+def _configure(socket: Socket, high_water: int) -> None:
+    socket.linger = 0
+    socket.sndhwm = high_water
+    socket.rcvhwm = high_water
+    socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
+    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+
+
+def send(socket: Socket, frames: Sequence[Frame]) -> bool:
+    """Send one message without waiting; False if the socket takes nothing now."""
+    *leading, last = frames
+    try:
+        for frame in leading:
+            socket.send(frame, _SEND_MORE)
+        socket.send(last, _SEND, copy=len(last) < ZERO_COPY_BYTES)
+    except zmq.Again:
+        return False
+    return True
+
+
+def peer_address(frames: Sequence[zmq.Frame]) -> str:
+    """Network address of the peer that sent `frames`."""
+    try:
+        return str(frames[-1].get("Peer-Address"))
+    except zmq.ZMQError:
+        return "an unknown address"
+
+
+class LoopSocket:
+    """Calls `on_ready(events)` from an asyncio loop while a socket has events (`zmq.POLLIN`, `zmq.POLLOUT`).
+
+    A ZMQ socket's descriptor is edge-triggered, and any send or receive may swallow the edge. So whoever sends or
+    receives outside `on_ready` calls `recheck` afterwards, which looks again in the loop's next round, once however
+    often it was asked. Cheaper by far than a future per message, as zmq.asyncio makes them.
+    """
+
+    def __init__(self, socket: Socket, loop: asyncio.AbstractEventLoop, on_ready: Callable[[int], None]) -> None:
+        self.socket = socket
+        self._loop = loop
+        self._on_ready = on_ready
+        self._descriptor: int = socket.FD
+        self._scheduled = False
+        loop.add_reader(self._descriptor, self._look)
+        self.recheck()
+
+    def recheck(self) -> None:
+        """Look at the socket's events in the loop's next round."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._look)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Leave the loop and close the socket; libzmq has `linger_ms` milliseconds to send what it holds."""
+        if not self.socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close(linger=linger_ms)
+
+    def _look(self) -> None:
+        self._scheduled = False
+        if self.socket.closed:
+            return
+        events: Any = self.socket.EVENTS
+        if events:
+            self._on_ready(int(events))
+
+
+class PeerLink:
+    """The connection to one bound socket, from an asyncio loop: a DEALER and the monitor of its connection.
+
+    It takes messages only while the connection stands, so nothing is queued to a dead peer. One socket serves one
+    connection: when that breaks, what has arrived is delivered, then the socket is replaced, and with it goes all that
+    was not sent. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
+
+    Args:
+        on_writable: the link takes messages, after it did not.
+        on_message: one received message; its buffers live as long as they are referred to.
+        on_lost: the connection broke: what was sent and not answered may be lost. The link connects again by itself.
+
+    Raises:
+        ValueError: `address` is no endpoint.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        security: SocketSecurity | None,
+        *,
+        high_water: int,
+        on_writable: Callable[[PeerLink], None],
+        on_message: Callable[[PeerLink, list[memoryview]], None],
+        on_lost: Callable[[PeerLink], None],
+    ) -> None:
+        self.address = address
+        self.writable = False
+        self._context, self._security, self._high_water = context, security, high_water
+        self._on_writable, self._on_message, self._on_lost = on_writable, on_message, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._connected = False
+        self._reopening: asyncio.TimerHandle | None = None
+        self._open()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Hand `frames` to the connection; False if it takes nothing now (`on_writable` tells when it does)."""
+        self.writable = self._connected and send(self._main.socket, frames)
+        self._main.recheck()
+        return self.writable
+
+    def close(self) -> None:
+        """Disconnect; what libzmq has not sent is discarded."""
+        if self._reopening is not None:
+            self._reopening.cancel()
+        self._drop_socket()
+
+    def _drop_socket(self) -> None:
+        self._connected = self.writable = False
+        if not self._main.socket.closed:
+            self._main.socket.disable_monitor()
+            self._monitor.close()
+            self._main.close()
+
+    def _open(self) -> None:
+        self._reopening = None
+        socket = _dealer(self._context, self._security, high_water=self._high_water)
+        self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), self._loop, self._observe)
+        self._main = LoopSocket(socket, self._loop, self._serve)
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"address {self.address!r} is no endpoint: use tcp://host:port ({error})") from error
+
+    def _serve(self, events: int) -> None:
+        if events & zmq.POLLOUT and self._connected and not self.writable:
+            self.writable = True
+            self._on_writable(self)
+        if events & zmq.POLLIN:
+            self._deliver(MESSAGES_PER_TURN)
+            self._main.recheck()  # there may be more; and receiving may have swallowed the edge that tells of POLLOUT
+
+    def _deliver(self, limit: int) -> None:
+        """Pass on up to `limit` messages that have arrived."""
+        socket = self._main.socket
+        for _ in range(limit):
+            if socket.closed:  # by the receiver of a message
+                return
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_message(self, [frame.buffer for frame in frames])
+
+    def _observe(self, events: int) -> None:
+        while not self._monitor.socket.closed and self._monitor.socket.poll(0):
+            event = parse_monitor_message(self._monitor.socket.recv_multipart())["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                self._main.recheck()
+            elif event == zmq.Event.DISCONNECTED and self._connected:
+                self._replace()
+
+    def _replace(self) -> None:
+        """Deliver what has arrived, drop the broken connection's socket, connect again after a moment."""
+        self._deliver(sys.maxsize)
+        if self._connected:  # a receiver may have closed the link
+            self._drop_socket()
+            self._reopening = self._loop.call_later(RECONNECT_MS / 1000, self._open)
+            self._on_lost(self)

@@ -1,0 +1,76 @@
+"""What `--help` and `--cfg job` print; all of it comes from the settings' own definitions."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from asyncrl.config.load import Config, experiments_dir, known_experiments
+from asyncrl.config.setting import SettingInfo, setting_info
+
+USAGE = """\
+python -m asyncrl.launch <experiment> [setting=value ...] [options]
+
+options:
+  --help             this page; with an experiment: its settings
+  --cfg job          print the resolved config and stop
+  --dry-run          print the processes a run would start and stop
+  --show-graph [F]   print the training step's graph and stop, or write it to F as SVG
+  --config-dir DIR   folder of your own experiments (default: the built-in ones)
+"""
+
+
+def list_experiments(folder: Path | None) -> str:
+    """The usage, and every experiment with its one-line description."""
+    known = known_experiments(folder or experiments_dir())
+    width = max(map(len, known), default=0)
+    lines = [f"  {name:<{width}}   {summary}" for name, summary in known.items()]
+    return USAGE + "\nexperiments:\n" + "\n".join(lines)
+
+
+def experiment_help(name: str, config: Config) -> str:
+    """Every setting of the experiment, grouped, with the value it has there."""
+    lines = [f"python -m asyncrl.launch {name} [setting=value ...]", ""]
+    lines += _group_lines(config, "", "run")
+    return "\n".join(lines)
+
+
+def resolved_yaml(config: Config) -> str:
+    """The resolved config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _group_lines(group: Any, prefix: str, title: str) -> list[str]:
+    hints = get_type_hints(type(group))
+    summary = (type(group).__doc__ or "").splitlines()[0]
+    lines, nested = [f"{title}: {summary}"], []
+    for item in fields(group):
+        value, path = getattr(group, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            nested += _group_lines(value, f"{path}.", path)
+        else:
+            lines += _setting_lines(path, hints[item.name], value, setting_info(item))
+    return [*lines, "", *nested]
+
+
+def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[str]:
+    shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+    notes = [_type_name(kind)]
+    if info.unit:
+        notes.append(info.unit)
+    if info.choices:
+        notes.append("one of " + ", ".join(info.choices))
+    if info.minimum is not None:
+        notes.append(f"≥ {info.minimum:g}")
+    if info.maximum is not None:
+        notes.append(f"≤ {info.maximum:g}")
+    return [f"  {path} = {shown}", f"      {info.help} ({'; '.join(notes)})"]
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Union:
+        return " or ".join("null" if part is type(None) else _type_name(part) for part in get_args(kind))
+    return {dict: "mapping", list: "list"}.get(get_origin(kind), getattr(kind, "__name__", str(kind)))

@@ -1,0 +1,67 @@
+"""Settings of a supervised experiment, which makes a base model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from asyncrl.config.setting import setting
+
+# OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
+# ruff: noqa: UP045
+
+
+@dataclass
+class SFTPhaseConfig:
+    """Some steps on one version of the dataset."""
+
+    steps: int = setting(100, "optimizer steps", unit="steps", minimum=1)
+    args: dict[str, Any] = setting(
+        help="keyword arguments of the dataset in this phase, on top of dataset.args", factory=dict
+    )
+
+
+@dataclass
+class SFTModelConfig:
+    """What is trained."""
+
+    path: Optional[str] = setting(
+        None, "Hugging Face folder to start from; null: a random start of `model.architecture`"
+    )
+    architecture: dict[str, Any] = setting(
+        help="transformers configuration of a model from scratch, with its model_type; empty: the demo's", factory=dict
+    )
+
+
+@dataclass
+class SFTDatasetConfig:
+    """The demonstrations."""
+
+    path: str = setting(
+        "asyncrl.datasets.arithmetic:ArithmeticDataset",
+        "class with a `demonstration` method by import path, or a JSONL file",
+    )
+    args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict)
+
+
+@dataclass
+class SFTConfig:
+    """Supervised training on demonstrations."""
+
+    experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
+    fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
+    seed: int = setting(1, "seed of data order and initialisation", minimum=0)
+    threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
+    batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)
+    optimizer: str = setting("muon", "muon: matrices by Muon, the rest by AdamW; adamw: all", choices=("muon", "adamw"))
+    lr: float = setting(7e-3, "peak learning rate of Muon", minimum=0.0)
+    adamw_lr: float = setting(2e-2, "peak learning rate of AdamW", minimum=0.0)
+    min_lr_share: float = setting(0.1, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
+    warmup_steps: int = setting(50, "linear warm-up", unit="steps", minimum=0)
+    max_grad_norm: float = setting(1.0, "gradient clipping by global norm", minimum=0.0)
+    tokens_per_micro_batch: int = setting(
+        2048, "token budget of one forward and backward pass", unit="tokens", minimum=1
+    )
+    phases: list[SFTPhaseConfig] = setting(help="what to imitate, in order", factory=lambda: [SFTPhaseConfig()])
+    model: SFTModelConfig = field(default_factory=SFTModelConfig)
+    dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)

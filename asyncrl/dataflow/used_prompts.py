@@ -1,0 +1,104 @@
+"""Which prompts have been trained, kept small and ready for JSON.
+
+A prompt id is `e<epoch>-<row>`, so the set is one bitmap of rows per epoch: a million rows take 125 kB, and
+compressed a finished epoch takes next to nothing. Ids of another form (a user's own stream) are kept as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_PROMPT_ID = re.compile(r"e(0|[1-9]\d*)-(0|[1-9]\d*)")
+_MAX_ROW = 1 << 32
+
+
+class UsedPrompts:
+    """A set of prompt ids that only grows."""
+
+    def __init__(self, prompt_ids: Iterable[str] = ()) -> None:
+        self._rows: dict[int, bytearray] = {}
+        self._others: set[str] = set()
+        self._count = 0
+        for prompt_id in prompt_ids:
+            self.add(prompt_id)
+
+    def add(self, prompt_id: str) -> None:
+        """Add an id; adding it twice is adding it once."""
+        if prompt_id in self:
+            return
+        self._count += 1
+        parsed = _parse(prompt_id)
+        if parsed is None:
+            self._others.add(prompt_id)
+            return
+        epoch, row = parsed
+        bitmap = self._rows.setdefault(epoch, bytearray())
+        byte = row >> 3
+        if byte >= len(bitmap):
+            bitmap.extend(bytes(max(byte + 1 - len(bitmap), len(bitmap))))  # at least doubled: growing stays linear
+        bitmap[byte] |= 1 << (row & 7)
+
+    def __contains__(self, prompt_id: object) -> bool:
+        parsed = _parse(prompt_id) if isinstance(prompt_id, str) else None
+        if parsed is None:
+            return prompt_id in self._others
+        epoch, row = parsed
+        bitmap = self._rows.get(epoch, b"")
+        return (row >> 3) < len(bitmap) and bool(bitmap[row >> 3] >> (row & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        """The ids by epoch and row, then those of another form."""
+        for epoch in sorted(self._rows):
+            for byte, bits in enumerate(self._rows[epoch]):
+                yield from (f"e{epoch}-{byte * 8 + bit}" for bit in range(8) if bits >> bit & 1)
+        yield from sorted(self._others)
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that a used prompt belongs to; 0 before the first."""
+        return max(self._rows, default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The set as JSON values; `from_json` reads it back."""
+        epochs = {
+            str(epoch): base64.b64encode(zlib.compress(bytes(bitmap).rstrip(b"\0"))).decode()
+            for epoch, bitmap in sorted(self._rows.items())
+        }
+        return {"count": self._count, "epochs": epochs, "others": sorted(self._others)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> UsedPrompts:
+        """The set that `to_json` wrote.
+
+        Raises:
+            ValueError: it holds another number of ids than it says, or is no such value.
+        """
+        used = cls(value["others"])
+        for epoch, packed in value["epochs"].items():
+            bitmap = bytearray(zlib.decompress(base64.b64decode(packed)))
+            used._rows[int(epoch)] = bitmap
+            used._count += sum(byte.bit_count() for byte in bitmap)
+        if used._count != value["count"]:
+            raise ValueError(f"used prompts: {used._count} ids where count says {value['count']}; the file is damaged")
+        return used
+
+    @classmethod
+    def read(cls, path: Path) -> UsedPrompts:
+        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`."""
+        return cls.from_json(json.loads(path.read_text())["used_prompts"])
+
+
+def _parse(prompt_id: str) -> tuple[int, int] | None:
+    match = _PROMPT_ID.fullmatch(prompt_id)
+    if match is None or int(match[2]) >= _MAX_ROW:
+        return None
+    return int(match[1]), int(match[2])

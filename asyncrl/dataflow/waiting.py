@@ -1,0 +1,37 @@
+"""Waits that a stop request or a limit ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class StopRequested(Exception):  # it ends a wait; nothing went wrong
+    """The run was asked to stop while something was waited for."""
+
+
+async def or_stop(waiting: Awaitable[_T], stop: asyncio.Event, limit_s: float) -> _T:
+    """Await `waiting`; what has ended by then counts, whatever else happened. It is cancelled otherwise.
+
+    Raises:
+        StopRequested: `stop` was set first.
+        TimeoutError: neither came within `limit_s` seconds.
+    """
+    task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, timeout=max(0.0, limit_s), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise StopRequested if stopping.done() else TimeoutError
+    finally:
+        await cancel(task, stopping)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel `tasks` and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,118 @@
+"""The demo's task: add up 2 to N numbers and write every step out.
+
+    prompt   37+5+81+9=
+    answer   37+5=42;42+81=123;123+9=132#132
+
+Rows are computed, not stored: row `index` of a split depends on (seed, split, index) alone, so that every process sees
+the same dataset without a file. The split of a *problem* depends on nothing but its numbers: a hash of them, in
+ascending order, assigns one problem in `HELD_OUT_SHARE` to the held-out split, and a row is drawn again until it falls
+in its own. Two orders of one sum are therefore always on the same side, under every seed, and no held-out problem can
+occur in training, neither in the base model's nor in RL.
+
+Demonstrations with `forget_carry` above 0 are careless: they make a base model that knows the right way and the wrong
+one, so that RL has something to select.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+from zlib import crc32
+
+Split = Literal["train", "held_out"]
+
+HELD_OUT_SHARE = 8
+"""One problem in eight is held out: enough for any evaluation set, and drawing until one is found stays cheap."""
+
+
+def split_of(numbers: Sequence[int]) -> Split:
+    """The side that a problem belongs to, whatever the order of its numbers and the seed of the run."""
+    canonical = "+".join(map(str, sorted(numbers)))
+    return "held_out" if crc32(canonical.encode()) % HELD_OUT_SHARE == 0 else "train"
+
+
+def add_without_carry(left: int, right: int) -> int:
+    """What a pupil writes who forgets every carry; the last column's sum is written in full."""
+    total, place = 0, 1
+    while left >= 10 or right >= 10:
+        total += (left % 10 + right % 10) % 10 * place
+        left, right, place = left // 10, right // 10, place * 10
+    return total + (left + right) * place
+
+
+def written_out(numbers: Sequence[int], *, forget: float = 0.0, rng: random.Random | None = None) -> str:
+    """The answer to a problem, with each step; each carrying step forgets its carries with probability `forget`."""
+    total, steps = numbers[0], []
+    for number in numbers[1:]:
+        result, careless = total + number, add_without_carry(total, number)
+        if rng is not None and careless != result and rng.random() < forget:
+            result = careless
+        steps.append(f"{total}+{number}={result}")
+        total = result
+    return ";".join(steps) + f"#{total}"
+
+
+class ArithmeticDataset:
+    """`num_rows` problems of one split.
+
+    Args:
+        split: `train` or `held_out`; no problem is in both.
+        seed: another seed draws other rows of the same split.
+        num_rows: length of the dataset.
+        max_numbers: N, the most numbers in a sum; their count is uniform over 2 to N.
+        min_numbers: the fewest.
+        forget_carry: probability that a carrying step of `demonstration` forgets its carry.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        split: Split = "train",
+        seed: int = 0,
+        num_rows: int = 16384,
+        max_numbers: int = 8,
+        min_numbers: int = 2,
+        forget_carry: float = 0.0,
+    ) -> None:
+        if split not in ("train", "held_out"):
+            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
+        if num_rows < 1:
+            raise ValueError(f"dataset num_rows is {num_rows}: give at least 1")
+        if not 2 <= min_numbers <= max_numbers:
+            raise ValueError(f"dataset min_numbers..max_numbers is {min_numbers}..{max_numbers}: need 2 <= min <= max")
+        if not 0.0 <= forget_carry <= 1.0:
+            raise ValueError(f"dataset forget_carry is {forget_carry}: it is a probability, give 0 to 1")
+        self.split, self.seed, self.num_rows = split, seed, num_rows
+        self.max_numbers, self.min_numbers, self.forget_carry = max_numbers, min_numbers, forget_carry
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def numbers(self, index: int) -> list[int]:
+        """The numbers of problem `index`.
+
+        Raises:
+            IndexError: `index` is not within the dataset.
+        """
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of a dataset of {self.num_rows} rows")
+        rng = random.Random(f"{self.seed}/{self.split}/{index}")
+        while True:
+            count = rng.randint(self.min_numbers, self.max_numbers)
+            numbers = [rng.randint(1, 9 if rng.random() < 0.5 else 99) for _ in range(count)]
+            if split_of(numbers) == self.split:
+                return numbers
+
+    def row(self, index: int) -> dict[str, Any]:
+        """`prompt` (text), `answer` (the sum's digits) and `index`."""
+        numbers = self.numbers(index)
+        return {"prompt": "+".join(map(str, numbers)) + "=", "answer": str(sum(numbers)), "index": index}
+
+    def demonstration(self, row: Mapping[str, Any]) -> str:
+        """The answer that supervised training imitates: right, or careless with probability `forget_carry` per step."""
+        numbers = [int(number) for number in row["prompt"].rstrip("=").split("+")]
+        return written_out(numbers, forget=self.forget_carry, rng=random.Random(f"{self.seed}/forget/{row['index']}"))

@@ -1,0 +1,94 @@
+"""A user's own data: one JSON object per line.
+
+The prompt is the field `prompt`, `question` or `problem`; every other field is kept for the reward. Demonstrations for
+supervised training are the field `completion`, `response` or `answer`. GSM8K files work as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+PROMPT_FIELDS = ("prompt", "question", "problem")
+COMPLETION_FIELDS = ("completion", "response", "answer")
+
+
+class JsonlDataset:
+    """The rows of a JSONL file.
+
+    Args:
+        path: the file.
+        split: `train` or `held_out`. With `held_out_share` 0 the split is the whole file (give evaluation a file of its
+            own); above 0 a hash of the prompt puts that share of the prompts in `held_out` and the rest in `train`.
+        held_out_share: share of the prompts held out, 0 to 1.
+        prompt_template: text around the prompt, as in `"{prompt}\\nThink step by step."`; `{field}` of any field.
+        limit: rows kept, from the top; 0: all.
+        seed: unused, a file has one order; the run's seed orders the epochs.
+
+    Raises:
+        ValueError: a line is no JSON object or has no prompt (names file and line), or no row is left.
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        split: str = "train",
+        seed: int = 0,
+        held_out_share: float = 0.0,
+        prompt_template: str = "{prompt}",
+        limit: int = 0,
+    ) -> None:
+        if split not in ("train", "held_out"):
+            raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
+        if not 0.0 <= held_out_share < 1.0:
+            raise ValueError(f"dataset held_out_share is {held_out_share}: give 0 to less than 1")
+        self.path = Path(path).expanduser()
+        rows = [self._parse(line, number, prompt_template) for number, line in self._lines()]
+        if held_out_share > 0.0:
+            rows = [row for row in rows if _is_held_out(row["prompt"], held_out_share) == (split == "held_out")]
+        self._rows = rows[:limit] if limit else rows
+        if not self._rows:
+            raise ValueError(f"{self.path} has no rows in split {split!r}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """`prompt` (text, templated) and the line's own fields."""
+        return self._rows[index]
+
+    def demonstration(self, row: Mapping[str, Any]) -> str:
+        """The completion that supervised training imitates.
+
+        Raises:
+            ValueError: the row has none of `COMPLETION_FIELDS`.
+        """
+        for name in COMPLETION_FIELDS:
+            if name in row:
+                return str(row[name])
+        raise ValueError(f"{self.path}: row {row['prompt'][:60]!r} has none of the fields {COMPLETION_FIELDS}")
+
+    def _lines(self) -> list[tuple[int, str]]:
+        text = self.path.read_text(encoding="utf-8")
+        return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+    def _parse(self, line: str, number: int, template: str) -> dict[str, Any]:
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.path}:{number} is not JSON ({error}): write one object per line") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{self.path}:{number} is a JSON {type(fields).__name__}: write one object per line")
+        prompt = next((fields[name] for name in PROMPT_FIELDS if name in fields), None)
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"{self.path}:{number} has no text in any of the fields {PROMPT_FIELDS}")
+        return {**fields, "prompt": template.format(**{**fields, "prompt": prompt})}
+
+
+def _is_held_out(prompt: str, share: float) -> bool:
+    return crc32(prompt.encode()) < share * 2**32

@@ -1,0 +1,192 @@
+"""Which prompt comes when: the data order of a run, cut into shards, each prompt of an epoch exactly once.
+
+Mechanism. An epoch is a permutation of the dataset's rows that depends on (seed, epoch) alone. Laid end to end, the
+epochs give every prompt a global position, its *order* = epoch · num_rows + position in the epoch, and a name,
+`e<epoch>-<row>`. Shard i of N owns the orders with `order % N == i`. So the shards partition each epoch whatever N is,
+and the training batch of step v, orders [v·B, (v+1)·B), does not depend on N.
+
+Life of a prompt: `next()` hands it out; then either it is *used* (trained, or dropped for good), or `give_back` returns
+it and it is handed out again before any later one. A prompt that was out when its process died is in no one's `used`:
+the restarted stream, with the same or another N, hands it out again. Ids in `used` are skipped, so nothing is trained
+twice.
+
+Example, 3 rows, 2 shards, epochs (2 0 1) and (0 1 2): shard 0 yields e0-2, e0-1, e1-1, ... (orders 0, 2, 4), shard 1
+yields e0-0, e1-0, e1-2, ... (orders 1, 3, 5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+CACHED_EPOCHS = 4
+"""Permutations kept: a stream works in one epoch; prompts given back come from the one before, as a rule."""
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The permutation of `num_rows` rows in which epoch `epoch` visits them; shape `[num_rows]`."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def seed_from(*parts: int | str) -> int:
+    """A 31-bit seed (what every inference engine takes) that depends on all of `parts`; unrelated for unlike parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+def prompt_seed(run_seed: int, order: int) -> int:
+    """Base sampling seed of the prompt at `order`; sample i of its group derives its own from it."""
+    return seed_from("prompt", run_seed, order)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRef:
+    """A prompt's name within the run, its position in the data order, and its row in the dataset."""
+
+    prompt_id: str
+    order: int
+    row: int
+
+
+class StreamState(TypedDict):
+    """What `PromptStream.state` returns: plain numbers, ready for JSON."""
+
+    num_rows: int
+    seed: int
+    shard_index: int
+    num_shards: int
+    next_order: int
+    given_back: list[int]
+
+
+class PromptStream:
+    """Endless, in order: the prompts of shard `shard_index` of `num_shards`, over epochs.
+
+    Args:
+        num_rows: rows of the dataset, at least 1.
+        seed: seed of the order.
+        shard_index: this shard, 0 to `num_shards` - 1.
+        num_shards: number of shards.
+        used: prompt ids never to hand out; `mark_used` adds to them.
+        first_order: every order below it is used (it spares `used` the finished epochs).
+
+    Raises:
+        ValueError: an argument is out of range, or a used id names no prompt of this dataset.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        shard_index: int = 0,
+        num_shards: int = 1,
+        used: Iterable[str] = (),
+        first_order: int = 0,
+    ) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
+        if not 0 <= shard_index < num_shards:
+            raise ValueError(f"shard_index is {shard_index} of {num_shards} shards: give 0 to {num_shards - 1}")
+        if first_order < 0:
+            raise ValueError(f"first_order is {first_order}: give 0 or more")
+        self.num_rows, self.seed = num_rows, seed
+        self.shard_index, self.num_shards = shard_index, num_shards
+        self._permutations: dict[int, NDArray[np.int64]] = {}
+        self._positions: dict[int, NDArray[np.int64]] = {}
+        self._next_order = first_order + (shard_index - first_order) % num_shards
+        self._given_back: list[int] = []
+        self._out: set[int] = set()
+        self._used = {order for order in map(self.order_of, used) if order >= first_order}
+
+    def next(self) -> PromptRef:
+        """The next prompt: the earliest that was given back, else the next of the shard that is not used."""
+        while self._given_back:
+            order = heapq.heappop(self._given_back)
+            if order not in self._used:
+                return self._hand_out(order)
+        while self._next_order in self._used:
+            self._used.discard(self._next_order)
+            self._next_order += self.num_shards
+        order = self._next_order
+        self._next_order += self.num_shards
+        return self._hand_out(order)
+
+    def give_back(self, prompt_id: str) -> None:
+        """Hand `prompt_id` out again, before any later prompt.
+
+        Raises:
+            ValueError: the prompt is not out: it was never handed out, is given back already, or is used.
+        """
+        order = self.order_of(prompt_id)
+        if order not in self._out:
+            raise ValueError(f"prompt {prompt_id!r} is not out of this shard: give back what `next` handed out, once")
+        self._out.remove(order)
+        heapq.heappush(self._given_back, order)
+
+    def mark_used(self, prompt_id: str) -> None:
+        """Never hand `prompt_id` out again; of another shard's prompts too, and twice is once."""
+        order = self.order_of(prompt_id)
+        self._out.discard(order)
+        mine = order % self.num_shards == self.shard_index
+        if mine and (order >= self._next_order or order in self._given_back):
+            self._used.add(order)
+
+    def ref(self, order: int) -> PromptRef:
+        """The prompt at `order`, of any shard."""
+        epoch, position = divmod(order, self.num_rows)
+        row = int(self._permutation(epoch)[position])
+        return PromptRef(f"e{epoch}-{row}", order, row)
+
+    def order_of(self, prompt_id: str) -> int:
+        """The order of `prompt_id`.
+
+        Raises:
+            ValueError: it names no prompt of this dataset.
+        """
+        epoch_text, separator, row_text = prompt_id[1:].partition("-")
+        well_formed = prompt_id[:1] == "e" and separator and epoch_text.isdecimal() and row_text.isdecimal()
+        if not well_formed or int(row_text) >= self.num_rows:
+            raise ValueError(f"prompt id {prompt_id!r} names no prompt of {self.num_rows} rows: ids are e<epoch>-<row>")
+        epoch = int(epoch_text)
+        self._permutation(epoch)
+        return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
+
+    def state(self) -> StreamState:
+        """Where the stream stands; prompts that are out count as not handed out, as after a crash."""
+        return StreamState(
+            num_rows=self.num_rows,
+            seed=self.seed,
+            shard_index=self.shard_index,
+            num_shards=self.num_shards,
+            next_order=self._next_order,
+            given_back=sorted([*self._given_back, *self._out]),
+        )
+
+    @classmethod
+    def restore(cls, state: StreamState, used: Iterable[str] = ()) -> PromptStream:
+        """The stream of `state`, less what was used since. For another number of shards construct it from `used`."""
+        stream = cls(state["num_rows"], state["seed"], state["shard_index"], state["num_shards"], used)
+        stream._next_order = state["next_order"]
+        stream._given_back = [order for order in state["given_back"] if order not in stream._used]
+        return stream
+
+    def _hand_out(self, order: int) -> PromptRef:
+        self._out.add(order)
+        return self.ref(order)
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._permutations:
+            permutation = epoch_order(self.num_rows, self.seed, epoch)
+            positions = np.empty_like(permutation)
+            positions[permutation] = np.arange(self.num_rows)
+            while len(self._permutations) >= CACHED_EPOCHS:
+                oldest = min(self._permutations)
+                del self._permutations[oldest], self._positions[oldest]
+            self._permutations[epoch], self._positions[epoch] = permutation, positions
+        return self._permutations[epoch]

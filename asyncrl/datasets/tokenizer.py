@@ -1,0 +1,155 @@
+"""Tokenizers for processes that hold no model.
+
+The demo's `CharTokenizer` needs the standard library alone, so that a RolloutWorker starts in about a second. It is
+saved as an equivalent Hugging Face tokenizer, which `transformers.AutoTokenizer` and inference servers read too; a key
+of `tokenizer_config.json` tells `load_tokenizer` that the light one does. Every other directory is opened by
+`AutoTokenizer`, imported on that path only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.api import Tokenizer
+
+CONFIG_FILE = "tokenizer_config.json"
+SYMBOLS_KEY = "asyncrl_symbols"
+"""The key of `tokenizer_config.json` that marks a `CharTokenizer` and holds its alphabet."""
+ARITHMETIC_SYMBOLS = "0123456789+=;#"
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+SPECIAL_TOKENS = (PAD, EOS, UNK)
+
+
+class CharTokenizer:
+    """One token per character of a fixed alphabet, after the specials `<pad>` 0, `<eos>` 1 and `<unk>` 2.
+
+    The default alphabet is that of the arithmetic task: 14 characters, 17 symbols in all.
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
+    """
+
+    pad_token_id = 0
+    eos_token_id = 1
+    unk_token_id = 2
+
+    def __init__(self, symbols: str = ARITHMETIC_SYMBOLS) -> None:
+        if not symbols or len(set(symbols)) != len(symbols):
+            raise ValueError(f"CharTokenizer.symbols is {symbols!r}: give at least one character, each once")
+        self.symbols = symbols
+        self._id_of = {char: index for index, char in enumerate(symbols, start=len(SPECIAL_TOKENS))}
+        self._text_of = [""] * len(SPECIAL_TOKENS) + list(symbols)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, specials included."""
+        return len(self._text_of)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Every token's id, specials included."""
+        return {**{token: index for index, token in enumerate(SPECIAL_TOKENS)}, **self._id_of}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`'s characters.
+
+        Raises:
+            ValueError: a character outside the alphabet (a silent `<unk>` would train on garbage).
+        """
+        id_of = self._id_of
+        try:
+            return [id_of[char] for char in text]
+        except KeyError as error:
+            raise ValueError(
+                f"text {text!r} has the character {error.args[0]!r}, the tokenizer knows {self.symbols!r}: "
+                "use a dataset and environment of this alphabet, or a model with a tokenizer of its own"
+            ) from None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`; specials are left out."""
+        text_of = self._text_of
+        return "".join([text_of[token] for token in token_ids])
+
+    def save(self, directory: Path) -> None:
+        """Write the alphabet into `directory`, as a tokenizer that `transformers.AutoTokenizer` reads too."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "unk_token": UNK,
+            "clean_up_tokenization_spaces": False,
+            SYMBOLS_KEY: self.symbols,
+        }
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / "tokenizer.json").write_text(json.dumps(self._fast_tokenizer(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> CharTokenizer:
+        """The tokenizer that `save` wrote."""
+        return cls(json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[SYMBOLS_KEY])
+
+    def _fast_tokenizer(self) -> dict[str, Any]:
+        """The `tokenizers` library's description of this codec: split into characters, look each one up."""
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": index, "content": token, **flags} for index, token in enumerate(SPECIAL_TOKENS)],
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"[\s\S]"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": self.vocab, "unk_token": UNK},
+        }
+
+
+class HuggingFaceTokenizer:
+    """The `Tokenizer` verbs over a `transformers` tokenizer: nothing added on encode, specials left out on decode.
+
+    Raises:
+        ValueError: the tokenizer has no end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"tokenizer of {tokenizer.name_or_path!r} has no eos_token: set it in tokenizer_config.json"
+            )
+        self.wrapped = tokenizer
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id of the token that ends an answer."""
+        return int(self.wrapped.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens added."""
+        return list(self.wrapped.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        return str(self.wrapped.decode(list(token_ids), skip_special_tokens=True))
+
+    def chat_prompt(self, messages: Iterable[dict[str, str]]) -> str:
+        """`messages` (role, content) under the model's chat template, up to where the assistant starts."""
+        return str(self.wrapped.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of the model directory (or Hugging Face model name) `path`."""
+    config = Path(path) / CONFIG_FILE
+    if config.is_file() and SYMBOLS_KEY in json.loads(config.read_text(encoding="utf-8")):
+        return CharTokenizer.load(config.parent)
+    from transformers import AutoTokenizer
+
+    return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(path)))

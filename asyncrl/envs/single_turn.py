@@ -1,0 +1,35 @@
+"""A question, an answer, a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.api import Environment, RewardFunction, StepResult
+
+
+class SingleTurnEnv(Environment):
+    """`reset` returns the row's prompt; `step` scores the answer's text and ends the episode.
+
+    Args:
+        reward: the function of the setting `reward.path`.
+    """
+
+    def __init__(self, *, reward: RewardFunction) -> None:
+        self._reward = reward
+        self._data: Mapping[str, Any] | None = None
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Mapping[str, Any]]:
+        """Take the row in `options["data"]`; returns its prompt's text."""
+        if options is None or "data" not in options:
+            raise ValueError("SingleTurnEnv.reset needs options={'data': row}")
+        self._data = options["data"]
+        return str(options["data"]["prompt"]), {}
+
+    async def step(self, action: Any) -> StepResult:
+        """Score answer text `action`. The group's answers may follow each other after one `reset`."""
+        if self._data is None:
+            raise RuntimeError("SingleTurnEnv.step before reset")
+        return "", float(self._reward(self._data, str(action))), True, False, {}

@@ -1,0 +1,2 @@
+"""The embedded generation engine: continuous batching over an unmodified transformers model, behind SGLang's HTTP
+contract."""

@@ -1,0 +1,145 @@
+"""What goes into the engine and what comes out: plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FinishKind = Literal["stop", "length", "abort"]
+
+
+class RequestError(ValueError):
+    """The engine refuses the request; the message names the field, its value and the mend."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended; nothing more will be generated."""
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update was refused before any parameter was touched: the old weights keep serving."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How one sample is drawn. Lengths in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every token."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+    """Stream of the sample; None draws a fresh one."""
+    seed_offset: int = 0
+    """Tokens of this stream already used, where the prompt ends with tokens of an interrupted sample."""
+
+    def __post_init__(self) -> None:
+        """Raise RequestError where a value is out of range."""
+        checks = (
+            (self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0"),
+            (self.temperature >= 0.0, "temperature", self.temperature, ">= 0"),
+            (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]"),
+            (self.top_k == -1 or self.top_k >= 1, "top_k", self.top_k, "-1 (all) or >= 1"),
+            (0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]"),
+            (
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "min_new_tokens",
+                self.min_new_tokens,
+                "in [0, max_new_tokens]",
+            ),
+            (self.seed_offset >= 0, "seed_offset", self.seed_offset, ">= 0"),
+        )
+        for holds, name, value, rule in checks:
+            if not holds:
+                raise RequestError(f"{name} is {value}; it must be {rule}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One sample to generate: the prompt's token ids and how to continue them."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    prompt_logprobs_from: int = -1
+    """First prompt position whose temperature-1 log-probability is wanted; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens `[start, end)` were produced under the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a sample ended. `matched` is the stop token's id or the stop string; `queued` marks an abort before it ever
+    ran."""
+
+    kind: FinishKind
+    matched: int | str | None = None
+    queued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """One finished sample, or the state so far of one being streamed (`finish_reason` None)."""
+
+    rid: str
+    output_ids: list[int]
+    logprobs: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+    weight_version: str
+    spans: tuple[VersionSpan, ...]
+    num_retractions: int
+    finish_reason: FinishReason | None
+    prompt_logprobs: list[float | None] | None = None
+    """Log-probabilities of `input_ids[prompt_logprobs_from:]`; None for the first token of the prompt."""
+
+
+@dataclass(slots=True)
+class Job:
+    """Samples submitted together and answered together: `future` yields their outputs in order.
+
+    `on_progress` is called on the engine's thread after every step that moved a sample of the job, with the index and
+    the output so far; it must be quick.
+    """
+
+    inputs: tuple[GenerationInput, ...]
+    on_progress: Callable[[int, GenerationOutput], None] | None = None
+    future: Future[list[GenerationOutput]] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine. Token counts are since the start; `used_tokens` are positions of the KV cache in
+    use."""
+
+    running: int = 0
+    waiting: int = 0
+    paused: bool = False
+    used_tokens: int = 0
+    max_total_tokens: int = 0
+    max_running_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    retractions: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    gen_throughput: float = 0.0
+    """Tokens per second over the last second of work."""
+    weight_version: str = "default"

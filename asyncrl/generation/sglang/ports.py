@@ -1,0 +1,97 @@
+"""Ports for a server that binds them only later, in another process, that never collide.
+
+Three things would otherwise take a port between its choice and its binding. The kernel hands out ports for outgoing
+connections from the ephemeral range, so blocks lie below it. Another asyncrl process chooses at the same time, so every
+block is claimed by binding an abstract Unix socket named after it: the kernel makes the claim exclusive, and ends it
+when the claiming process ends, however it ends, leaving nothing behind. A stranger may still bind one; then the server
+fails to start and is started again on another block (`SGLangHost`).
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK_SIZE = 10
+"""HTTP, NCCL, the rendezvous of torch.distributed, and the six ports that SGLang counts up from that one."""
+FIRST_PORT, LAST_PORT = 20000, 29999
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class NoFreePorts(RuntimeError):
+    """Every block of the range is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortBlock:
+    """`BLOCK_SIZE` consecutive ports from `base` on, ours until `release`."""
+
+    base: int
+    claim: socket.socket = field(repr=False)
+
+    @property
+    def http(self) -> int:
+        """Port of the HTTP server."""
+        return self.base
+
+    @property
+    def nccl(self) -> int:
+        """Port of the tensor-parallel group's rendezvous."""
+        return self.base + 1
+
+    @property
+    def rendezvous(self) -> int:
+        """First of the ports for `--dist-init-addr`, which counts on from it."""
+        return self.base + 2
+
+    def release(self) -> None:
+        """Let others have the block."""
+        self.claim.close()
+
+
+def reserve_ports(host: str, *, first: int = FIRST_PORT, last: int = LAST_PORT) -> PortBlock:
+    """A block of ports that nobody listens on at `host` and that no other asyncrl process will choose.
+
+    Raises:
+        NoFreePorts: there is none in `first` to `last`, below the kernel's ephemeral range.
+    """
+    last = min(last, _lowest_ephemeral() - 1)
+    bases = list(range(first, last - BLOCK_SIZE + 2, BLOCK_SIZE))
+    random.shuffle(bases)
+    for base in bases:
+        claim = _claim(base)
+        if claim is None:
+            continue
+        if all(_is_free(host, port) for port in range(base, base + BLOCK_SIZE)):
+            return PortBlock(base, claim)
+        claim.close()
+    raise NoFreePorts(f"no {BLOCK_SIZE} free consecutive ports in {first}-{last} on {host}: end what listens there")
+
+
+def _claim(base: int) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0asyncrl-ports-{base}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _is_free(host: str, port: int) -> bool:
+    for address in {host, "0.0.0.0"}:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                return False
+    return True
+
+
+def _lowest_ephemeral() -> int:
+    try:
+        return int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except FileNotFoundError:  # not Linux; its BSD relatives begin at 49152
+        return 49152

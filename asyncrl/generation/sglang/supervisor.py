@@ -1,0 +1,138 @@
+"""Stands between a GenerationServer and an SGLang server, and ends all of the latter when either of the two ends.
+
+    python supervisor.py GRACE_S COMMAND [ARGUMENT ...]
+
+SGLang is a tree of processes that ask the kernel to die with their parent, but a tree that is killed while it starts
+can leave members that have not asked yet. So this process, which does nothing else, adopts every orphan of the tree (it
+is their "child subreaper"), and waits for the first of two things: the end of its standard input, which means that the
+GenerationServer has closed it or is gone, however that came about; or the server's end. Then it stops the server with
+SIGTERM, gives it `GRACE_S` seconds, kills whatever is left below it, and removes the shared memory that only a clean
+exit would have removed. Its exit code is the server's, or 128 + the signal that ended the server.
+
+Run by path: it imports the standard library and psutil, nothing of asyncrl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_TRACKER_GRACE_S = 2.0
+_KILL_TIMEOUT_S = 5.0
+_SHARED_MEMORY = "/dev/shm/"
+
+
+def main() -> int:
+    """See the module's docstring."""
+    grace_s, command = float(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    segments = await_either_end(server)
+    if server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(grace_s)
+    else:
+        print(f"the server (pid {server.pid}) {describe_end(server.returncode)}", flush=True)
+    end_descendants()
+    server.wait()
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+    reap_orphans()
+    return server.returncode if server.returncode >= 0 else 128 - server.returncode
+
+
+def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
+    """Wait until standard input ends or the server does; returns the shared memory seen at that time and before.
+
+    What is written to standard input asks to look for shared memory: a process that died no longer tells.
+    """
+    segments: set[Path] = set()
+    pidfd, stdin = os.pidfd_open(server.pid), sys.stdin.fileno()
+    try:
+        while True:
+            readable, _, _ = select.select([stdin, pidfd], [], [])
+            segments |= shared_memory()
+            if pidfd in readable or not os.read(stdin, 4096):
+                return segments
+    finally:
+        os.close(pidfd)
+
+
+def end_descendants() -> None:
+    """Kill everything below this process; multiprocessing's resource trackers last, once they had time to clean up."""
+    trackers: list[psutil.Process] = []
+    while left := [process for process in psutil.Process().children(recursive=True) if is_running(process)]:
+        others = [process for process in left if not is_tracker(process)]
+        if not others and not trackers:
+            trackers = left
+            psutil.wait_procs(trackers, timeout=_TRACKER_GRACE_S)
+            continue
+        for process in others or left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, alive = psutil.wait_procs(others or left, timeout=_KILL_TIMEOUT_S)
+        if alive:
+            print(
+                f"still alive {_KILL_TIMEOUT_S:g} s after SIGKILL: {', '.join(str(p.pid) for p in alive)}", flush=True
+            )
+            return
+
+
+def describe_end(code: int) -> str:
+    """An exit code as `subprocess` gives it, in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def reap_orphans() -> None:
+    """Take note of the end of adopted processes, which would otherwise stay as zombies where init takes none."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """True for the process that unlinks semaphores after everybody who used them has ended."""
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def is_running(process: psutil.Process) -> bool:
+    """True unless it has ended, reaped or not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_memory() -> set[Path]:
+    """Segments of shared memory that processes below this one have mapped and that still have a name."""
+    segments: set[Path] = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                path = line.partition(_SHARED_MEMORY)[2]
+                if path and not path.endswith("(deleted)"):
+                    segments.add(Path(_SHARED_MEMORY + path))
+    return segments
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

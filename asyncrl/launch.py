@@ -1,0 +1,72 @@
+"""`python -m asyncrl.launch <experiment> [setting=value ...]`: check everything, then run.
+
+Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_CONFIG = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = _parse(sys.argv[1:] if argv is None else list(argv))
+    from asyncrl.config.describe import experiment_help, list_experiments, resolved_yaml
+    from asyncrl.config.load import ConfigError, load_experiment
+    from asyncrl.config.validate import validate
+    from asyncrl.system.run import check_graph, dry_run, run_experiment, show_graph
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+    folder = Path(args.config_dir) if args.config_dir else None
+    if args.experiment is None:
+        print(list_experiments(folder))
+        return 0 if args.help else EXIT_CONFIG
+    try:
+        config = load_experiment(args.experiment, args.overrides, folder)
+        if args.help:
+            print(experiment_help(args.experiment, config))
+            return 0
+        validate(config)
+        check_graph(config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_CONFIG
+    if args.cfg:
+        print(resolved_yaml(config), end="")
+        return 0
+    if args.show_graph is not None:
+        return show_graph(config, args.show_graph)
+    if args.dry_run:
+        return dry_run(config)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run does not die of its reader
+    return run_experiment(config, folder)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("experiment", nargs="?", help="name of an experiment")
+    parser.add_argument("overrides", nargs="*", help="setting=value")
+    parser.add_argument("--help", "-h", action="store_true", help="the experiments, or the settings of one")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the processes a run would start and stop")
+    parser.add_argument(
+        "--show-graph",
+        nargs="?",
+        const="-",
+        metavar="FILE.svg",
+        help="print the training step's graph, or write it as SVG",
+    )
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
+    args = parser.parse_intermixed_args(argv)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

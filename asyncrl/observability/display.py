@@ -1,0 +1,182 @@
+"""What a person sees while a run goes on: one live panel on a terminal, one line per train step elsewhere.
+
+Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, float]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_TREND_WIDTH = 24
+
+
+class Display(Protocol):
+    """Three verbs: a remark, a row of metrics, the end."""
+
+    def note(self, text: str) -> None:
+        """Say something that happened outside the train steps."""
+        ...
+
+    def row(self, row: Row) -> None:
+        """Show a new row of metrics."""
+        ...
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        ...
+
+
+def make_display(kind: str, title: str, total_steps: int, eta: int) -> Display:
+    """The display `kind` asks for (`auto`, `live`, `plain`, `none`)."""
+    console = Console(highlight=False)
+    if kind == "auto":
+        kind = "live" if console.is_terminal else "plain"
+    if kind == "live":
+        return LiveDisplay(console, title, total_steps, eta)
+    return PlainDisplay(console if kind == "plain" else Console(quiet=True), total_steps)
+
+
+def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
+    """The last `width` values as bars between their least and greatest."""
+    shown = values[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def evaluations(row: Row) -> dict[str, float]:
+    """The evaluated sets of a row and their accuracies."""
+    return {
+        key.removeprefix("eval/").removesuffix("/accuracy"): value
+        for key, value in row.items()
+        if key.startswith("eval/") and key.endswith("/accuracy")
+    }
+
+
+class PlainDisplay:
+    """A line per step, for logs and pipes."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._total = total_steps
+
+    def note(self, text: str) -> None:
+        """Print the remark."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def row(self, row: Row) -> None:
+        """Print a step's main figures."""
+        parts = [
+            f"step {row['step']:.0f}/{self._total}",
+            f"reward {row['reward/mean']:.3f}",
+            f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']:.0f})",
+            f"gen {row['throughput/gen_tokens_per_s']:,.0f} tok/s",
+            f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
+            f"step {row['time/step_s']:.2f} s",
+        ]
+        parts += [f"{name} accuracy {value:.3f}" for name, value in evaluations(row).items()]
+        self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveDisplay:
+    """One panel, redrawn in place."""
+
+    def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
+        self._title = title
+        self._total = total_steps
+        self._eta = eta
+        self._row: Row = {}
+        self._rewards: list[float] = []
+        self._accuracies: dict[str, list[float]] = {}
+        self._note = "starting"
+        self._started = time.monotonic()
+        self._first_step: tuple[float, float] | None = None
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        """Print the remark above the panel."""
+        self._live.console.print(text, markup=False, soft_wrap=True)
+        self._note = ""
+
+    def row(self, row: Row) -> None:
+        """Take a step's figures in."""
+        self._row = row
+        self._note = ""
+        self._rewards.append(row["reward/mean"])
+        for name, value in evaluations(row).items():
+            self._accuracies.setdefault(name, []).append(value)
+        if self._first_step is None:
+            self._first_step = (row["step"], time.monotonic())
+
+    def close(self) -> None:
+        """Draw the last state and stop."""
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        body: list[RenderableType] = [self._progress()]
+        if self._row:
+            body.append(self._figures(self._row))
+        elif self._note:
+            body.append(Text(self._note, style="dim"))
+        return Panel(
+            Group(*body), title=f"[bold]{self._title}[/]", title_align="left", border_style="cyan", padding=(0, 1)
+        )
+
+    def _progress(self) -> Table:
+        step = self._row.get("step", 0.0)
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True, justify="right")
+        times = f"{_clock(time.monotonic() - self._started)} elapsed"
+        if self._first_step is not None and step > self._first_step[0]:
+            first, since = self._first_step
+            rate = (step - first) / (time.monotonic() - since)
+            times += f" · {_clock((self._total - step) / rate)} left"
+        grid.add_row(f"step [bold]{step:.0f}[/]/{self._total}", ProgressBar(self._total, step), times)
+        return grid
+
+    def _figures(self, row: Row) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_row("reward", f"[bold]{row['reward/mean']:.3f}[/]  [cyan]{trend(self._rewards)}[/]")
+        for name, values in self._accuracies.items():
+            grid.add_row(f"accuracy {name}", f"[bold green]{values[-1]:.3f}[/]  [cyan]{trend(values)}[/]")
+        grid.add_row(
+            "staleness", f"mean {row['staleness/mean']:.1f}, max {row['staleness/max']:.0f} of η = {self._eta}"
+        )
+        grid.add_row(
+            "tokens/s",
+            f"generated {row['throughput/gen_tokens_per_s']:,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
+        )
+        waits = f"trainer for data {_share(row, 'time/wait_data_s')} of the step"
+        if "time/gate_closed_s" in row:
+            waits += f", rollouts for the gate {_share(row, 'time/gate_closed_s')}"
+        grid.add_row("waiting", waits)
+        return grid
+
+
+def _share(row: Row, key: str) -> str:
+    return f"{100 * row[key] / max(row['time/step_s'], 1e-9):.0f} %"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    return f"{minutes:d}:{rest:02d}"

@@ -1,0 +1,296 @@
+"""Reinforcement learning of a language model in one process, one file, one loop.
+
+    python -m asyncrl.reference                    # the demo, its base model made on first use
+    python -m asyncrl.reference --staleness 4      # what asynchrony does to the algorithm, made exact
+
+This is what asyncrl computes, without what makes it fast: no processes, no sockets, nothing at the same time. Read it
+to learn the algorithm. It is also the oracle of the distributed system, which with `max_head_offpolicyness: 0` and the
+same seeds must report the same losses. A train step, from policy version v to v + 1:
+
+1. *Generate.* The prompts at orders [v·B, (v+1)·B) of the data order, `group_size` answers each. Sample i of a prompt
+   draws from a random stream of its own, derived from (run seed, order, i), so that nothing depends on batching.
+2. *Score.* A reward for each answer.
+3. *Advantage.* How much better than its group an answer was: GRPO, (reward - mean) / std. A group whose rewards are
+   all equal teaches nothing; its tokens carry no loss and are not counted in any mean.
+4. *Train.* The proximal log-probabilities are computed once, with the weights at the step's start. Then one optimizer
+   step per minibatch on the decoupled PPO objective: ratio to the *proximal* policy, clipped; each token weighted by
+   proximal / *behaviour*, the policy that generated it, that weight capped. If both are the same this is plain PPO.
+
+Shape suffixes: T packed tokens of all sequences, S sequences (samples), G groups, B sequences of a padded batch, L its
+longest sequence, V vocabulary. Tensors are aligned with tokens: `logprobs_T[t]` is log p(token t | those before).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.agents.sample_builder import SampleBuilder
+from asyncrl.algorithms.advantages.grpo import grpo
+from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
+from asyncrl.algorithms.objective import Objective, build_objective
+from asyncrl.algorithms.spec import ObjectiveSpec
+from asyncrl.algorithms.stats import Stats, merge_stats, values
+from asyncrl.api import Completion, Prompt, RewardFunction, Sample, SamplingParams, Tokenizer
+from asyncrl.config.load import load_supervised
+from asyncrl.datasets import Dataset
+from asyncrl.datasets.arithmetic import ArithmeticDataset
+from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.prompts import make_prompt
+from asyncrl.datasets.tokenizer import load_tokenizer
+from asyncrl.generation.embedded.engine import Engine
+from asyncrl.generation.embedded.seeds import derive_seed
+from asyncrl.generation.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.system.base_model import ensure_base_model
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """The settings of the distributed system that bear on what is computed; the defaults are the demo's."""
+
+    seed: int = 1
+    train_batch_size: int = 32
+    group_size: int = 8
+    ppo_minibatches: int = 4
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    staleness: int = 0
+    """Generate with the weights of so many versions ago (of the first, in the first steps)."""
+    sampling: SamplingParams = SamplingParams(max_new_tokens=112)
+    objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One train step: losses of its minibatches in order (0 where no group carried signal), and the step's means."""
+
+    version: int
+    reward_mean: float
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """A sample with what the loss needs of it; both tensors are `[T]` of this sample."""
+
+    sample: Sample
+    advantages_T: Tensor
+    prox_logprobs_T: Tensor
+
+
+class ReferenceTrainer:
+    """The loop's state: the policy and its optimizer, the prompts, and the last versions of the weights."""
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        dataset: Dataset,
+        reward: RewardFunction,
+    ) -> None:
+        self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
+        self.version = 0
+        self.prompts = PromptStream(len(dataset), config.seed)
+        self.objective: Objective = build_objective(config.objective)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        # The engine takes gradients and training off the model that it serves, so it has one of its own.
+        self.behaviour = copy.deepcopy(model)
+        self.snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=config.staleness + 1)
+
+    def train_step(self) -> StepReport:
+        """From version v to v + 1."""
+        groups = self.generate()
+        samples = [sample for group in groups for sample in group]
+        advantages = [advantages_T for group in groups for advantages_T in group_advantages(group)]
+        with torch.no_grad():
+            prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
+        parts = zip(samples, advantages, split_by_sample(prox_logprobs_T, samples), strict=True)
+        items = [TrainSample(*part) for part in parts]
+        steps = [self.optimizer_step(minibatch) for minibatch in self.minibatches(items)]
+        losses, grad_norms, stats = zip(*steps, strict=True)
+        self.version += 1
+        reward_mean = float(np.mean([sample.reward for sample in samples]))
+        return StepReport(self.version, reward_mean, losses, grad_norms, values(merge_stats(stats)))
+
+    def generate(self) -> list[list[Sample]]:
+        """The scored groups of this version's batch, in the data order."""
+        config = self.config
+        self.snapshots.append((self.version, copy.deepcopy(self.model.state_dict())))
+        behaviour_version, weights = self.snapshots[0]
+        self.behaviour.load_state_dict(weights)
+        prompts = [
+            make_prompt(ref, self.dataset, self.tokenizer, config.group_size, config.sampling, config.seed)
+            for ref in (self.prompts.next() for _ in range(config.train_batch_size))
+        ]
+        return self.answer(prompts, behaviour_version)
+
+    def greedy_accuracy(self, dataset: Dataset) -> float:
+        """Mean reward of one greedy answer to each row, under the current weights."""
+        self.behaviour.load_state_dict(self.model.state_dict())
+        greedy, stream = replace(self.config.sampling, temperature=0.0), PromptStream(len(dataset), seed=0)
+        prompts = [make_prompt(stream.next(), dataset, self.tokenizer, 1, greedy, 0) for _ in range(len(dataset))]
+        return float(np.mean([group[0].reward for group in self.answer(prompts, self.version)]))
+
+    def answer(self, prompts: Sequence[Prompt], version: int) -> list[list[Sample]]:
+        """The scored group of each prompt's answers by the behaviour policy, which has policy version `version`."""
+        groups = []
+        for prompt, completions in zip(prompts, complete(self.behaviour, prompts, version), strict=True):
+            samples = []
+            for completion in completions:
+                builder = SampleBuilder(prompt.input_ids)
+                builder.generate(completion)
+                reward = self.reward(prompt.data, self.tokenizer.decode(completion.token_ids))
+                samples.append(builder.build(reward, truncated=completion.finish_reason == "length"))
+            groups.append(samples)
+        return groups
+
+    def minibatches(self, train_samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
+        """Whole groups, permuted by (run seed, version), in equal contiguous parts."""
+        num_groups, size = self.config.train_batch_size, self.config.group_size
+        order_G = np.random.default_rng([self.config.seed, self.version]).permutation(num_groups)
+        for part in np.split(order_G, self.config.ppo_minibatches):
+            yield [train_samples[g * size + i] for g in part.tolist() for i in range(size)]
+
+    def optimizer_step(self, minibatch: Sequence[TrainSample]) -> tuple[float, float, Stats]:
+        """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.
+
+        Samples without advantage (their group's rewards are all equal) are left out; if that is all of them the
+        optimizer stays as it is.
+        """
+        minibatch = [item for item in minibatch if bool(item.advantages_T.any())]
+        if not minibatch:
+            return 0.0, 0.0, {}
+        samples = [item.sample for item in minibatch]
+        logprobs_T, entropy_T = packed_logprobs(self.model, samples, self.config.sampling.temperature)
+        inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, self.version)
+        normaliser = self.objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+        loss, stats = self.objective(inputs, None, normaliser)
+        torch.autograd.backward(loss)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), grad_norm.item(), stats
+
+
+def complete(model: PreTrainedModel, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
+    """`group_size` completions of each prompt by `model`, whose policy version is `version`."""
+    requests = []
+    for prompt in prompts:
+        for i in range(prompt.group_size):
+            sampling = replace(prompt.sampling, seed=derive_seed(prompt.sampling.seed or 0, i))
+            spec = SamplingSpec(**asdict(sampling))
+            requests.append(GenerationInput(f"{prompt.prompt_id}/{i}", prompt.input_ids, spec))
+    engine = Engine(model, max_running_requests=len(requests))
+    outputs = engine.submit(Job(tuple(requests)))
+    while engine.step():
+        pass
+    finished = iter(outputs.result(timeout=0))
+    return [[completion_of(next(finished), version) for _ in range(prompt.group_size)] for prompt in prompts]
+
+
+def completion_of(output: GenerationOutput, version: int) -> Completion:
+    """The engine's output in the agent's terms."""
+    assert output.finish_reason is not None
+    return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish_reason.kind)
+
+
+def group_advantages(group: Sequence[Sample]) -> list[Tensor]:
+    """GRPO advantages of one group's samples, `[T]` each; all zero where the rewards are equal."""
+    mask_T, seq_ids_T = mask_and_ids(group)
+    rewards_S = torch.tensor([sample.reward for sample in group])
+    group_ids_S = torch.zeros(len(group), dtype=torch.long)
+    output = grpo(AdvantageInputs(rewards_S, group_ids_S, mask_T, seq_ids_T, len(group)))
+    return split_by_sample(output.advantages_T, group)
+
+
+def policy_loss_inputs(
+    items: Sequence[TrainSample], logprobs_T: Tensor, entropy_T: Tensor, version: int
+) -> PolicyLossInputs:
+    """The packed micro-batch as the objective takes it."""
+    samples = [item.sample for item in items]
+    mask_T, seq_ids_T = mask_and_ids(samples)
+    return PolicyLossInputs(
+        logprobs_T=logprobs_T,
+        prox_logprobs_T=torch.cat([item.prox_logprobs_T for item in items]),
+        behave_logprobs_T=torch.from_numpy(np.concatenate([sample.behave_logprobs for sample in samples])),
+        advantages_T=torch.cat([item.advantages_T for item in items]),
+        mask_T=mask_T,
+        seq_ids_T=seq_ids_T,
+        num_seqs=len(samples),
+        versions_T=torch.from_numpy(np.concatenate([sample.versions for sample in samples]).astype(np.int64)),
+        current_version=version,
+        entropy_T=entropy_T,
+    )
+
+
+def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Loss mask (bool) and sequence number of every packed token."""
+    mask_T = torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])).bool()
+    lengths_S = torch.tensor([len(sample.tokens) for sample in samples])
+    return mask_T, torch.repeat_interleave(torch.arange(len(samples)), lengths_S)
+
+
+def split_by_sample(values_T: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
+    """The samples' parts of a packed tensor."""
+    return list(torch.split(values_T, [len(sample.tokens) for sample in samples]))
+
+
+def packed_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of every token given those before it, and the entropy of that choice; packed, 0 at the first.
+
+    The forward pass is padded on the right, where causal attention keeps padding out of every real position.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    tokens_BL = torch.zeros(len(samples), max(lengths), dtype=torch.long)
+    for row, sample in enumerate(samples):
+        tokens_BL[row, : lengths[row]] = torch.from_numpy(sample.tokens)
+    logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits.float() / temperature
+    log_probs_BLV = logits_BLV[:, :-1].log_softmax(-1)
+    chosen_BL = log_probs_BLV.gather(-1, tokens_BL[:, 1:, None]).squeeze(-1)
+    entropy_BL = -(log_probs_BLV.exp() * log_probs_BLV).sum(-1)
+    real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return F.pad(chosen_BL, (1, 0))[real_BL], F.pad(entropy_BL, (1, 0))[real_BL]
+
+
+def main() -> None:
+    """Run the demo and print one line per step."""
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.reference", description="RL in one process, on the demo.")
+    parser.add_argument("--model", type=Path, help="base model folder; default: that of the `sft` experiment")
+    parser.add_argument("--steps", type=int, default=60, help="train steps")
+    parser.add_argument("--seed", type=int, default=1, help="seed of data order and sampling")
+    parser.add_argument("--staleness", type=int, default=0, help="generate with weights of so many versions ago")
+    args = parser.parse_args()
+    folder = args.model or ensure_base_model(load_supervised("sft"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    config = ReferenceConfig(seed=args.seed, staleness=args.staleness)
+    trainer = ReferenceTrainer(config, model, tokenizer, ArithmeticDataset(seed=args.seed), arithmetic_reward)
+    held_out = ArithmeticDataset(split="held_out", num_rows=256)
+    print(f"greedy accuracy of the base model on held-out problems: {trainer.greedy_accuracy(held_out):.3f}")
+    for _ in range(args.steps):
+        report = trainer.train_step()
+        line = f"step {report.version:3d}  reward {report.reward_mean:.3f}  loss {np.mean(report.losses):+.5f}"
+        evaluated = report.version % 5 == 0
+        print(f"{line}  held out {trainer.greedy_accuracy(held_out):.3f}" if evaluated else line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

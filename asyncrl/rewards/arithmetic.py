@@ -1,0 +1,12 @@
+"""The demo's reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
+    """1 if what follows the answer's `#` is exactly `data["answer"]`, else 0; the steps before it earn nothing."""
+    _, marker, result = completion.partition("#")
+    return 1.0 if marker and result == data["answer"] else 0.0

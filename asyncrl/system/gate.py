@@ -1,0 +1,360 @@
+"""The staleness gate: when a new rollout may start.
+
+Mechanism
+---------
+A rollout is admitted while ``trained + finished + running < (η + version + 1) · B``, where ``B`` rollouts make a
+train step, ``η`` is the greatest lag allowed and ``version`` is the version that is *served* (the least over the
+servers that receive requests). The three counters cover every rollout between the dataset and the optimizer. A
+rollout that leaves otherwise (dropped, abandoned) leaves the count.
+
+Life cycle::
+
+    start ─▶ running ─finish─▶ finished ─train─▶ trained
+                │                  │
+                ├──────drop────────┤──▶ dropped(reason)
+                └─────abandon──────┘──▶ abandoned
+
+Messages about one rollout come from two sides (its worker, the trainer) and may overtake or repeat each other.
+``train`` wins over every other state, since what the optimizer has consumed is a fact: it may come before ``finish``,
+and after the rollout was given up as lost. A rollout given up because its worker fell silent comes back if it
+finishes after all. Everything else about a rollout that has left the count is ignored.
+
+Worked example
+--------------
+B = 2, η = 1, version 0: rollouts 1 to 4 start, the fifth waits (limit 4). 1 and 3 finish and are trained as step 0;
+nothing changes for the gate (trained 2 + running 2) until version 1 is served: the limit is now 6, so 5 and 6 start
+at version 1. Step 1 must take 2 and 4: at step 2 their tokens would be two versions old.
+
+Derivation of the bound
+-----------------------
+Let step ``v`` be the one that turns version ``v`` into ``v + 1``; it trains B rollouts, so vB are trained before it.
+Requests of a rollout admitted at version ``a`` go only to servers at ``a`` or newer, so all its tokens have versions
+``≥ a``.
+
+1. When a rollout is admitted at ``a``, counting itself at most ``(η + a + 1)B`` rollouts are trained or live. If
+   rollouts are consumed in the order of their admission, fewer than ``(η + a + 1)B`` are trained before it, so its
+   step is at most ``v = η + a``, and its staleness is ``v - a ≤ η``. A drop before it only brings its step forward;
+   the place that becomes free goes to a later rollout, which is behind it in the order. ∎
+2. ``version`` has to be the served version. With the trained version in its place, rollouts admitted between a train
+   step and the servers' update would be counted as of ``a + 1`` while their first tokens are of ``a``: one more than
+   η.
+3. It never deadlocks: let the trainer of step ``v`` lack rollouts, so ``finished < B``, let nothing run and let the
+   servers be at ``v``. Then ``vB + finished < (v + 1)B ≤ (η + v + 1)B`` and a start is granted.
+
+What ``on_stale=wait`` needs
+--------------------------
+Rollouts that overtake break the order of (1), which is why the trainer checks the age at consumption again. Under
+``wait`` it instead holds its step so that nothing expires. A rollout admitted at ``a`` has to be trained by step ``a
++ η``. Holding step ``v`` only while one with ``a ≤ v - η`` runs is too late: with B = 1, η = 2 let 1, 2, 3 start at
+version 0; train 1, then 4 (admitted at 1, overtaking 2 and 3); at step 2 both 2 and 3 are due and one must expire.
+Write ``N(a)`` for the live rollouts admitted at ``a`` or before, of which ``F(a)`` are finished. The invariant
+(Hall's condition for deadlines) is, before each step ``v``,
+
+    N(a) ≤ (a + η - v + 1) · B     for every a ≥ v - η.                                                        (H)
+
+- Admission keeps (H): after a start at version ``a``, all live rollouts and vB trained ones are at most ``(η + a +
+  1)B``.
+- A step keeps (H) if it takes the oldest finished rollouts and if ``N(a) - min(F(a), B) ≤ (a + η - v) · B`` for every
+  a. `blocking` tells which running rollouts are in the way. At ``a = v - η`` this says that what is due is in the
+  batch; (H) says that it fits.
+- It never deadlocks: if nothing runs, ``F = N`` and the condition follows from (H).
+
+A rollout that comes back after its worker was silent is the one exception (its place may have been taken): the check
+at consumption catches it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+WORKER_LOST = "worker_died"
+"""Reason of a drop that the rollout's own late report undoes."""
+
+RETIRED_KEPT = 65_536
+"""Rollouts that left the count and are still remembered, so that a late or repeated message about them changes nothing.
+
+At 2,000 rollouts per second, the rate the manager is built for, this is half a minute: longer than a client repeats
+one call. About 200 bytes each. A message about a rollout forgotten since is ignored like any of an unknown one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One attempt at a prompt. `owner` is the worker that runs it; `prompt_id` and `order` say what to give back."""
+
+    rollout_id: str
+    owner: str
+    prompt_id: str = ""
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """The ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
+
+    submitted: int
+    trained: int
+    dropped: dict[str, int]
+    abandoned: int
+    running: int
+    finished_untrained: int
+    version: int
+    trained_version: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every submitted rollout is accounted for."""
+        left = self.trained + sum(self.dropped.values()) + self.abandoned
+        return self.submitted == left + self.running + self.finished_untrained
+
+
+@dataclass(slots=True)
+class _Live:
+    ticket: Ticket
+    version: int
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Retired:
+    outcome: str
+    lost: _Live | None = None
+
+
+_TRAINED = _Retired("trained")
+_ABANDONED = _Retired("abandoned")
+
+
+class StalenessGate:
+    """Counts rollouts from start to optimizer and says when another may start; the module's docstring has the theory.
+
+    Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except
+    `blocking`, `running_of` and `abandon`, which visit the running ones. Every method may be called again with the
+    same arguments without effect.
+
+    Args:
+        batch_size: B, rollouts per train step.
+        max_staleness: η, versions.
+        retired_kept: rollouts remembered after they left the count.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int = RETIRED_KEPT) -> None:
+        if batch_size < 1:
+            raise ValueError(f"train_batch_size is {batch_size}; give at least 1 rollout per step")
+        if max_staleness < 0:
+            raise ValueError(f"max_head_offpolicyness is {max_staleness}; give 0 (synchronous) or more versions")
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.version = 0
+        self.trained_version = 0
+        self.closed = False
+        self._live: dict[str, _Live] = {}
+        self._retired: dict[str, _Retired] = {}
+        self._retired_kept = retired_kept
+        self._running_at: Counter[int] = Counter()
+        self._finished_at: Counter[int] = Counter()
+        self._submitted = 0
+        self._trained = 0
+        self._abandoned = 0
+        self._dropped: Counter[str] = Counter()
+        self._running = 0
+
+    @property
+    def limit(self) -> int:
+        """`(η + version + 1) · B`: rollouts that may be trained or live."""
+        return (self.max_staleness + self.version + 1) * self.batch_size
+
+    @property
+    def counted(self) -> int:
+        """`trained + finished + running`."""
+        return self._trained + len(self._live)
+
+    @property
+    def capacity(self) -> int:
+        """Rollouts that may start now."""
+        return 0 if self.closed else max(0, self.limit - self.counted)
+
+    def resume(self, version: int) -> None:
+        """Take up a run whose checkpoint is at `version`: `version · B` rollouts count as submitted and trained.
+
+        Raises:
+            ValueError: rollouts were already submitted.
+        """
+        if self._submitted:
+            raise ValueError(f"cannot resume at version {version}: {self._submitted} rollouts are already submitted")
+        self._submitted = self._trained = version * self.batch_size
+        self.trained_version = version
+
+    def start(self, ticket: Ticket) -> int | None:
+        """Admit a rollout; returns the version it is admitted at, or None where it has to wait.
+
+        A rollout that runs already is answered as before. One that has left the count is not started again:
+
+        Raises:
+            ValueError: the id was used before; each attempt needs an id of its own.
+        """
+        live = self._live.get(ticket.rollout_id)
+        if live is not None:
+            return live.version
+        if ticket.rollout_id in self._retired:
+            outcome = self._retired[ticket.rollout_id].outcome
+            raise ValueError(
+                f"rollout_id {ticket.rollout_id!r} is already {outcome}; give each attempt an id of its own"
+            )
+        if self.capacity == 0:
+            return None
+        self._live[ticket.rollout_id] = _Live(ticket, self.version)
+        self._running += 1
+        self._running_at[self.version] += 1
+        self._submitted += 1
+        return self.version
+
+    def finish(self, rollout_id: str) -> Ticket | None:
+        """The trainer has the rollout; its ticket if that is news, else None."""
+        live = self._live.get(rollout_id)
+        if live is None:
+            retired = self._retired.get(rollout_id)
+            if retired is None or retired.lost is None:
+                return None
+            live = self._recall(rollout_id, retired)
+        elif live.finished:
+            return None
+        else:
+            self._leave(live)
+        live.finished = True
+        self._finished_at[live.version] += 1
+        return live.ticket
+
+    def drop(self, rollout_id: str, reason: str) -> Ticket | None:
+        """The rollout leaves the count for `reason`; its ticket if it was live, else None."""
+        live = self._live.pop(rollout_id, None)
+        if live is None:
+            return None
+        self._leave(live)
+        self._dropped[reason] += 1
+        recallable = reason == WORKER_LOST and not live.finished
+        self._retire(rollout_id, _Retired(reason, live if recallable else None))
+        return live.ticket
+
+    def train(self, version: int, rollout_ids: list[str]) -> None:
+        """The optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
+
+        Ids that this gate never saw (it was restarted since) enter the books as submitted and trained, unless the
+        report is of a version that was reported before.
+        """
+        repeated = version <= self.trained_version
+        for rollout_id in rollout_ids:
+            live = self._live.pop(rollout_id, None)
+            if live is not None:
+                self._leave(live)
+            elif not self._untrain_outcome(rollout_id, repeated):
+                continue
+            self._trained += 1
+            self._retire(rollout_id, _TRAINED)
+        self.trained_version = max(self.trained_version, version)
+
+    def advance(self, version: int) -> bool:
+        """The least version served is now `version`; it never goes back. Whether it changed."""
+        if version <= self.version:
+            return False
+        self.version = version
+        return True
+
+    def blocking(self, step: int) -> list[str]:
+        """Running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest first."""
+        finished = live = 0
+        blocked_to: int | None = None
+        for version in sorted(self._running_at.keys() | self._finished_at.keys()):
+            finished += self._finished_at[version]
+            live += self._finished_at[version] + self._running_at[version]
+            if live - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
+                blocked_to = version
+        if blocked_to is None:
+            return []
+        late = [live for live in self._live.values() if not live.finished and live.version <= blocked_to]
+        return [live.ticket.rollout_id for live in sorted(late, key=lambda live: live.version)]
+
+    def admitted_at(self, rollout_id: str) -> int | None:
+        """Version that a rollout was admitted at, if it runs or may come back; else None."""
+        live = self._live.get(rollout_id)
+        if live is None:
+            retired = self._retired.get(rollout_id)
+            live = None if retired is None else retired.lost
+        return None if live is None or live.finished else live.version
+
+    def has_left(self, rollout_id: str) -> bool:
+        """Whether the rollout was in the count once and is not any more, as far as that is remembered."""
+        return rollout_id in self._retired
+
+    def is_live(self, rollout_id: str) -> bool:
+        """Whether the rollout runs, or is finished and not yet trained."""
+        return rollout_id in self._live
+
+    def running_of(self, owner: str) -> list[str]:
+        """Rollouts that run on worker `owner`."""
+        return [key for key, live in self._live.items() if not live.finished and live.ticket.owner == owner]
+
+    def close(self) -> None:
+        """No rollout starts from here on."""
+        self.closed = True
+
+    def abandon(self) -> None:
+        """Close, and count every live rollout as abandoned at exit."""
+        self.close()
+        for rollout_id, live in list(self._live.items()):
+            del self._live[rollout_id]
+            self._leave(live)
+            self._abandoned += 1
+            self._retire(rollout_id, _ABANDONED)
+
+    def books(self) -> Books:
+        """The ledger as of now."""
+        return Books(
+            submitted=self._submitted,
+            trained=self._trained,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            abandoned=self._abandoned,
+            running=self._running,
+            finished_untrained=len(self._live) - self._running,
+            version=self.version,
+            trained_version=self.trained_version,
+        )
+
+    def _leave(self, live: _Live) -> None:
+        """Take a live rollout out of the counter of its state."""
+        counter = self._finished_at if live.finished else self._running_at
+        counter[live.version] -= 1
+        if not counter[live.version]:
+            del counter[live.version]
+        if not live.finished:
+            self._running -= 1
+
+    def _recall(self, rollout_id: str, retired: _Retired) -> _Live:
+        live = retired.lost
+        assert live is not None
+        del self._retired[rollout_id]
+        self._dropped[retired.outcome] -= 1
+        self._live[rollout_id] = live
+        return live
+
+    def _untrain_outcome(self, rollout_id: str, repeated: bool) -> bool:
+        """Undo how a rollout left before it is counted as trained; False where it must not be counted (again)."""
+        retired = self._retired.pop(rollout_id, None)
+        if retired is None:
+            if repeated:
+                return False
+            self._submitted += 1
+        elif retired is _TRAINED:
+            self._retired[rollout_id] = retired
+            return False
+        elif retired is _ABANDONED:
+            self._abandoned -= 1
+        else:
+            self._dropped[retired.outcome] -= 1
+        return True
+
+    def _retire(self, rollout_id: str, retired: _Retired) -> None:
+        self._retired[rollout_id] = retired
+        if len(self._retired) > self._retired_kept:
+            del self._retired[next(iter(self._retired))]

@@ -1,0 +1,124 @@
+"""GenerationServer: one inference engine behind SGLang's HTTP API, found by name resolution.
+
+    generation.backend=embedded                     the torch engine in this process
+    generation.backend=sglang                       `python -m sglang.launch_server` as a child
+    generation.backend=sglang, sglang.urls=[...]    server i of a list that already runs
+
+Whatever it is, the process does one thing: bring the engine up with the initial model, register its address under a
+lease, and wait. When the engine dies the registration goes at once, so that nobody is routed there; a child is started
+again, registers its new address, and the GserverManager brings it to the newest version before it gets requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.generation.host import BASE_VERSION, EngineHost, RestartBudget, Served
+from asyncrl.generation.sglang.command import Device
+from asyncrl.generation.sglang.host import AdoptedHost, SGLangHost
+from asyncrl.system.worker import AsyncWorker
+
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
+
+
+class EngineFailed(RuntimeError):
+    """The engine ended and was not started again."""
+
+
+class GenerationServer(AsyncWorker):
+    """The process around one engine."""
+
+    kind = "generation_server"
+
+    async def main(self) -> None:
+        """Keep the engine up until a stop is requested."""
+        budget = RestartBudget(MAX_RESTARTS, RESTART_WINDOW_S)
+        host = self._make_host()
+        try:
+            while not self.stop.is_set():
+                reason = await self._serve(host)
+                if reason is None:
+                    return
+                if not budget.spend(time.monotonic()):
+                    raise EngineFailed(f"{reason}\ngiven up after {MAX_RESTARTS} restarts in {RESTART_WINDOW_S:g} s")
+                self.log.error("%s\nstarting it again", reason)
+        finally:
+            await host.stop()
+
+    async def _serve(self, host: EngineHost) -> str | None:
+        """One life of the engine; returns why it ended, None if a stop was requested."""
+        stop = asyncio.ensure_future(self.stop.wait())
+        starting = asyncio.ensure_future(host.start())
+        tasks: set[asyncio.Future[object]] = {stop, starting}  # type: ignore[arg-type]
+        try:
+            await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                return None
+            self._register(starting.result())
+            failed = asyncio.ensure_future(host.failed())
+            tasks.add(failed)  # type: ignore[arg-type]
+            await asyncio.wait({stop, failed}, return_when=asyncio.FIRST_COMPLETED)
+            self._unregister()
+            return None if stop.done() else failed.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _register(self, served: Served) -> None:
+        """Publish the engine's address with a lease, and tell the launcher that it serves."""
+        value = json.dumps(
+            {
+                "url": served.url,
+                "pid": served.pid,
+                "backend": self.config.generation.backend,
+                "version": BASE_VERSION,
+            }
+        )
+        key = names.gen_server_key(self.index)
+        self.resolver.add(key, value, lease_s=self.config.system.heartbeat_s, replace=True)
+        self.ready()
+        self.log.info("%s serves at %s", self.config.generation.backend, served.url)
+
+    def _unregister(self) -> None:
+        try:
+            self.resolver.delete(names.gen_server_key(self.index))
+        except NameEntryNotFound:  # the manager may have removed it first
+            self.log.info("the registration was already gone")
+
+    def _make_host(self) -> EngineHost:
+        generation = self.config.generation
+        token = None if self.secret is None else self.secret.token
+        if generation.backend == "embedded":
+            # torch is imported only here: with SGLang this process stays small
+            from asyncrl.system.embedded_host import EmbeddedHost
+
+            return EmbeddedHost(self.config, token=token)
+        if generation.sglang.urls:
+            return AdoptedHost(
+                generation.sglang.urls[self.index],
+                model_dir=Path(str(self.config.model.path)),
+                token=token,
+                timeout_s=generation.start_timeout_s,
+            )
+        return SGLangHost(
+            self.config, index=self.index, run_dir=self.run_dir, device=self._device(), token=token, log=self.log
+        )
+
+    def _device(self) -> Device:
+        """The configured device; `auto` is cuda where the launcher gave this process a GPU."""
+        match self.config.generation.device:
+            case "cpu":
+                return "cpu"
+            case "cuda":
+                return "cuda"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = any(Path("/proc/driver/nvidia/gpus").glob("*")) if visible is None else bool(visible.strip())
+        return "cuda" if gpus else "cpu"

@@ -1,0 +1,61 @@
+"""Which processes a config asks for, with their threads and GPUs. Pure, so that `--dry-run` shows what a run would
+start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.validate import data_parallel_ranks
+from asyncrl.system.local import WorkerPlan
+
+SHARED_CPU_NICENESS = 5
+"""Of generation on the CPU. Where it competes with training for cores, the rollouts are ahead already, up to η; a
+trainer that waits leaves the cores to it anyway."""
+
+
+def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[WorkerPlan]:
+    """Every worker of the run, the slowest to start first.
+
+    `gpus` is the number of GPUs to share out, default: those of this machine. Training ranks take the first ones, one
+    each;
+    generation servers the rest, `generation.sglang.tensor_parallel` each. Where there are too few, they are shared in
+    turn.
+    """
+    gpus = count_gpus() if gpus is None else gpus
+    ranks = data_parallel_ranks(config.trainer.parallel)
+    trainer_gpus = gpus if config.trainer.device != "cpu" else 0
+    plans = [
+        WorkerPlan("model_worker", rank, config.trainer.threads, _share(rank, 1, 0, trainer_gpus))
+        for rank in range(ranks)
+    ]
+    if config.generation.device != "cpu":
+        first = min(ranks, max(gpus - 1, 0)) if trainer_gpus else 0
+        server_gpus, per_server = gpus - first, config.generation.sglang.tensor_parallel
+    else:
+        first, server_gpus, per_server = 0, 0, 1
+    servers = len(config.generation.sglang.urls) or config.generation.servers
+    plans += [
+        WorkerPlan(
+            "generation_server",
+            index,
+            config.generation.threads,
+            _share(index, per_server, first, server_gpus),
+            niceness=0 if server_gpus else SHARED_CPU_NICENESS,
+        )
+        for index in range(servers)
+    ]
+    plans += [WorkerPlan("rollout_worker", index, 1, ()) for index in range(config.rollout.workers)]
+    return [*plans, WorkerPlan("gserver_manager", 0, 1, ()), WorkerPlan("master_worker", 0, 1, ())]
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine that are visible to it, without importing torch."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _share(index: int, each: int, first: int, gpus: int) -> tuple[int, ...]:
+    """GPUs of the `index`-th taker of `each`, out of `gpus` from `first` on, in turn."""
+    if gpus == 0:
+        return ()
+    return tuple(first + (index * each + offset) % gpus for offset in range(min(each, gpus)))

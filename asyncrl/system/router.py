@@ -1,0 +1,231 @@
+"""The router: which generation server gets a request, and what runs where.
+
+Mechanism
+---------
+`Router.schedule` places a request on a server that may have it (it takes requests, and its version is recent enough)
+and adds its load to the server's counts; exactly one thing takes it off again:
+
+- `release` (the request is done), `release_rollout` (its rollout is over), `release_worker` (its worker is gone);
+- `schedule` of the same request id (it was aborted and goes on elsewhere): the placement moves;
+- `remove` of the server: its placements are forgotten, and their owners schedule them again.
+
+All of them may be repeated or come in any order. A policy sees the servers' counts and picks one; it is a few lines of
+its own, so that another is one class and one entry in `POLICIES`.
+
+The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
+`prompt + n · max_new_tokens`. They are what this router placed: a load that others put on a server is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+AFFINITIES_KEPT = 65_536
+"""Conversations whose server `prefix_affine` remembers; the one unused for longest goes first. About 200 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request for `n` continuations.
+
+    `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; a server must be at
+    `min_version` or newer.
+    """
+
+    request_id: str
+    worker: str
+    rollout_id: str | None = None
+    prompt_tokens: int = 0
+    max_new_tokens: int = 0
+    n: int = 1
+    affinity: str = ""
+    min_version: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to prefill and to generate at most."""
+        return self.prompt_tokens + self.n * self.max_new_tokens
+
+
+@dataclass(slots=True)
+class ServerView:
+    """A server as the router sees it. `routable`: it takes requests; `version`: the policy version it serves."""
+
+    index: int
+    url: str
+    version: int
+    routable: bool = True
+    sequences: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs; `version` is the server's when it was placed."""
+
+    request: RouteRequest
+    server: int
+    url: str
+    version: int
+
+
+class Policy(Protocol):
+    """Chooses among `candidates` (not empty, in the order of their indices)."""
+
+    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView: ...
+
+
+class RoundRobin:
+    """Each server in turn."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
+        chosen = next((view for view in candidates if view.index > self._last), candidates[0])
+        self._last = chosen.index
+        return chosen
+
+
+class LeastRequests:
+    """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
+
+    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
+        return min(candidates, key=lambda view: (view.sequences, view.tokens))
+
+
+class LeastTokens:
+    """The server with the fewest outstanding tokens."""
+
+    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
+        return min(candidates, key=lambda view: (view.tokens, view.sequences))
+
+
+class PrefixAffine:
+    """A conversation stays on the server that holds its cache; a new one goes where the fewest tokens are outstanding.
+
+    It moves when its server takes no requests, and stays where it went.
+    """
+
+    def __init__(self, kept: int = AFFINITIES_KEPT) -> None:
+        self._kept = kept
+        self._home: OrderedDict[str, int] = OrderedDict()
+        self._new = LeastTokens()
+
+    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
+        home = self._home.get(request.affinity)
+        chosen = next((view for view in candidates if view.index == home), None)
+        if chosen is None:
+            chosen = self._new.choose(candidates, request)
+        if request.affinity:
+            self._home[request.affinity] = chosen.index
+            self._home.move_to_end(request.affinity)
+            if len(self._home) > self._kept:
+                self._home.popitem(last=False)
+        return chosen
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "round_robin": RoundRobin,
+    "least_requests": LeastRequests,
+    "least_tokens": LeastTokens,
+    "prefix_affine": PrefixAffine,
+}
+
+
+class Router:
+    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets."""
+
+    def __init__(self, policy: str) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"manager.routing is {policy!r}; choose one of {', '.join(POLICIES)}")
+        self._policy = POLICIES[policy]()
+        self._servers: dict[int, ServerView] = {}
+        self._placements: dict[str, Placement] = {}
+        self._of_rollout: dict[str, set[str]] = {}
+        self._of_worker: dict[str, set[str]] = {}
+
+    @property
+    def servers(self) -> list[ServerView]:
+        """Every known server, in the order of their indices."""
+        return list(self._servers.values())
+
+    @property
+    def placed(self) -> int:
+        """Requests that are placed."""
+        return len(self._placements)
+
+    def update(self, index: int, url: str, version: int, routable: bool) -> list[str]:
+        """Add a server or change what is known of it.
+
+        A new `url` is a new server process: what was placed on the old one is forgotten. Returns those request ids.
+        """
+        view = self._servers.get(index)
+        lost: list[str] = []
+        if view is not None and view.url != url:
+            lost = self.remove(index)
+            view = None
+        if view is None:
+            self._servers[index] = ServerView(index, url, version, routable)
+            self._servers = dict(sorted(self._servers.items()))
+        else:
+            view.version = version
+            view.routable = routable
+        return lost
+
+    def remove(self, index: int) -> list[str]:
+        """The server is gone; returns the request ids that were placed on it."""
+        lost = [key for key, placement in self._placements.items() if placement.server == index]
+        for request_id in lost:
+            self.release(request_id)
+        self._servers.pop(index, None)
+        return lost
+
+    def schedule(self, request: RouteRequest) -> Placement | None:
+        """Place `request`, moving it if it is placed already; None where no server may have it now."""
+        self.release(request.request_id)
+        candidates = [view for view in self._servers.values() if view.routable and view.version >= request.min_version]
+        if not candidates:
+            return None
+        view = self._policy.choose(candidates, request)
+        view.sequences += request.n
+        view.tokens += request.tokens
+        placement = Placement(request, view.index, view.url, view.version)
+        self._placements[request.request_id] = placement
+        self._of_worker.setdefault(request.worker, set()).add(request.request_id)
+        if request.rollout_id is not None:
+            self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
+        return placement
+
+    def release(self, request_id: str) -> bool:
+        """The request no longer runs; whether it was placed."""
+        placement = self._placements.pop(request_id, None)
+        if placement is None:
+            return False
+        request = placement.request
+        view = self._servers[placement.server]
+        view.sequences -= request.n
+        view.tokens -= request.tokens
+        _discard(self._of_worker, request.worker, request_id)
+        if request.rollout_id is not None:
+            _discard(self._of_rollout, request.rollout_id, request_id)
+        return True
+
+    def release_rollout(self, rollout_id: str) -> int:
+        """The rollout is over; number of requests released."""
+        return sum(self.release(request_id) for request_id in list(self._of_rollout.get(rollout_id, ())))
+
+    def release_worker(self, worker: str) -> int:
+        """The worker is gone; number of requests released."""
+        return sum(self.release(request_id) for request_id in list(self._of_worker.get(worker, ())))
+
+
+def _discard(index: dict[str, set[str]], key: str, request_id: str) -> None:
+    """Take `request_id` out of `index[key]`, and the key with its last entry."""
+    members = index[key]
+    members.discard(request_id)
+    if not members:
+        del index[key]

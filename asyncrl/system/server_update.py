@@ -1,0 +1,38 @@
+"""Carrying out one weight update on one generation server: the steps, in order, each with a check."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl.generation.client import GenerationServerClient
+from asyncrl.generation.http import HttpError
+from asyncrl.system.weight_update import BeginUpdate, Target
+
+ServedCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
+"""Looks at the server with this index, which has new weights and to which none is routed yet; raises `HttpError` where
+they are not what they should be.
+"""
+
+
+async def carry_out(
+    order: BeginUpdate, client: GenerationServerClient, *, timeout_s: float, checks: Sequence[ServedCheck] = ()
+) -> None:
+    """Bring the server to the order's target, then let it generate again.
+
+    Where the order interrupts, running requests are answered at once with what they have, and those that arrive are
+    held until it has its weights. If a step or a check fails the server is left paused: its weights are unknown, so it
+    must not generate.
+
+    Raises:
+        HttpError: a step or a check failed.
+    """
+    if order.interrupt:
+        await client.pause("abort", timeout_s=timeout_s)
+    await client.update_weights(order.target.path, order.target.version, timeout_s=timeout_s)
+    await client.resume()
+    try:  # a server answers nothing while it is paused, so it cannot be checked before
+        for check in checks:
+            await check(order.server, client, order.target)
+    except HttpError:
+        await client.pause("abort", timeout_s=timeout_s)
+        raise

@@ -1,0 +1,88 @@
+"""Directories that are either whole or not there: written aside, synced, renamed.
+
+    <parent>/.<name>.writing/      files are written and synced here, by any number of ranks
+    <parent>/<name>/               the same directory after one rename
+
+A kill at any point leaves at most a `.writing` directory, which the next writer of that name clears away. `remove`
+takes the same road back (rename aside, then delete), so a half-removed directory is never visible either. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+WRITING_SUFFIX = ".writing"
+_REMOVING_SUFFIX = ".removing"
+
+
+def aside(final: Path) -> Path:
+    """Where the files of `final` are written before it exists."""
+    return final.with_name(f".{final.name}{WRITING_SUFFIX}")
+
+
+def begin(final: Path) -> Path:
+    """Create the empty directory aside of `final`, clearing what a killed writer left; returns it."""
+    directory = aside(final)
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def commit(final: Path) -> None:
+    """Make the directory aside visible as `final`, replacing a former one. Its files must be synced already."""
+    directory = aside(final)
+    sync_directory(directory)
+    former = _set_aside(final)
+    directory.rename(final)
+    sync_directory(final.parent)
+    if former.exists():
+        shutil.rmtree(former)
+
+
+def remove(directory: Path) -> None:
+    """Delete `directory` if it exists; it disappears at once as a whole."""
+    doomed = _set_aside(directory)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+
+
+def _set_aside(directory: Path) -> Path:
+    """Rename `directory`, if it exists, to the name returned, under which nobody looks for it."""
+    doomed = directory.with_name(f".{directory.name}{_REMOVING_SUFFIX}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    if directory.exists():
+        directory.rename(doomed)
+    return doomed
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and sync one file."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Force a file that something else wrote to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries to the disk."""
+    sync_file(path)
+
+
+def clear_leftovers(parent: Path) -> None:
+    """Delete what killed writers and removers left in `parent`. Call only while nobody writes there."""
+    for suffix in (WRITING_SUFFIX, _REMOVING_SUFFIX):
+        for directory in parent.glob(f".*{suffix}"):
+            shutil.rmtree(directory)

@@ -1,0 +1,99 @@
+"""The trajectories that a rank has received and not trained yet, and what the master has been told of them.
+
+Filled by the puller's thread, polled from the request server's loop, emptied by the main thread. It is bounded: `put`
+waits for room, which withholds the acknowledgement and so slows the senders down.
+
+A poll names the cursor of the last reply that the caller has processed. Metadata up to there is forgotten, everything
+later is told (again), so a lost reply costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.api.trajectory import Trajectory
+
+
+class InboxFull(RuntimeError):
+    """No room became free in time; the sender will offer the trajectory again."""
+
+
+class Inbox:
+    """Received trajectories by rollout id. Thread-safe.
+
+    Args:
+        capacity: rollouts held at most.
+        on_arrival: called, from the thread that puts, after a trajectory was added.
+    """
+
+    def __init__(self, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+        self._capacity = capacity
+        self._on_arrival = on_arrival
+        self._room = threading.Condition()
+        self._held: dict[str, Trajectory] = {}
+        self._untold: list[tuple[int, dict[str, Any]]] = []
+        self._last = 0
+
+    def __len__(self) -> int:
+        """Rollouts held."""
+        with self._room:
+            return len(self._held)
+
+    def put(self, trajectory: Trajectory, timeout_s: float) -> None:
+        """Add a trajectory, waiting for room; one that is held already is ignored.
+
+        Raises:
+            InboxFull: there was no room for `timeout_s` seconds.
+        """
+        with self._room:
+            if trajectory.rollout_id in self._held:
+                return
+            if not self._room.wait_for(lambda: len(self._held) < self._capacity, timeout_s):
+                raise InboxFull(
+                    f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
+                    f"{timeout_s:g} s"
+                )
+            self._held[trajectory.rollout_id] = trajectory
+            self._last += 1
+            self._untold.append((self._last, metadata(trajectory)))
+        self._on_arrival()
+
+    def news(self, cursor: int) -> tuple[int, list[dict[str, Any]]]:
+        """The metadata of what came after `cursor`, and the cursor that acknowledges it."""
+        with self._room:
+            self._untold = [entry for entry in self._untold if entry[0] > cursor]
+            return self._last, [meta for _, meta in self._untold]
+
+    def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
+        """The trajectories of those `rollout_ids` that are held."""
+        with self._room:
+            return {key: self._held[key] for key in rollout_ids if key in self._held}
+
+    def remove(self, rollout_ids: Sequence[str]) -> None:
+        """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
+        with self._room:
+            for rollout_id in rollout_ids:
+                self._held.pop(rollout_id, None)
+            self._room.notify_all()
+
+
+def metadata(trajectory: Trajectory) -> dict[str, Any]:
+    """What the master is told of a trajectory: no token, plain data."""
+    samples = trajectory.samples
+    generated = [sample.versions[sample.loss_mask.astype(bool)] for sample in samples]
+    versions, counts = np.unique(np.concatenate(generated), return_counts=True)
+    return {
+        "rollout_id": trajectory.rollout_id,
+        "prompt_id": trajectory.prompt_id,
+        "order": trajectory.order,
+        "oldest_version": int(versions[0]) if len(versions) else -1,
+        "version_tokens": {str(version): int(count) for version, count in zip(versions, counts, strict=True)},
+        "lengths": [len(sample.tokens) for sample in samples],
+        "generated": [len(part) for part in generated],
+        "rewards": [float(sample.reward) for sample in samples],
+        "truncated": [bool(sample.truncated) for sample in samples],
+    }

@@ -1,0 +1,120 @@
+"""Cutting sequences into micro-batches, and laying a micro-batch out for the model. Pure; numpy only.
+
+A micro-batch holds whole sequences, at most `budget` tokens of them (a longer sequence is alone in its own). Two costs
+are counted. `packed`: sequences lie end to end and no position is wasted, so the cost is their tokens. `padded`: rows
+are as long as the longest, so the cost is rows times longest. Sequences are taken longest first in both: rows of a
+padded micro-batch are then nearly equal, and the attention of a packed one, which works on a few padded blocks, wastes
+little.
+
+The number of micro-batches is the least that first-fit in this order needs, and the budget is then lowered as far as
+this number allows, so that micro-batches are nearly equal and none is a leftover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Layout = Literal["packed", "padded"]
+Ints = NDArray[np.int64]
+
+MAX_BLOCK_WASTE = 0.25
+"""Padding that attention blocks may add, as a part of a micro-batch's tokens: a second block pays above this."""
+
+
+def cut(lengths: Sequence[int], budget: int, layout: Layout = "packed") -> list[list[int]]:
+    """Cut sequences of `lengths` tokens into micro-batches: lists of positions in `lengths`, longest first.
+
+    Raises:
+        ValueError: `budget` is not positive.
+    """
+    if budget < 1:
+        raise ValueError(f"budget is {budget} tokens: set trainer.tokens_per_micro_batch to at least 1")
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    cost: Callable[[int, int, int], int] = _packed_cost if layout == "packed" else _padded_cost
+    parts = _fill(order, lengths, budget, cost)
+    low, high = 1, budget
+    while low < high:  # the least budget that still gives this many parts
+        middle = (low + high) // 2
+        if len(_fill(order, lengths, middle, cost)) <= len(parts):
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(order, lengths, high, cost)
+
+
+def _packed_cost(tokens: int, longest: int, rows: int) -> int:
+    return tokens
+
+
+def _padded_cost(tokens: int, longest: int, rows: int) -> int:
+    return longest * rows
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], budget: int, cost: Callable[[int, int, int], int]
+) -> list[list[int]]:
+    parts: list[list[int]] = []
+    tokens = longest = 0
+    for index in order:
+        length = lengths[index]
+        if parts and cost(tokens + length, max(longest, length), len(parts[-1]) + 1) <= budget:
+            parts[-1].append(index)
+            tokens, longest = tokens + length, max(longest, length)
+        else:
+            parts.append([index])
+            tokens = longest = length
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Sequences of a packed stream as rows of one length, for attention.
+
+    `gather`, shape [rows * width], takes the stream's positions into rows (padding repeats position 0 of the stream,
+    which causal attention cannot let reach a real position of a row); `scatter` takes the rows' real positions back, in
+    stream order.
+    """
+
+    rows: int
+    width: int
+    gather: Any
+    scatter: Any
+
+
+def blocks(lengths: Sequence[int]) -> list[Block]:
+    """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
+
+    Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
+
+    Raises:
+        ValueError: `lengths` is not descending.
+    """
+    made: list[Block] = []
+    start = first = 0
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if index and length > lengths[index - 1]:
+            raise ValueError(f"lengths is {list(lengths)}: pack sequences in descending order of length")
+        padded = lengths[first] * (index - first + 1)
+        if index > first and padded > (1.0 + MAX_BLOCK_WASTE) * (tokens + length):
+            made.append(_block(lengths[first:index], start))
+            start += tokens
+            first, tokens = index, 0
+        tokens += length
+    if lengths:
+        made.append(_block(lengths[first:], start))
+    return made
+
+
+def _block(lengths: Sequence[int], start: int) -> Block:
+    rows, width = len(lengths), lengths[0]
+    sizes = np.asarray(lengths, dtype=np.int64)
+    real = np.arange(width) < sizes[:, None]
+    starts = start + np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    gather = np.where(real, starts[:, None] + np.arange(width), 0).reshape(-1)
+    return Block(rows, width, gather, np.flatnonzero(real))

@@ -1,0 +1,175 @@
+"""What a directory of weights (or a checkpoint) must contain, so that a torn or damaged one is never read. Torch-free.
+
+`manifest.json` is the last file written before the directory is renamed into place:
+
+    {"format": 1, "role": "actor", "version": 3,
+     "files": {"model.safetensors": {"bytes": 968832, "crc32": "5f1d3c2a"}, "config.json": {...}},
+     "tensors": {"model.norm.weight": {"shape": [96], "dtype": "F32", "file": "model.safetensors"}}}
+
+The checksum is zlib's CRC-32, as what it must find is a torn or damaged file and not a forger: 3.5 GiB/s on one thread
+where BLAKE2b reached 0.8 and SHA-256 1.6. Files are checked in parallel.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.training.atomic_dir import write_file
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+_THREADS = 4  # enough to pass a fast disk's rate
+
+
+class ManifestError(ValueError):
+    """A directory that is no complete set of weights; the message names it and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and CRC-32 (eight hexadecimal digits) of a file."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Shape, safetensors dtype (`F32`, `BF16`, ...) and file of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of one directory: `version` of `role`, its files and tensors by name."""
+
+    role: str
+    version: int
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def check_same_tensors(self, other: Manifest) -> None:
+        """Check that `other` has the same tensors: a server that holds the one can load the other.
+
+        Raises:
+            ManifestError: a tensor is missing, new, or of another shape or dtype.
+        """
+        if missing := self.tensors.keys() ^ other.tensors.keys():
+            raise ManifestError(
+                f"{other.role} v{other.version} and v{self.version} differ in the tensors {_few(sorted(missing))}; "
+                "servers cannot swap between different models: start a new trial"
+            )
+        for name, mine in self.tensors.items():
+            theirs = other.tensors[name]
+            if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise ManifestError(
+                    f"tensor {name!r} is {theirs.dtype}{list(theirs.shape)} in {other.role} v{other.version} and "
+                    f"{mine.dtype}{list(mine.shape)} in v{self.version}; servers cannot swap between different models"
+                )
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write and sync `manifest` as the last file of `directory`."""
+    document = {"format": FORMAT, **asdict(manifest)}
+    write_file(directory / MANIFEST_FILE, json.dumps(document, separators=(",", ":")).encode())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest in `directory`.
+
+    Raises:
+        ManifestError: there is none, or it is not one.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"
+        ) from None
+    except ValueError as error:
+        raise ManifestError(f"{path} is not JSON ({error}); remove {directory}") from error
+    return _parse(document, path)
+
+
+def verify(directory: Path, *, checksums: bool = True) -> Manifest:
+    """Read the manifest of `directory` and check every file against it.
+
+    Args:
+        checksums: also read all files; otherwise only their sizes are compared.
+
+    Raises:
+        ManifestError: a file is missing, of another size, or damaged.
+    """
+    manifest = read_manifest(directory)
+    for name, entry in manifest.files.items():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise ManifestError(f"{path} is missing: {directory} is torn, remove it")
+        if size != entry.bytes:
+            raise ManifestError(
+                f"{path} has {size} bytes, its manifest says {entry.bytes}: {directory} is torn, remove it"
+            )
+    if checksums:
+        names = list(manifest.files)
+        with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
+            sums = pool.map(lambda name: checksum(directory / name), names)
+            for name, found in zip(names, sums, strict=True):
+                if found != manifest.files[name].crc32:
+                    raise ManifestError(
+                        f"{directory / name} has the CRC-32 {found}, its manifest says {manifest.files[name].crc32}: "
+                        f"{directory} is damaged, remove it"
+                    )
+    return manifest
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and checksum of `path`."""
+    return FileEntry(path.stat().st_size, checksum(path))
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of the file at `path`, eight hexadecimal digits."""
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return f"{zlib.crc32(b''):08x}"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return f"{zlib.crc32(mapped):08x}"
+
+
+def _parse(document: Any, path: Path) -> Manifest:
+    try:
+        if document["format"] != FORMAT:
+            raise ManifestError(f"{path} has format {document['format']!r}, this version of asyncrl reads {FORMAT}")
+        files = {name: FileEntry(int(entry["bytes"]), str(entry["crc32"])) for name, entry in document["files"].items()}
+        tensors = {
+            name: TensorEntry(tuple(int(size) for size in entry["shape"]), str(entry["dtype"]), str(entry["file"]))
+            for name, entry in document["tensors"].items()
+        }
+        manifest = Manifest(str(document["role"]), int(document["version"]), files, tensors)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{path} lacks the field {error}; remove {path.parent}") from error
+    for name in manifest.files:
+        if "/" in name or name in (".", "..", MANIFEST_FILE):
+            raise ManifestError(f"{path} lists the file {name!r}: files lie directly in {path.parent}")
+    return manifest
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,220 @@
+"""Trajectories from pusher to puller, acknowledged, against plain ZMQ PUSH-PULL of the same bytes.
+
+    python benchmarks/transport.py [--quick] [--json PATH]
+
+For trajectories of 1k and 16k tokens, as one sample and as a group of 8, with encryption off and on: trajectories per
+second and CPU time per trajectory of both processes together. asyncrl's side is the whole way, from a Trajectory at the
+sender to a Trajectory at the receiver, encoded, checked, acknowledged, decoded; plain ZMQ's is the bytes alone. Sender
+and receiver are two processes; asyncrl and plain take turns, and the ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+import zmq
+
+from asyncrl.api import Sample, Trajectory
+from asyncrl.comm.gate import PeerGate
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
+from asyncrl.comm.security import RunSecret, SocketSecurity
+from asyncrl.comm.sockets import Context
+from asyncrl.comm.trajectory_codec import encode_trajectories
+
+HOST = "127.0.0.1"
+TARGET_RATIO = 0.7
+PUSHES_AT_ONCE = 64
+LIMIT_S = 60.0
+COLUMNS = ("tokens", "samples", "curve", "ours/s", "plain/s", "ratio", "CPU us", "plain us")
+LINE = "{:>9}{:>9}{!s:>9}{:>9.0f}{:>9.0f}{:>9.2f}{:>9.1f}{:>9.1f}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`samples` samples of `tokens` tokens in all, `count` times."""
+
+    tokens: int
+    samples: int
+    encrypted: bool
+    count: int
+
+    @property
+    def security(self) -> SocketSecurity | None:
+        """Keys that both processes derive alike."""
+        return RunSecret(b"benchmark" * 3 + b"-key5").sockets() if self.encrypted else None
+
+    def trajectory(self) -> Trajectory:
+        """The trajectory to send, but for its id."""
+        length = self.tokens // self.samples
+        tokens = np.arange(length, dtype=np.int32)
+        sample = Sample(tokens, np.ones(length, np.uint8), -np.ones(length, np.float32), tokens, 1.0)
+        return Trajectory("rollout", "prompt-000001", 1, (sample,) * self.samples, {"turns": 1.0})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Trajectories per second at the receiver, and CPU microseconds per trajectory of both processes."""
+
+    rate: float
+    cpu_us: float
+
+
+def asyncrl_receiver(case: Case, results: Connection) -> None:
+    meter, done = Meter(case.count), threading.Event()
+
+    def accept(_: Trajectory) -> None:
+        if meter.tick():
+            done.set()
+
+    puller = TrajectoryPuller(HOST, case.security, on_message=accept)
+    results.send(puller.endpoint)
+    done.wait(LIMIT_S)
+    puller.close()
+    results.send((meter.rate, meter.cpu_s))
+
+
+def asyncrl_sender(case: Case, endpoint: str, results: Connection) -> None:
+    async def send() -> None:
+        pusher = TrajectoryPusher([endpoint], case.security, identity="benchmark", high_water=PUSHES_AT_ONCE)
+        base = case.trajectory()
+        ready = [dataclasses.replace(base, rollout_id=f"rollout-{i:08d}") for i in range(case.count)]
+        waiting = iter(ready)
+
+        async def push_in_turn() -> None:
+            for trajectory in waiting:
+                await pusher.push(trajectory, LIMIT_S)
+
+        started = time.process_time()
+        await asyncio.gather(*(push_in_turn() for _ in range(PUSHES_AT_ONCE)))
+        results.send(time.process_time() - started)
+        await pusher.close(LIMIT_S)
+
+    uvloop.run(send())
+
+
+def plain_receiver(case: Case, results: Connection) -> None:
+    meter = Meter(case.count)
+    context = Context()
+    with context.socket(zmq.PULL) as socket:
+        PeerGate(context, socket, case.security)
+        socket.bind(f"tcp://{HOST}:*")
+        endpoint: Any = socket.last_endpoint
+        results.send(endpoint.decode())
+        while not meter.tick():
+            socket.recv_multipart(copy=False)
+        socket.recv_multipart(copy=False)
+        results.send((meter.rate, meter.cpu_s))
+    context.term()
+
+
+def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
+    frames = encode_trajectories([case.trajectory()])
+    context = Context()
+    with context.socket(zmq.PUSH) as socket:
+        if case.security is not None:
+            case.security.secure_client(socket)
+        socket.connect(endpoint)
+        started = time.process_time()
+        for _ in range(case.count):
+            socket.send_multipart(frames, copy=False)
+        results.send(time.process_time() - started)
+    context.term()  # returns when the last byte has been handed to the kernel
+
+
+class Meter:
+    """Rate and CPU time of this process from the first of `count` arrivals to the last."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._seen = 0
+
+    def tick(self) -> bool:
+        """Note an arrival; True at the last one."""
+        self._seen += 1
+        if self._seen == 1:
+            self._first, self._first_cpu = time.perf_counter(), time.process_time()
+        elif self._seen == self._count:
+            self.rate = (self._count - 1) / (time.perf_counter() - self._first)
+            self.cpu_s = time.process_time() - self._first_cpu
+            return True
+        return False
+
+
+Receiver = Callable[[Case, Connection], None]
+Sender = Callable[[Case, str, Connection], None]
+
+
+def measure(case: Case, receiver: Receiver, sender: Sender) -> Reading:
+    """One run of `case`, in two fresh processes."""
+    spawn = multiprocessing.get_context("spawn")
+    receiving, receiver_end = spawn.Pipe()
+    sending, sender_end = spawn.Pipe()
+    receiving_process = spawn.Process(target=receiver, args=(case, receiver_end), daemon=True)
+    receiving_process.start()
+    sending_process = spawn.Process(target=sender, args=(case, _receive(receiving), sender_end), daemon=True)
+    sending_process.start()
+    rate, receiver_cpu_s = _receive(receiving)
+    sender_cpu_s = _receive(sending)
+    for process in (receiving_process, sending_process):
+        process.join(LIMIT_S)
+    return Reading(rate, 1e6 * (receiver_cpu_s + sender_cpu_s) / case.count)
+
+
+def _receive(connection: Connection) -> Any:
+    if not connection.poll(LIMIT_S):
+        raise TimeoutError(f"a process of the benchmark said nothing for {LIMIT_S:g} s")
+    return connection.recv()
+
+
+def compare(case: Case, rounds: int) -> dict[str, Any]:
+    """Medians of asyncrl and plain ZMQ taking turns, and of the ratio of their rates in each round."""
+    ours, plain = [], []
+    for _ in range(rounds):
+        plain.append(measure(case, plain_receiver, plain_sender))
+        ours.append(measure(case, asyncrl_receiver, asyncrl_sender))
+    return {
+        "tokens": case.tokens,
+        "samples": case.samples,
+        "encrypted": case.encrypted,
+        "asyncrl_per_s": statistics.median(reading.rate for reading in ours),
+        "plain_per_s": statistics.median(reading.rate for reading in plain),
+        "ratio": statistics.median(a.rate / b.rate for a, b in zip(ours, plain, strict=True)),
+        "asyncrl_cpu_us": statistics.median(reading.cpu_us for reading in ours),
+        "plain_cpu_us": statistics.median(reading.cpu_us for reading in plain),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round of each")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args()
+    rounds, scale = (1, 1) if arguments.quick else (5, 5)
+    print(("{:>9}" * len(COLUMNS)).format(*COLUMNS))
+    rows = []
+    for tokens, samples, count in ((1024, 1, 4000), (1024, 8, 4000), (16384, 1, 800), (16384, 8, 800)):
+        for encrypted in (False, True):
+            row = compare(Case(tokens, samples, encrypted, count * scale), rounds)
+            rows.append(row)
+            print(LINE.format(*row.values()), flush=True)
+    print(f"target: ratio of at least {TARGET_RATIO} with encryption off")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"rows": rows, "target_ratio": TARGET_RATIO}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

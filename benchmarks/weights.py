@@ -1,0 +1,232 @@
+"""Publish to served: the time from "the train step is over" to "the server generates with the new weights".
+
+    python benchmarks/weights.py [--quick] [--sizes 1M 10M 100M 300M 1B] [--dir DIR] [--json PATH]
+
+Per model size and type, in one run: `publish` (shards, checksums, manifest, fsync, rename), `check` (the manager reads
+the checksums back) and `load` (`update_weights_from_disk` of an embedded server in a process of its own, label
+confirmed), as a run does them one after the other; beside it the time that plainly writing (with fsync) and reading the
+same bytes takes. Each figure is the median over rounds in which the two take turns. Files are read back from the page
+cache on both sides, as they are in a run on one machine. `--dir` chooses the file system, by default the temporary one;
+/dev/shm measures tmpfs. A size that does not fit into memory is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.security import RunSecret
+from asyncrl.config.run_config import SECRET_FILE, write_run_config
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.generation.client import GenerationServerClient
+from asyncrl.generation.http import JsonHttp
+from asyncrl.training.ranks import Ranks
+from asyncrl.training.weights import publish, published_tensors
+from asyncrl.training.weights_manifest import verify
+
+TARGET_RATIO = 1.3
+START_S, UPDATE_S = 600.0, 600.0
+COPIES_IN_MEMORY = 5
+"""Of the weights: the trainer's, the server's, what it stages, what plain reading returns, and the page cache."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = {  # hidden, layers, vocabulary
+    "1M": (128, 4, 2_000),
+    "10M": (320, 6, 8_000),
+    "100M": (768, 12, 32_000),
+    "300M": (1024, 20, 64_000),
+    "1B": (2048, 17, 100_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size and type; times in seconds."""
+
+    size: str
+    dtype: str
+    parameters: int
+    bytes: int
+    plain_write_s: float
+    plain_read_s: float
+    publish_s: float
+    check_s: float
+    load_s: float
+
+    @property
+    def plain_s(self) -> float:
+        """Plain writing and reading."""
+        return self.plain_write_s + self.plain_read_s
+
+    @property
+    def served_s(self) -> float:
+        """Publish to served."""
+        return self.publish_s + self.check_s + self.load_s
+
+    @property
+    def ratio(self) -> float:
+        """Publish to served over plain writing and reading."""
+        return self.served_s / self.plain_s
+
+
+def config_of(size: str) -> Qwen2Config:
+    hidden, layers, vocabulary = SHAPES[size]
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=max(1, hidden // 256),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+
+
+def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of that size with cheap weights: only their bytes matter."""
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config_of(size)).to(dtype)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str]]:
+    """An embedded server of that model: its URL and token."""
+    config = ExperimentConfig()
+    config.model.path = str(model_dir)
+    config.generation.dtype = dtype
+    config.generation.device = "cpu"
+    config.generation.context_length = 128
+    config.generation.start_timeout_s = START_S
+    config.generation.max_total_tokens = 1024
+    run_dir.mkdir()
+    write_run_config(config, run_dir)
+    token = RunSecret.create(run_dir / SECRET_FILE).token
+    argv = [sys.executable, "-m", "asyncrl.system.main", "generation_server", "0", "--run-dir", str(run_dir)]
+    with (run_dir / "log").open("wb") as log:
+        server = subprocess.Popen([*argv, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
+    resolver = make_resolver("file", str(run_dir / "name_resolve"))
+    try:
+        yield json.loads(resolver.wait(names.gen_server_key(0), START_S))["url"], token
+    finally:
+        server.terminate()
+        server.wait()
+        resolver.close()
+
+
+def plain(model: PreTrainedModel, file: Path) -> tuple[float, float]:
+    """Seconds to write the model's bytes durably, and to read them."""
+    start = time.perf_counter()
+    save_file({name: tensor.contiguous() for name, tensor in published_tensors(model).items()}, file)
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    middle = time.perf_counter()
+    read = {name: tensor.clone() for name, tensor in load_file(file).items()}  # load_file only maps
+    end = time.perf_counter()
+    assert read
+    file.unlink()
+    return middle - start, end - middle
+
+
+async def served(
+    model: PreTrainedModel, root: Path, version: int, server: GenerationServerClient
+) -> tuple[float, float, float]:
+    """Seconds to publish, to check and to load."""
+    start = time.perf_counter()
+    published = publish(model, root, role="actor", version=version, ranks=Ranks())
+    after_publish = time.perf_counter()
+    verify(published.path)
+    after_check = time.perf_counter()
+    await server.update_weights(str(published.path), version, timeout_s=UPDATE_S)
+    end = time.perf_counter()
+    shutil.rmtree(published.path)
+    return after_publish - start, after_check - after_publish, end - after_check
+
+
+async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
+    """Both ways in turn, `rounds` times after one to warm up."""
+    model = make_model(size, DTYPES[dtype])
+    model.save_pretrained(folder / "base")
+    plains, serveds = [], []
+    with serve(folder / "base", dtype, folder / "run") as (url, token):
+        http = JsonHttp(token)
+        server = GenerationServerClient(http, url)
+        for version in range(1, rounds + 2):
+            plains.append(plain(model, folder / "plain.safetensors"))
+            serveds.append(await served(model, folder / "weights", version, server))
+        await http.close()
+    write_s, read_s = (statistics.median(times) for times in zip(*plains[1:], strict=True))
+    publish_s, check_s, load_s = (statistics.median(times) for times in zip(*serveds[1:], strict=True))
+    tensors = published_tensors(model).values()
+    count = sum(tensor.numel() for tensor in tensors)
+    bytes_ = count * DTYPES[dtype].itemsize
+    return Row(size, dtype, count, bytes_, write_s, read_s, publish_s, check_s, load_s)
+
+
+def fits(size: str, dtype: str) -> bool:
+    """Whether this machine has the memory for it now."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Qwen2ForCausalLM(config_of(size)).parameters())
+    return COPIES_IN_MEMORY * count * DTYPES[dtype].itemsize < psutil.virtual_memory().available
+
+
+def print_row(row: Row) -> None:
+    times = (row.publish_s, row.check_s, row.load_s, row.served_s, row.plain_write_s, row.plain_read_s, row.plain_s)
+    figures = "".join(f"{1e3 * seconds:>10.1f}" for seconds in times)
+    print(f"{row.size:>5} {row.dtype:>9} {row.bytes / 2**20:>8.1f}{figures}{row.ratio:>8.2f}", flush=True)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1M and 10M only, three rounds")
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="folder on the file system to measure")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes, rounds = (["1M", "10M"], 3) if args.quick else (args.sizes, args.rounds)
+    heads = ("publish", "check", "load", "served", "write", "read", "plain")
+    print(f"{'size':>5} {'type':>9} {'MiB':>8}{''.join(f'{head:>10}' for head in heads)}{'ratio':>8}    (ms)")
+    rows = []
+    for size in sizes:
+        for dtype in DTYPES:
+            if not fits(size, dtype):
+                print(f"{size:>5} {dtype:>9} left out: needs {COPIES_IN_MEMORY} copies in memory")
+                continue
+            with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+                row = asyncio.run(measure(size, dtype, Path(folder), rounds))
+            rows.append(row)
+            print_row(row)
+    print(f"target: served at most {TARGET_RATIO} x plain; worst here {max(row.ratio for row in rows):.2f}")
+    if args.json:
+        derived = [asdict(row) | {"served_s": row.served_s, "plain_s": row.plain_s, "ratio": row.ratio} for row in rows]
+        args.json.write_text(json.dumps({"target_ratio": TARGET_RATIO, "rows": derived}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

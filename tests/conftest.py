@@ -1,0 +1,224 @@
+"""A tiny model, and whole runs of the system as child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SETTINGS = {
+    "experiment_name": "tiny",
+    "train_batch_size": 4,
+    "group_size": 2,
+    "total_train_steps": 6,
+    "max_head_offpolicyness": 2,
+    "trainer.ppo_minibatches": 2,
+    "rollout.max_concurrent": 8,
+    "rollout.sampling.max_new_tokens": 16,
+    "dataset.max_prompt_tokens": 32,
+    "generation.max_running_requests": 16,
+    "generation.max_total_tokens": 2048,
+    "eval.interval": 3,
+    "eval.size": 8,
+    "checkpoint.interval": 2,
+    "logging.tensorboard": "false",
+}
+REQUIRED_METRICS = {
+    "step",
+    "policy_version",
+    "reward/mean",
+    "staleness/max",
+    "staleness/mean",
+    "tokens/trained",
+    "time/step_s",
+    "time/train_s",
+    "time/wait_data_s",
+    "throughput/gen_tokens_per_s",
+    "throughput/train_tokens_per_s",
+    "ppo/clip_fraction",
+    "ppo/behave_weight_mean",
+    "ppo/behave_kl",
+    "entropy",
+    "grad_norm",
+    "lr",
+    "rollout/len_mean",
+    "rollout/dropped_stale",
+}
+REWARD = """
+def even_digits(data, completion):
+    "A reward that a random model gets in part, so that groups have variance."
+    return sum(c in "02468" for c in completion) / max(len(completion), 1)
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: a random Qwen2 of 20k parameters with the arithmetic alphabet."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from asyncrl.datasets.tokenizer import CharTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = CharTokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    tokenizer.save(folder)
+    return folder
+
+
+class Run:
+    """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
+
+    A setting that `overrides` gives as None stays what the experiment says.
+    """
+
+    def __init__(self, root: Path, overrides: dict[str, Any], experiment: str = "async_ppo") -> None:
+        settings = SETTINGS | {"fileroot": root} | overrides
+        self.run_dir = root / str(settings["experiment_name"]) / str(settings.get("trial_name", "trial0"))
+        arguments = [f"{name}={value}" for name, value in settings.items() if value is not None]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.launch", experiment, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, text: str, limit_s: float = 90.0) -> None:
+        """Wait until a line with `text` was printed."""
+        with self._news:
+            self._news.wait_for(lambda: any(text in line for line in self.lines) or self._ended, limit_s)
+        assert any(text in line for line in self.lines), f"no {text!r} in:\n{self.output}"
+
+    def wait_for_step(self, step: int, limit_s: float = 90.0) -> None:
+        self.wait_for_line(f"step {step}/", limit_s)
+        self.remember_processes()
+
+    def wait(self, limit_s: float = 150.0) -> int:
+        """Wait for the end; returns the exit code."""
+        code = self.process.wait(limit_s)
+        self._reader.join(10)
+        return code
+
+    def remember_processes(self) -> dict[str, psutil.Process]:
+        """Everything below the launcher now, by title."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.seen |= {process.pid: process for process in found}
+        return {" ".join(process.cmdline()): process for process in found}
+
+    def worker(self, name: str) -> psutil.Process:
+        """The worker `<kind>/<index>`."""
+        titles = self.remember_processes()
+        return next(process for title, process in titles.items() if title.startswith(f"asyncrl {name} "))
+
+    def survivors(self) -> list[str]:
+        """What still runs of all processes seen."""
+        alive = []
+        for process in psutil.wait_procs(self.seen.values(), timeout=5)[1]:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(f"{process.pid} {' '.join(process.cmdline())}")
+        return alive
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failing assertion's message."""
+        return "\n".join(
+            f"--- {f.name}\n{f.read_text()[-1500:]}" for f in sorted((self.run_dir / "logs").glob("*.log"))
+        )
+
+    def kill_tree(self) -> None:
+        """SIGKILL everything at once."""
+        if self.process.poll() is None:
+            self.remember_processes()
+            self.process.kill()
+        for process in self.seen.values():
+            if process.is_running():
+                process.kill()
+        self.process.wait(10)
+
+    @property
+    def _ended(self) -> bool:
+        return not self._reader.is_alive() or self.process.poll() is not None
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+StartRun = Callable[..., Run]
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, tiny_model: Path) -> Iterator[StartRun]:
+    """`start_run(experiment, **overrides)` starts a run of it on the tiny model; dots in names are written as `__`."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    runs: list[Run] = []
+
+    def start(experiment: str = "async_ppo", **overrides: Any) -> Run:
+        settings = {"model.path": tiny_model, "reward.path": f"{tmp_path / 'rewards.py'}:even_digits"}
+        settings |= {name.replace("__", "."): value for name, value in overrides.items()}
+        runs.append(Run(tmp_path, settings, experiment))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill_tree()
+
+
+def interrupt(run: Run) -> None:
+    """Ctrl-C at the terminal of `run`."""
+    os.kill(run.process.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def ctrl_c() -> Callable[[Run], None]:
+    """`ctrl_c(run)` interrupts a run as the terminal would."""
+    return interrupt
+
+
+@pytest.fixture
+def required_metrics() -> set[str]:
+    """The keys that every row of `metrics.jsonl` has at least."""
+    return REQUIRED_METRICS

@@ -1,0 +1,58 @@
+"""Every experiment that comes with the package runs on this machine, on the tiny model."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
+
+
+def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
+    """A short run of `experiment`, which keeps its own name and η; it has ended well."""
+    own = {"experiment_name": experiment, "max_head_offpolicyness": None, "total_train_steps": STEPS}
+    run = start_run(experiment, **(own | overrides))
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert run.summary()["books"]["trained"] == STEPS * 4
+    assert sum(row["optimizer/steps"] for row in rows) > 0
+    return run
+
+
+def test_async_grpo_measures_its_distance_from_the_frozen_base(start_run: Any) -> None:
+    distances = [row["kl/reference"] for row in finished(start_run, "async_grpo", optimizer__lr=1e-3).rows()]
+    assert 0 < distances[0] < distances[-1]
+
+
+def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "coin.py").write_text("def even(data, completion):\n    return float(completion[:1] in '02468')\n")
+    run = finished(start_run, "async_dapo", reward__path=f"{tmp_path / 'coin.py'}:even")
+    assert {row["reward/groups_without_variance"] for row in run.rows()} == {0.0}
+    assert run.summary()["books"]["dropped"]["zero_variance"] > 0
+
+
+def test_async_ppo_critic_trains_the_critic_alone_at_first(start_run: Any) -> None:
+    rows = finished(start_run, "async_ppo_critic", algorithm__critic__warmup_steps=1).rows()
+    assert [row["optimizer/steps"] > 0 for row in rows] == [False, True, True]
+
+
+def test_sync_ppo_is_on_policy(start_run: Any) -> None:
+    rows = finished(start_run, "sync_ppo").rows()
+    assert {row["staleness/max"] for row in rows} == {0.0}
+
+
+def test_custom_graph_runs_its_own_calls_and_a_second_reward_model(
+    start_run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge"
+    runpy.run_path(str(EXAMPLE))["make_untrained_reward_model"](str(tiny_model), str(judge))
+    rows = finished(start_run, "custom_graph", algorithm__graph_args__style_model=judge).rows()
+    assert all(0 < row["reward/length_penalty"] <= 0.1 for row in rows)
+    assert len({row["reward/style_scores"] for row in rows}) == STEPS

@@ -1,0 +1,71 @@
+"""A wheel built from the tree, installed where no source is, runs the main job from any folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return next(out.glob("asyncrl-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that holds the wheel. The packages it depends on are lent by this one, the source tree is not."""
+    venv = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    interpreter = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, timeout=120)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return interpreter
+
+
+def run(python: Path, folder: Path, *arguments: str, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def test_the_wheel_holds_the_experiments_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "asyncrl/experiments/async_ppo.yaml" in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "asyncrl/tests"))]
+
+
+def test_the_installed_package_is_the_one_in_the_wheel(python: Path, tmp_path: Path) -> None:
+    ended = run(python, tmp_path, "-c", "import asyncrl; print(asyncrl.__file__)")
+    assert ended.stdout.startswith(str(python.parents[1])), ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_from_any_folder(python: Path, tmp_path: Path, tiny_model: Path) -> None:
+    settings = ["train_batch_size=4", "group_size=2", "total_train_steps=2", "trainer.ppo_minibatches=2"]
+    settings += ["rollout.sampling.max_new_tokens=16", "eval.size=8", f"model.path={tiny_model}", "fileroot=runs"]
+    ended = run(python, tmp_path, "-m", "asyncrl.launch", "async_ppo", *settings, limit_s=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "runs" / "async_ppo" / "trial0" / "summary.json").read_text())
+    assert summary["steps"] == 2

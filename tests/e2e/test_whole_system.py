@@ -1,0 +1,116 @@
+"""The whole system with real processes: versions, staleness, books, metrics and what is left afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def assert_balanced(books: dict[str, Any]) -> None:
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+
+
+def test_a_run_trains_keeps_its_bound_balances_its_books_and_leaves_nothing(
+    start_run: Any, required_metrics: set[str]
+) -> None:
+    shared_memory = set(Path("/dev/shm").iterdir())
+    run = start_run()
+    run.wait_for_step(2)
+    titles = [title for title in run.remember_processes() if title.startswith("asyncrl ")]
+    assert run.wait() == 0, run.output + run.logs()
+
+    kinds = ["generation_server", "gserver_manager", "master_worker", "model_worker", "rollout_worker"]
+    assert sorted(title.split()[1] for title in titles) == [f"{kind}/0" for kind in kinds]
+    assert sorted(f.name for f in (run.run_dir / "logs").iterdir()) == [f"{kind}-0.log" for kind in kinds]
+
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert row.keys() >= required_metrics, f"missing {required_metrics - row.keys()}"
+        assert row["staleness/max"] <= 2
+        assert row["tokens/trained"] > 0
+    assert [row["step"] for row in rows if "eval/held_out/accuracy" in row] == [3, 6]
+
+    summary = run.summary()
+    assert summary["steps"] == 6
+    assert summary["books"]["trained"] == 6 * 4
+    assert_balanced(summary["books"])
+    assert "submitted" in run.output
+
+    newest = run.run_dir / "weights" / "actor" / "v6"
+    assert json.loads((newest / "manifest.json").read_text())["version"] == 6
+
+    assert run.survivors() == []
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+    with (run.run_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert stat.S_IMODE((run.run_dir / "secret").stat().st_mode) == 0o600
+
+
+def test_two_ranks_two_servers_and_two_rollout_workers_share_the_work(start_run: Any) -> None:
+    run = start_run(trainer__parallel="d2", generation__servers=2, rollout__workers=2, total_train_steps=4)
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert_balanced(run.summary()["books"])
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "wait"])
+def test_other_stale_policies_keep_the_bound(start_run: Any, on_stale: str) -> None:
+    run = start_run(on_stale=on_stale, max_head_offpolicyness=1)
+    assert run.wait() == 0, run.output + run.logs()
+    assert max(row["staleness/max"] for row in run.rows()) <= 1
+    books = run.summary()["books"]
+    assert_balanced(books)
+    if on_stale == "wait":
+        assert books["dropped"].get("stale", 0) == 0
+
+
+def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run: Any) -> None:
+    run = start_run(max_head_offpolicyness=0, system__encrypt="false")
+    assert run.wait() == 0, run.output + run.logs()
+    assert {row["staleness/max"] for row in run.rows()} == {0}
+
+
+def test_a_finished_trial_is_not_run_again_and_goes_on_with_more_steps(start_run: Any) -> None:
+    assert start_run(total_train_steps=2).wait() == 0
+    again = start_run(total_train_steps=2)
+    assert again.wait() == 0
+    assert "is complete" in again.output
+    more = start_run(total_train_steps=4)
+    assert more.wait() == 0, more.output + more.logs()
+    assert [row["step"] for row in more.rows()] == [1, 2, 3, 4]
+
+
+def test_a_second_run_of_a_trial_in_use_is_refused(start_run: Any) -> None:
+    first = start_run(total_train_steps=1000)
+    first.wait_for_line("started")
+    second = start_run()
+    assert second.wait() == 1
+    assert "another run is using" in second.output
+
+
+def test_resume_never_refuses_a_used_trial(start_run: Any) -> None:
+    assert start_run(total_train_steps=1).wait() == 0
+    refused = start_run(resume="never")
+    assert refused.wait() == 1
+    assert "resume=restart" in refused.output
+
+
+def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def score(data, completion):\n    raise KeyError('no such column')\n")
+    run = start_run(reward__path=f"{tmp_path / 'broken.py'}:score", eval__interval=0)
+    assert run.wait() == 1
+    assert "FAILED: rollout_worker/0" in run.output
+    assert "no such column" in run.output
+    assert run.survivors() == []

@@ -1,0 +1,82 @@
+"""Any process may die at any moment: the launcher says which and why, saves what it can, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+REPORT_LIMIT_S = 15.0
+ENDLESS = 100_000
+
+
+def saved_version(run: Any) -> int:
+    """Version of the newest checkpoint."""
+    states = [json.loads(file.read_text()) for file in (run.run_dir / "checkpoints").glob("v*/state.json")]
+    return max((state["version"] for state in states), default=0)
+
+
+def last_step(run: Any) -> int:
+    return int(max(row["step"] for row in run.rows()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "can_save"),
+    [
+        ("master_worker", False),
+        ("model_worker", False),
+        ("generation_server", True),
+        ("gserver_manager", True),
+        ("rollout_worker", True),
+    ],
+)
+def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str, can_save: bool) -> None:
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)
+    run.wait_for_step(3)
+    run.worker(f"{kind}/0").kill()
+    try:
+        code = run.wait(REPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running {REPORT_LIMIT_S} s after {kind} died:\n{run.output}")
+    assert code == 1
+    assert f"FAILED: {kind}/0" in run.output
+    assert "SIGKILL" in run.output
+    assert run.survivors() == []
+    if can_save:
+        assert saved_version(run) >= 3, run.output + run.logs()
+
+
+def test_a_killed_launcher_takes_every_process_along(start_run: Any) -> None:
+    run = start_run(total_train_steps=ENDLESS)
+    run.wait_for_step(1)
+    run.process.kill()
+    run.process.wait(10)
+    assert run.survivors() == []
+
+
+def test_ctrl_c_stops_after_a_checkpoint_of_the_last_step(start_run: Any, ctrl_c: Any) -> None:
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)
+    run.wait_for_step(3)
+    ctrl_c(run)
+    assert run.wait(60) == 130, run.output
+    assert saved_version(run) == last_step(run) >= 3
+    books = run.summary()["books"]
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert run.survivors() == []
+
+
+def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
+    run = start_run(total_train_steps=ENDLESS)
+    run.wait_for_step(1)
+    psutil.Process(run.worker("model_worker/0").pid).send_signal(signal.SIGSTOP)  # no checkpoint can come of it
+    ctrl_c(run)
+    run.wait_for_line("once more")
+    ctrl_c(run)
+    assert run.wait(15) == 130, run.output
+    assert run.survivors() == []

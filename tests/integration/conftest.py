@@ -1,0 +1,294 @@
+"""Servers that tests talk to: etcd itself, and a generation server without a model, with SGLang's contract and its
+pitfalls on command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl.comm.name_resolve import NameResolveError, make_resolver
+
+VOCABULARY = 97
+
+
+class FakeGenerationServer:
+    """Speaks SGLang's native HTTP API. Token t of a sample depends on its seed and the tokens before it alone.
+
+    What it does is set by its fields, at any time:
+
+    - `hold_after`: samples stop after so many tokens of a call until `release()`, an abort or a pause.
+    - `busy`: new requests wait in the queue instead of running.
+    - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
+    - `hang`: nothing is answered any more.
+    - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
+        self.version = "0"
+        self.model_info_version: str | None = None
+        self.spans = True
+        self.has_ready = True
+        self.hold_after: int | None = None
+        self.busy = False
+        self.update = "ok"
+        self.hang = False
+        self.logprobs: dict[str, list[float]] = {}
+        self.stale: str | None = None
+        self.paused = False
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.generated_tokens = 0
+        self.running: dict[str, asyncio.Event] = {}
+        self._aborted: set[str] = set()
+        self._news = asyncio.Condition()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{name}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def kill(self) -> None:
+        """The process is gone: connections break, the port refuses."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def release(self) -> None:
+        self.hold_after = None
+        await self._tell()
+
+    async def interrupt(self) -> None:
+        """What runs is answered with what it has; what arrives is held until `go_on`."""
+        self.paused = True
+        await self.abort_running()
+
+    async def abort_running(self) -> None:
+        self._aborted |= set(self.running)
+        await self._tell()
+
+    async def go_on(self, version: str) -> None:
+        """Serve what is held, under `version`."""
+        self.version, self.paused = version, False
+        await self.release()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is looked at after every change of this server's state."""
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(condition)
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        self.calls.append(name)
+        await self._tell()
+        if self.hang:
+            await asyncio.get_running_loop().create_future()
+        if (
+            self.token
+            and name not in ("ready", "health")
+            and request.headers.get("Authorization") != f"Bearer {self.token}"
+        ):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        match name:
+            case "health":
+                async with self._news:
+                    await self._news.wait_for(lambda: not self.paused)
+                return web.Response()
+            case "ready":
+                return web.Response(status=404 if not self.has_ready else 503 if self.paused else 200)
+            case "model_info":
+                return web.json_response({"weight_version": self.model_info_version or self.version})
+            case "pause_generation":
+                await self.interrupt()
+                return web.json_response({"status": "ok", "message": "Generation paused successfully."})
+            case "continue_generation":
+                self.paused = False
+                await self._tell()
+                return web.json_response({"status": "ok", "message": "Generation continued successfully."})
+            case "abort_request":
+                prefix = (await request.json())["rid"]
+                self._aborted |= {rid for rid in self.running if rid.startswith(prefix)}
+                await self._tell()
+                return web.Response()
+            case "flush_cache":
+                return web.Response(text="Cache flushed.")
+            case "update_weights_from_disk":
+                return await self._update(await request.json())
+            case "generate":
+                return await self._generate(await request.json())
+        return web.Response(status=404)
+
+    async def _update(self, body: dict[str, Any]) -> web.Response:
+        if self.update == "hang":
+            await asyncio.get_running_loop().create_future()
+        old = self.version
+        self.version = body["weight_version"]
+        self.model_info_version = old if self.update in ("refuse", "lie") else None
+        success = self.update != "refuse"
+        await self._tell()
+        return web.json_response(
+            {"success": success, "message": "", "num_paused_requests": 0}, status=200 if success else 400
+        )
+
+    async def _generate(self, body: dict[str, Any]) -> web.Response:
+        if body.get("logprob_start_len") is not None:
+            return await self._score(body)
+        self.requests.append(body)
+        await self._tell()
+        items = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
+        return web.json_response(await asyncio.gather(*(self._sample(*item) for item in items)))
+
+    async def _score(self, body: dict[str, Any]) -> web.Response:
+        async with self._news:
+            await self._news.wait_for(lambda: not self.paused)
+        prompt, start = body["input_ids"], body["logprob_start_len"]
+        logprobs = self.logprobs[self.stale or self.version]
+        triples = [[logprob, token, None] for logprob, token in zip(logprobs, prompt, strict=True)][start:]
+        triples[0][0] = None
+        return web.json_response({"output_ids": [0], "meta_info": {"input_token_logprobs": triples}})
+
+    async def _sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        async with self._news:
+            await self._news.wait_for(lambda: not self.paused)
+        self.running[rid] = asyncio.Event()
+        await self._tell()
+        try:
+            return await self._decode(rid, prompt, params)
+        finally:
+            del self.running[rid]
+            self._aborted.discard(rid)
+            await self._tell()
+
+    async def _decode(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        output: list[int] = []
+        versions: list[str] = []
+        finish: dict[str, Any] = {"type": "length", "length": params["max_new_tokens"]}
+        if self.busy:
+            async with self._news:
+                await self._news.wait_for(lambda: not self.busy or rid in self._aborted)
+            if rid in self._aborted:
+                meta = {"id": rid, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+                return {"output_ids": [], "meta_info": meta | {"weight_version": self.version, "completion_tokens": 0}}
+        while len(output) < params["max_new_tokens"]:
+            if self.hold_after is not None and len(output) >= self.hold_after:
+                async with self._news:
+                    await self._news.wait_for(
+                        lambda: self.hold_after is None or len(output) < self.hold_after or rid in self._aborted
+                    )
+            if rid in self._aborted:
+                finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                break
+            output.append(next_token([*prompt, *output], params.get("sampling_seed", 0)))
+            versions.append(self.version)
+            self.generated_tokens += 1
+            if self.hold_after is not None:
+                await self._tell()
+            if output[-1] in params.get("stop_token_ids", ()):
+                finish = {"type": "stop", "matched": output[-1]}
+                break
+        return {"output_ids": output, "meta_info": self._meta(rid, prompt, output, versions, finish)}
+
+    def _meta(
+        self, rid: str, prompt: list[int], output: list[int], versions: list[str], finish: dict[str, Any]
+    ) -> dict[str, Any]:
+        meta = {
+            "id": rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt),
+            "weight_version": self.version,
+            "completion_tokens": len(output),
+            "output_token_logprobs": [[-(token + 1) / 100, token, None] for token in output],
+        }
+        if self.spans:
+            starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
+            ends = [*starts[1:], len(versions)]
+            meta["weight_versions"] = [
+                {"version": versions[start], "start": start, "end": end}
+                for start, end in zip(starts, ends, strict=False)
+            ]
+        return meta
+
+
+def next_token(prefix: list[int], seed: int) -> int:
+    """The token after `prefix` in the stream `seed`."""
+    return (sum(prefix) * 31 + len(prefix) * 7 + seed) % VOCABULARY
+
+
+StartServer = Callable[..., Awaitable[FakeGenerationServer]]
+
+
+@pytest.fixture
+async def start_fake_server() -> AsyncIterator[StartServer]:
+    """Starts `FakeGenerationServer`s; they end with the test."""
+    servers: list[FakeGenerationServer] = []
+
+    async def start(token: str | None = None, port: int = 0) -> FakeGenerationServer:
+        server = FakeGenerationServer(token)
+        await server.start(port)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        await server.kill()
+
+
+@pytest.fixture(scope="session")
+def etcd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an etcd server that ends with the tests."""
+    binary = shutil.which("etcd")
+    if binary is None:
+        pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
+    pytest.importorskip("etcd3", reason="the extra 'etcd' is not installed")
+    client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+    arguments = [f"--data-dir={tmp_path_factory.mktemp('etcd')}", f"--listen-client-urls={client}"]
+    arguments += [f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
+    arguments += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"]
+    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = client.removeprefix("http://")
+    try:
+        pause = threading.Event()
+        for _ in range(150):
+            if _etcd_answers(address):
+                break
+            pause.wait(0.1)
+        else:
+            raise AssertionError("etcd does not answer")
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _etcd_answers(address: str) -> bool:
+    try:
+        make_resolver("etcd3", "/probe", etcd_address=address).close()
+    except NameResolveError:
+        return False
+    return True

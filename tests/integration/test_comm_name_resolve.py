@@ -1,0 +1,295 @@
+"""One suite over every back end of name resolution. `etcd3` runs against a real server (`etcd_address`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.name_resolve import (
+    FileResolver,
+    MemoryResolver,
+    NameEntryExists,
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolver,
+    NameResolveTimeout,
+    make_resolver,
+)
+from asyncrl.comm.name_resolve.memory import MemoryStore
+
+LEASE_S = 0.3
+PATIENCE_S = 15.0
+
+MakeResolver = Callable[[], NameResolver]
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("etcd3", marks=pytest.mark.etcd)])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolver]:
+    """Makes resolvers that share one root, as processes of one trial do."""
+    store, made = MemoryStore(), []
+    address = request.getfixturevalue("etcd_address") if request.param == "etcd3" else ""
+    root = f"/asyncrl/{uuid.uuid4().hex}" if request.param == "etcd3" else str(tmp_path / "names")
+
+    def one() -> NameResolver:
+        memory = request.param == "memory"
+        made.append(MemoryResolver(root, store) if memory else make_resolver(request.param, root, etcd_address=address))
+        return made[-1]
+
+    yield one
+    for resolver in made:
+        resolver.close()
+
+
+def test_an_added_entry_is_seen_by_other_resolvers(make: MakeResolver) -> None:
+    one, other = make(), make()
+    one.add("workers/actor/0", "tcp://somewhere:1")
+    assert other.get("workers/actor/0") == "tcp://somewhere:1"
+
+
+def test_values_are_any_text(make: MakeResolver) -> None:
+    value = 'a "quoted"\nline, ünïcode, ' + "long " * 1000
+    make().add("a", value)
+    assert make().get("a") == value
+
+
+def test_getting_or_deleting_a_missing_entry_names_it(make: MakeResolver) -> None:
+    resolver = make()
+    for verb in (resolver.get, resolver.delete):
+        with pytest.raises(NameEntryNotFound, match="'nobody/7'"):
+            verb("nobody/7")
+
+
+def test_a_name_is_taken_until_it_is_replaced_or_deleted(make: MakeResolver) -> None:
+    one, other = make(), make()
+    one.add("a", "1")
+    with pytest.raises(NameEntryExists, match="'a'"):
+        other.add("a", "2")
+    other.add("a", "3", replace=True)
+    assert one.get("a") == "3"
+    one.delete("a")
+    other.add("a", "4")
+    assert one.get("a") == "4"
+
+
+@pytest.mark.parametrize("name", ["", "/", "a/", "/a", "a//b", "../a", "a b", ".a", "a/.b", "a+b", "a" * 201])
+def test_names_that_could_leave_the_root_are_refused(make: MakeResolver, name: str) -> None:
+    with pytest.raises(ValueError, match="not valid"):
+        make().add(name, "x")
+
+
+def test_a_lease_too_short_to_keep_is_refused(make: MakeResolver) -> None:
+    with pytest.raises(ValueError, match="lease_s"):
+        make().add("a", "x", lease_s=0.0)
+
+
+def test_a_subtree_holds_the_entry_itself_and_what_is_below_but_no_lookalikes(make: MakeResolver) -> None:
+    resolver = make()
+    for name in ("w", "w/0", "w/1/x", "w2", "w2/0"):
+        resolver.add(name, name.upper())
+    assert resolver.get_subtree("w") == {"w": "W", "w/0": "W/0", "w/1/x": "W/1/X"}
+    assert list(resolver.get_subtree()) == ["w", "w/0", "w/1/x", "w2", "w2/0"]
+    resolver.clear_subtree("w")
+    assert list(resolver.get_subtree()) == ["w2", "w2/0"]
+    resolver.clear_subtree()
+    assert resolver.get_subtree() == {}
+
+
+def test_subentries_get_names_of_their_own(make: MakeResolver) -> None:
+    one, other = make(), make()
+    names = [one.add_subentry("peers", "a"), other.add_subentry("peers", "a"), one.add_subentry("peers", "b")]
+    assert len(set(names)) == 3
+    assert sorted(one.get_subtree("peers").values()) == ["a", "a", "b"]
+
+
+def test_waiting_ends_when_the_entry_appears(make: MakeResolver) -> None:
+    one, other = make(), make()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.wait, "late", PATIENCE_S)
+        other.add("late", "here")
+        assert waiting.result(PATIENCE_S) == "here"
+
+
+def test_waiting_in_vain_names_the_key_the_root_and_the_seconds(make: MakeResolver) -> None:
+    resolver = make()
+    with pytest.raises(NameResolveTimeout) as caught:
+        resolver.wait("never", 0.05)
+    for part in ("'never'", resolver.root, "0.05 s", "appear"):
+        assert part in str(caught.value)
+
+
+def test_watching_reports_change_and_disappearance(make: MakeResolver) -> None:
+    one, other = make(), make()
+    one.add("v", "1")
+    assert other.watch("v", PATIENCE_S) == "1"
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(other.watch, "v", PATIENCE_S, "1")
+        one.add("v", "2", replace=True)
+        assert changed.result(PATIENCE_S) == "2"
+        gone = pool.submit(other.watch, "v", PATIENCE_S, "2")
+        one.delete("v")
+        assert gone.result(PATIENCE_S) is None
+    with pytest.raises(NameResolveTimeout, match="change from None"):
+        other.watch("v", 0.05, None)
+
+
+def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResolver) -> None:
+    owner, other = make(), make()
+    owner.add("a", "x", lease_s=LEASE_S)
+    with pytest.raises(NameResolveTimeout):
+        other.watch("a", 4 * LEASE_S, "x")
+
+
+def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) -> None:
+    owner, other = make(), make()
+    owner.add("a", "x", lease_s=LEASE_S)
+    owner.close(keep_leased=True)
+    assert other.watch("a", PATIENCE_S, "x") is None
+    assert other.get_subtree() == {}
+    other.add("a", "y", lease_s=LEASE_S)
+    assert other.get("a") == "y"
+
+
+def test_closing_removes_leased_entries_and_leaves_the_others(make: MakeResolver) -> None:
+    owner, other = make(), make()
+    owner.add("leased", "x", lease_s=60.0)
+    owner.add("for_good", "x")
+    owner.close()
+    owner.close()
+    assert list(other.get_subtree()) == ["for_good"]
+    with pytest.raises(NameResolveError, match="closed"):
+        owner.add("a", "x")
+
+
+def test_closing_leaves_a_name_that_another_owner_has_taken_over(make: MakeResolver) -> None:
+    owner, other = make(), make()
+    owner.add("a", "x", lease_s=60.0)
+    other.add("a", "y", lease_s=60.0, replace=True)
+    owner.close()
+    assert other.get("a") == "y"
+
+
+def test_a_deleted_entry_does_not_come_back_by_renewal(make: MakeResolver) -> None:
+    owner, other = make(), make()
+    owner.add("a", "x", lease_s=LEASE_S)
+    other.delete("a")
+    with pytest.raises(NameResolveTimeout):
+        other.wait("a", 3 * LEASE_S)
+
+
+def test_of_many_adders_exactly_one_wins(make: MakeResolver) -> None:
+    resolvers = [make() for _ in range(8)]
+    start = threading.Barrier(len(resolvers))
+
+    def add(index: int) -> bool:
+        start.wait(PATIENCE_S)
+        try:
+            resolvers[index].add("prize", str(index))
+        except NameEntryExists:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(resolvers)) as pool:
+        won = [index for index, wins in enumerate(pool.map(add, range(len(resolvers)))) if wins]
+    assert len(won) == 1
+    assert resolvers[0].get("prize") == str(won[0])
+
+
+def test_of_many_adders_over_an_expired_entry_exactly_one_wins(tmp_path: Path) -> None:
+    owner = FileResolver(tmp_path)
+    owner.add("prize", "old", lease_s=LEASE_S)
+    owner.close(keep_leased=True)
+    resolvers = [FileResolver(tmp_path) for _ in range(8)]
+    resolvers[0].watch("prize", PATIENCE_S, "old")
+    start = threading.Barrier(len(resolvers))
+
+    def add(resolver: FileResolver) -> int:
+        start.wait(PATIENCE_S)
+        try:
+            resolver.add("prize", "new", lease_s=60.0)
+        except NameEntryExists:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(len(resolvers)) as pool:
+        assert sum(pool.map(add, resolvers)) == 1
+    for resolver in resolvers:
+        resolver.close()
+
+
+def test_an_owner_killed_with_sigkill_loses_its_entry(tmp_path: Path) -> None:
+    resolver = FileResolver(tmp_path)
+    with _owner_process(tmp_path) as process:
+        assert resolver.wait("child", PATIENCE_S) == "alive"
+        process.kill()
+        process.wait()
+        assert resolver.watch("child", PATIENCE_S, "alive") is None
+
+
+def test_a_stalled_owner_gets_its_entry_back_unless_it_was_taken(tmp_path: Path) -> None:
+    resolver = FileResolver(tmp_path)
+    with _owner_process(tmp_path) as process:
+        resolver.wait("child", PATIENCE_S)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert resolver.watch("child", PATIENCE_S, "alive") is None
+        os.kill(process.pid, signal.SIGCONT)
+        assert resolver.wait("child", PATIENCE_S) == "alive"
+        os.kill(process.pid, signal.SIGSTOP)
+        assert resolver.watch("child", PATIENCE_S, "alive") is None
+        resolver.add("child", "successor")
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(NameResolveTimeout):
+            resolver.watch("child", 3 * LEASE_S, "successor")
+
+
+def test_a_damaged_file_is_reported_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(NameResolveError, match=r"a\.json.*damaged"):
+        FileResolver(tmp_path).get("a")
+
+
+def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
+    owner, other = FileResolver(tmp_path), FileResolver(tmp_path)
+    owner.add("a", "x", lease_s=3600.0)
+    owner.close(keep_leased=True)
+    assert other.get("a") == "x"
+    past = (tmp_path / "a.json").stat().st_mtime - 3601
+    os.utime(tmp_path / "a.json", (past, past))
+    with pytest.raises(NameEntryNotFound):
+        other.get("a")
+
+
+def test_an_unknown_back_end_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="memory, file, etcd3"):
+        make_resolver("zookeeper", "x")  # type: ignore[arg-type]
+
+
+_OWNER = f"""
+import sys, threading
+from asyncrl.comm.name_resolve import FileResolver
+FileResolver(sys.argv[1]).add("child", "alive", lease_s={LEASE_S})
+sys.stdin.read()
+"""
+
+
+class _owner_process:
+    """A process that holds the leased entry `child` until it is killed."""
+
+    def __init__(self, root: Path) -> None:
+        self._arguments = [sys.executable, "-c", _OWNER, str(root)]
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(self._arguments, stdin=subprocess.PIPE)
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()

@@ -1,0 +1,168 @@
+"""The GenerationServer process: registration, death and restart of its engine, its own end."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver, make_resolver
+from asyncrl.comm.security import RunSecret
+from asyncrl.config.run_config import SECRET_FILE, write_run_config
+from asyncrl.config.schema import ExperimentConfig
+
+LIMIT_S = 60.0
+
+FAKE_SGLANG = textwrap.dedent(
+    """
+    import http.server, sys
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    """
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ExperimentConfig:
+    config = ExperimentConfig()
+    config.model.path = str(tmp_path / "model")
+    config.generation.start_timeout_s = LIMIT_S
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=17,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+        )
+    ).save_pretrained(config.model.path)
+    return config
+
+
+@pytest.fixture
+def resolver(tmp_path: Path) -> Iterator[NameResolver]:
+    resolver = make_resolver("file", str(tmp_path / "run" / "name_resolve"))
+    yield resolver
+    resolver.close()
+
+
+Start = Callable[[ExperimentConfig], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the process with a config; ends it after the test."""
+    started = []
+
+    def run(config: ExperimentConfig) -> subprocess.Popen[bytes]:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir(exist_ok=True)
+        write_run_config(config, run_dir)
+        RunSecret.load_or_create(run_dir / SECRET_FILE)
+        argv = ["-m", "asyncrl.system.main", "generation_server", "0", "--run-dir", str(run_dir)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, *argv], env=environment)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def use_fake_sglang(config: ExperimentConfig, folder: Path) -> None:
+    (folder / "fake.py").write_text(FAKE_SGLANG)
+    interpreter = folder / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder / "fake.py"}" "$@"\n')
+    interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
+    config.generation.backend = "sglang"
+    config.generation.sglang.python = str(interpreter)
+
+
+def status(resolver: NameResolver) -> dict[str, str]:
+    value: dict[str, str] = json.loads(resolver.get(names.status_key("generation_server", 0)))
+    return value
+
+
+@pytest.mark.parametrize("backend", ["embedded", "sglang"])
+def test_it_registers_its_engine_while_it_serves_and_ends_cleanly_when_asked(
+    backend: str, config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    if backend == "sglang":
+        use_fake_sglang(config, tmp_path)
+    process = start(config)
+    registration = json.loads(resolver.wait(names.gen_server_key(0), LIMIT_S))
+    assert registration["backend"] == backend
+    assert registration["version"] == "0"
+    assert registration["url"].startswith("http://127.0.0.1:")
+    assert psutil.pid_exists(registration["pid"])
+    assert psutil.Process(process.pid).cmdline()[0].startswith("asyncrl generation_server/0 [")
+    children = psutil.Process(process.pid).children(recursive=True)
+
+    process.terminate()
+
+    assert process.wait(LIMIT_S) == 0
+    assert status(resolver)["state"] == "done"
+    assert names.gen_server_key(0) not in resolver.get_subtree()
+    assert not [child for child in children if child.is_running()]
+
+
+def test_torch_is_not_loaded_around_a_server_of_its_own(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    process = start(config)
+    resolver.wait(names.gen_server_key(0), LIMIT_S)
+    libraries = {Path(region.path).name for region in psutil.Process(process.pid).memory_maps()}
+    assert not [name for name in libraries if "torch" in name]
+
+
+def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hopeless(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    process = start(config)
+    key = names.gen_server_key(0)
+    registration = resolver.wait(key, LIMIT_S)
+    for _ in range(3):
+        psutil.Process(json.loads(registration)["pid"]).kill()
+        assert resolver.watch(key, LIMIT_S, last=registration) is None
+        registration = resolver.wait(key, LIMIT_S)
+        assert status(resolver)["state"] == "ready"
+    psutil.Process(json.loads(registration)["pid"]).kill()
+
+    assert process.wait(LIMIT_S) == 1
+    last = status(resolver)
+    assert last["state"] == "failed"
+    assert "was killed by SIGKILL" in last["reason"]
+    assert "given up after 3 restarts" in last["reason"]
+
+
+def test_an_engine_that_cannot_start_ends_the_process_with_the_reason(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    (tmp_path / "fake.py").write_text("raise SystemExit('no such model')")
+    assert start(config).wait(LIMIT_S) == 1
+    assert "no such model" in status(resolver)["reason"]

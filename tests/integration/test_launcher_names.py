@@ -1,0 +1,64 @@
+"""A launch finds nothing in name resolution of what an earlier launch of the same trial left there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.config.run_config import run_dir_of
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.observability.display import make_display
+from asyncrl.system.launcher import Launcher, TrialError
+from asyncrl.system.worker import open_resolver
+
+
+def config_of(tmp_path: Path, trial: str = "trial0") -> ExperimentConfig:
+    return ExperimentConfig(fileroot=str(tmp_path / "root"), trial_name=trial)
+
+
+def prepare(config: ExperimentConfig) -> None:
+    """As a launch does, which then breaks off."""
+    launcher = Launcher(config, make_display("none", "", 1, 1))
+    launcher.prepare()
+    assert launcher._lock is not None
+    launcher._lock.close()
+
+
+@pytest.fixture(params=["trial_folder", "shared_folder", pytest.param("etcd3", marks=pytest.mark.etcd)])
+def configs(request: pytest.FixtureRequest, tmp_path: Path) -> list[ExperimentConfig]:
+    """Two trials with one name resolution."""
+    made = [config_of(tmp_path, trial) for trial in ("trial0", "trial1")]
+    for config in made:
+        if request.param == "shared_folder":
+            config.system.name_resolve_root = str(tmp_path / "shared")
+        elif request.param == "etcd3":
+            config.system.name_resolve = "etcd3"
+            config.system.name_resolve_root = request.getfixturevalue("etcd_address")
+    return made
+
+
+def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_stay(
+    configs: list[ExperimentConfig],
+) -> None:
+    for config in configs:
+        prepare(config)
+        with open_resolver(config, run_dir_of(config)) as resolver:
+            resolver.add(names.model_version_key("actor"), "version 7")
+            resolver.add(names.data_state_key(), "used prompts")
+            resolver.add(names.status_key("master_worker", 0), "failed")
+    mine, others = configs
+    prepare(mine)
+    with open_resolver(mine, run_dir_of(mine)) as resolver:
+        assert resolver.get_subtree() == {}
+    with open_resolver(others, run_dir_of(others)) as resolver:
+        assert resolver.get(names.model_version_key("actor")) == "version 7"
+
+
+def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:
+    pytest.importorskip("etcd3", reason="the extra 'etcd' is not installed")
+    config = config_of(tmp_path)
+    config.system.name_resolve, config.system.name_resolve_root = "etcd3", "127.0.0.1:1"
+    with pytest.raises(TrialError, match=r"system\.name_resolve='etcd3'.*127\.0\.0\.1:1"):
+        prepare(config)

@@ -1,0 +1,343 @@
+"""The manager's verbs through HTTP, with the client that workers and the master use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncrl.dataflow.records import Drop, RolloutRecord
+from asyncrl.generation.http import HttpRefused
+from asyncrl.generation.scheduling import ScheduleRequest
+from asyncrl.system.manager_client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
+from asyncrl.system.manager_http import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.system.manager_metrics import manager_registry
+from asyncrl.system.manager_service import ManagerService
+from asyncrl.system.weight_update import Fleet
+
+TOKEN = "a-token"
+
+
+class Clock:
+    """Time that stands still unless it is told to pass; deadlines of held calls are then over."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Manager:
+    """A manager in this loop: B = 2, η = 1, one server at version 0 unless the test changes it."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.service = ManagerService(
+            batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=self.clock
+        )
+        self.http = ManagerHttp(
+            self.service,
+            token=TOKEN,
+            registry=manager_registry(self.service, Fleet("interrupt", 1.0)),
+            status=lambda: {"gate": self.service.gate_status(), "servers": []},
+        )
+        self.url = ""
+        self.clients: list[ManagerClient] = []
+
+    def client(self, worker: str = "rollout_worker/0", token: str = TOKEN, retry_s: float = 5.0) -> ManagerClient:
+        self.clients.append(ManagerClient(self.url, worker, token, retry_s=retry_s))
+        return self.clients[-1]
+
+    def serve(self, version: int, index: int = 0) -> None:
+        self.service.router.update(index, f"http://server{index}", version, True)
+        self.service.routes_changed(version)
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[Manager]:
+    manager = Manager()
+    manager.url = await manager.http.start("127.0.0.1")
+    manager.serve(0)
+    manager.service.begin(0)
+    yield manager
+    for client in manager.clients:
+        await client.close()
+    await manager.http.close()
+
+
+def wanted(*names: str, first: int = 0) -> list[WantedRollout]:
+    return [WantedRollout(name, f"p-{name}", first + number) for number, name in enumerate(names)]
+
+
+def request_of(name: str, rollout: str | None = None, min_version: int | None = None) -> ScheduleRequest:
+    return ScheduleRequest(name, rollout, 10, 20, 4, "", min_version)
+
+
+def drop_of(name: str, reason: str, return_prompt: bool) -> Drop:
+    record = RolloutRecord(name, f"p-{name}", 0, 0, 0, {}, (), (), (), ())
+    return Drop(record, reason, return_prompt)
+
+
+async def accept(client: ManagerClient, *names: str) -> None:
+    await client.finish([FinishedRollout(name, True, tokens=7) for name in names])
+
+
+async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> None:
+    """Let the loop turn until `count` calls are held by the manager."""
+    async with asyncio.timeout(10):
+        while waiting() < count:  # noqa: ASYNC110  (there is no event for "a call is being held")
+            await asyncio.sleep(0)
+
+
+async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager) -> None:
+    client = manager.client()
+    first = await client.allocate(wanted(*"abcde"), timeout_s=5)
+    assert [(grant.rollout_id, grant.version) for grant in first.granted] == [(name, 0) for name in "abcd"]
+    assert (first.version, first.closed, first.returned) == (0, False, ())
+    second = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate))
+    await accept(client, "a", "b")
+    await client.report_consumed(1, ["a", "b"], [])
+    assert not second.done()
+    manager.serve(1)
+    assert [grant.version for grant in (await second).granted] == [1]
+
+
+async def test_a_repeated_allocation_is_answered_as_before_even_without_room(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    again = await client.allocate(wanted(*"abcde"), timeout_s=5)
+    assert [grant.rollout_id for grant in again.granted] == list("abcd")
+    assert (await client.books()).submitted == 4
+
+
+async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager) -> None:
+    client, other = manager.client(), manager.client("rollout_worker/1")
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    late = asyncio.create_task(client.allocate(wanted("x", "y", first=11), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate), 1)
+    early = asyncio.create_task(other.allocate(wanted("u", "v", first=10), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate), 2)
+    manager.serve(1)
+    assert [grant.rollout_id for grant in (await early).granted] == ["u"]
+    assert [grant.rollout_id for grant in (await late).granted] == ["x"]
+
+
+async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(manager: Manager) -> None:
+    client, other = manager.client(), manager.client("rollout_worker/1")
+    await client.allocate(wanted("a"), timeout_s=5)
+    waiting = asyncio.create_task(client.allocate([], timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate))
+    await other.report_consumed(0, [], [drop_of("a", "stale", True)])
+    (prompt,) = (await waiting).returned
+    assert (prompt.prompt_id, prompt.order) == ("p-a", 0)
+    assert (await client.allocate([], timeout_s=0)).returned == (prompt,)
+    assert (await client.allocate([], timeout_s=0, returned_ack=prompt.seq)).returned == ()
+    assert (await client.books()).dropped == {"stale": 1}
+
+
+async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    await client.finish([FinishedRollout("a", False, "rejected", return_prompt=True)])
+    with pytest.raises(HttpRefused, match="'a' was used before"):
+        await client.allocate(wanted("a"), timeout_s=5)
+
+
+async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager: Manager) -> None:
+    client = manager.client()
+    manager.serve(0, index=1)
+    routes = await asyncio.gather(*(client.schedule(request_of(str(i)), 5) for i in range(4)))
+    assert sorted(route.url for route in routes if route) == ["http://server0"] * 2 + ["http://server1"] * 2
+    for i in range(4):
+        client.release(str(i))
+    await client.close()
+    assert manager.service.router.placed == 0
+
+
+async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:
+    client = manager.client()
+    manager.serve(3)
+    await client.allocate(wanted("a"), timeout_s=5)
+    manager.service.router.update(0, "http://server0", 2, True)
+    waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
+    await held(manager, lambda: len(manager.service._routes._waiters))
+    manager.serve(4)
+    route = await waiting
+    assert route is not None
+    assert route.version == 4
+
+
+async def test_an_evaluation_waits_for_its_version(manager: Manager) -> None:
+    client = manager.client()
+    waiting = asyncio.create_task(client.schedule(request_of("q", None, 2), 30))
+    await held(manager, lambda: len(manager.service._routes._waiters))
+    manager.serve(1)
+    await held(manager, lambda: len(manager.service._routes._waiters))
+    assert not waiting.done()
+    manager.serve(2)
+    assert (await waiting) is not None
+
+
+async def test_no_server_in_time_is_told_as_such(manager: Manager) -> None:
+    manager.service.router.update(0, "http://server0", 0, False)
+    assert await manager.client().schedule(request_of("q"), 0.01) is None
+
+
+async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    await client.schedule(request_of("q", "a"), 5)
+    await accept(client, "a")
+    assert manager.service.router.placed == 0
+    assert manager.service.tokens_finished == 7
+
+
+async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await accept(client, "a", "b")
+    assert await client.wait_expiring(0, 0.01) == []
+    await client.report_consumed(1, ["a", "b"], [])
+    assert sorted(await client.wait_expiring(1, 0.01)) == ["c", "d"]
+    waiting = asyncio.create_task(client.wait_expiring(1, 30))
+    await held(manager, lambda: len(manager.service.progress._waiters))
+    await accept(client, "c", "d")
+    assert await waiting == []
+
+
+async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"ab"), timeout_s=5)
+    await accept(client, "b")
+    await client.schedule(request_of("q", "a"), 5)
+    manager.clock.now = 31.0
+    assert manager.service.expire_workers() == ["rollout_worker/0"]
+    assert manager.service.router.placed == 0
+    books = await client.books()
+    assert (books.dropped, books.running, books.finished_untrained) == ({"worker_died": 1}, 0, 1)
+    (prompt,) = (await client.allocate([], timeout_s=0)).returned
+    assert prompt.prompt_id == "p-a"
+
+
+async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    manager.clock.now = 31.0
+    manager.service.expire_workers()
+    await accept(client, "a")
+    assert (await client.allocate([], timeout_s=0)).returned == ()
+    assert (await client.books()).dropped == {}
+
+
+async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
+    client, master = manager.client(), manager.client("master_worker/0")
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    waiting = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate))
+    await master.close_gate()
+    reply = await waiting
+    assert (reply.closed, reply.granted) == (True, ())
+
+
+async def test_abandoning_balances_the_books(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await accept(client, "a")
+    books = await client.abandon()
+    assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
+
+
+async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> None:
+    client = manager.client()
+    seq, urls = await client.lost_servers(-1, 5)
+    assert urls == []
+    waiting = asyncio.create_task(client.lost_servers(seq, 30))
+    await held(manager, lambda: len(manager.service._loss._waiters))
+    manager.service.server_lost("http://server0")
+    assert await waiting == (seq + 1, ["http://server0"])
+
+
+async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    manager.clock.now = 3.0
+    status = await client.status()
+    assert status.closed_s == 3.0
+    assert status.description.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
+
+
+async def test_strangers_are_refused_and_counted(manager: Manager) -> None:
+    for _ in range(2):
+        with pytest.raises(HttpRefused, match="401"):
+            await manager.client(token="wrong").books()
+    assert manager.http.unauthorized == 2
+    assert (await manager.client().books()).submitted == 0
+
+
+async def test_malformed_calls_are_answered_and_change_nothing(manager: Manager) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    calls = [
+        ("/allocate_rollout", b"{", 400),
+        ("/allocate_rollout", b"[]", 400),
+        ("/allocate_rollout", b"{}", 400),
+        ("/finish_rollout", b'{"worker": 3, "rollouts": []}', 400),
+        ("/schedule_request", b'{"worker": "w", "requests": [{"request_id": 1}]}', 400),
+        ("/nowhere", b"{}", 404),
+        ("/allocate_rollout", b" " * (MAX_BODY_BYTES + 1), 413),
+    ]
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for path, body, status in calls:
+            async with session.post(manager.url + path, data=body) as reply:
+                assert reply.status == status, path
+        async with session.get(manager.url + "/health") as reply:
+            assert reply.status == 200
+    assert (await manager.client().books()).submitted == 0
+
+
+async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manager) -> None:
+    client = manager.client(retry_s=0.2)
+    await manager.http.close()
+    with pytest.raises(ManagerGone, match=r"given up after 0.2 s"):
+        await client.books()
+
+
+async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted(*"abc"), timeout_s=5)
+    await accept(client, "a")
+    await client.finish([FinishedRollout("b", False, "all_equal")])
+    await client.schedule(request_of("q", "c"), 5)
+    async with aiohttp.ClientSession() as session, session.get(manager.url + "/metrics") as reply:
+        text = await reply.text()
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["asyncrl_rollouts_submitted_total",] == 3
+    assert samples["asyncrl_rollouts_finished_untrained",] == 1
+    assert samples["asyncrl_rollouts_dropped_total", "all_equal"] == 1
+    assert samples["asyncrl_server_sequences", "0"] == 4
+    assert samples["asyncrl_gate_limit",] == 4
+    assert samples["asyncrl_tokens_finished_total",] == 7
+
+
+async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands() -> None:
+    """A resumed run's gate would otherwise count as if nothing had been trained."""
+    manager = Manager()
+    manager.url = await manager.http.start("127.0.0.1")
+    manager.serve(0)
+    client = manager.client()
+    assert (await client.allocate(wanted("a"), timeout_s=0.01)).granted == ()
+    waiting = asyncio.create_task(client.allocate(wanted(*"abcde"), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate))
+    manager.service.begin(6)
+    assert not waiting.done()
+    manager.serve(6)
+    assert [grant.version for grant in (await waiting).granted] == [6] * 4
+    await client.close()
+    await manager.http.close()

@@ -1,0 +1,441 @@
+"""The GserverManager with name resolution, weights on disk and three servers that fail in different ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import generate_latest
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.api.generation import GenerationRequest, SamplingParams
+from asyncrl.comm import names
+from asyncrl.config.run_config import write_run_config
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.generation.embedded.engine import Engine
+from asyncrl.generation.embedded.server import serve
+from asyncrl.generation.rollout_client import RolloutClient
+from asyncrl.system.gserver_manager import GserverManager
+from asyncrl.system.manager_client import FinishedRollout, ManagerClient, WantedRollout
+from asyncrl.system.manager_metrics import manager_registry
+from asyncrl.system.worker import WorkerSpec
+from asyncrl.training.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
+from asyncrl.training.engine import PolicyEngine
+from asyncrl.training.ranks import Ranks
+from asyncrl.training.weights import publish
+from asyncrl.training.weights_manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
+
+
+class Run:
+    """A GserverManager in this loop, in a run's folder of its own, with what a test does around it."""
+
+    def __init__(self, run_dir: Path, config: ExperimentConfig) -> None:
+        write_run_config(config, run_dir)
+        self.dir = run_dir
+        self.manager = GserverManager(WorkerSpec("gserver_manager", 0, run_dir))
+        self.manager.stop = asyncio.Event()
+        self.resolver = self.manager.resolver
+        self.task = asyncio.create_task(self.manager.main())
+        self.clients: list[ManagerClient] = []
+
+    def begin(self) -> None:
+        """What the master announces once it knows where the run stands."""
+        self.resolver.add(names.data_state_key(), "{}")
+
+    async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
+        url = await asyncio.to_thread(self.resolver.wait, names.manager_key(), 20)
+        self.clients.append(ManagerClient(url, worker, None))
+        return self.clients[-1]
+
+    def register(self, index: int, server: Any) -> None:
+        value = json.dumps({"url": server.url, "pid": 1, "backend": "fake", "version": "0"})
+        self.resolver.add(names.gen_server_key(index), value, lease_s=5, replace=True)
+
+    def weights(self, version: int, shape: tuple[int, ...] = (2,), canary: Canary | None = None) -> Path:
+        """A folder as the trainer publishes it."""
+        folder = self.dir / "weights" / f"v{version}"
+        folder.mkdir(parents=True)
+        file = folder / "model.safetensors"
+        file.write_bytes(b"weights" + bytes([version]))
+        files = {file.name: FileEntry(file.stat().st_size, checksum(file))}
+        if canary is not None:
+            (folder / CANARY_FILE).write_bytes(encode_canary(canary))
+            files[CANARY_FILE] = file_entry(folder / CANARY_FILE)
+        tensors = {"w": TensorEntry(shape, "F32", file.name)}
+        write_manifest(folder, Manifest("actor", version, files, tensors))
+        return folder
+
+    def publish(self, version: int, folder: Path | None = None) -> None:
+        value = json.dumps({"version": version, "path": str(folder or self.weights(version))})
+        self.resolver.add(names.model_version_key("actor"), value, replace=True)
+
+    def servers(self) -> dict[int, dict[str, Any]]:
+        return {server["index"]: server for server in self.manager.status()["servers"]}
+
+    async def until(self, condition: Callable[[dict[int, dict[str, Any]]], bool]) -> None:
+        """Wait until `condition` holds of the servers' states."""
+        async with asyncio.timeout(30):
+            while not condition(self.servers()):
+                await self.manager._fleet._changed.wait(0.2)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        self.manager.stop.set()
+        await self.task
+        self.resolver.close()
+
+
+def config_of(**manager: Any) -> ExperimentConfig:
+    config = ExperimentConfig(train_batch_size=2, max_head_offpolicyness=1)
+    config.system.encrypt = False
+    config.manager.health_interval_s = 0.1
+    config.manager.update_timeout_s = 1.0
+    for name, value in manager.items():
+        setattr(config.manager, name, value)
+    return config
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    run = Run(tmp_path, config_of())
+    await run.client()
+    yield run
+    await run.close()
+
+
+def serving(version: int, *indices: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
+    return lambda servers: all(
+        index in servers and (servers[index]["state"], servers[index]["version"]) == ("serving", version)
+        for index in indices
+    )
+
+
+def request_of(name: str, tokens: int = 6) -> GenerationRequest:
+    return GenerationRequest(name, (1, 2, 3), 2, SamplingParams(max_new_tokens=tokens, seed=3))
+
+
+async def test_a_registered_server_serves_and_is_brought_to_each_published_version(
+    run: Run, start_fake_server: Any
+) -> None:
+    server = await start_fake_server()
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    run.publish(1)
+    await run.until(serving(1, 0))
+    assert server.version == "1"
+    steps = [name for name in server.calls if name not in ("ready", "model_info")]
+    assert steps == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+    assert run.manager._service.gate.version == 1
+    run.publish(4)
+    await run.until(serving(4, 0))
+
+
+async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: Run, start_fake_server: Any) -> None:
+    """The three share 12 rollouts and fail in the middle of an update; a fourth server completes everything."""
+    killed, hanging, refusing, sound = [await start_fake_server() for _ in range(4)]
+    for index, server in enumerate((killed, hanging, refusing)):
+        server.hold_after = 1
+        run.register(index, server)
+    await run.until(serving(0, 0, 1, 2))
+    client = run.clients[0]
+    run.begin()
+    run.manager._service.gate.batch_size = 6
+    granted = await client.allocate([WantedRollout(f"r{i}", f"p{i}", i) for i in range(12)], timeout_s=10)
+    assert len(granted.granted) == 12
+    settings: dict[str, Any] = {"token": None, "max_concurrent": 12, "request_timeout_s": 600.0}
+    async with RolloutClient(client, **settings) as rollouts:
+        calls = [asyncio.create_task(rollouts.generate(request_of(f"q{i}"), f"r{i}")) for i in range(12)]
+        for server in (killed, hanging, refusing):
+            await server.until(lambda server=server: server.generated_tokens >= 8)
+        await killed.kill()
+        hanging.update = "hang"
+        refusing.update = "refuse"
+        run.register(3, sound)
+        run.publish(1)
+        await run.until(serving(1, 3))
+        results = await asyncio.gather(*calls)
+        await run.until(lambda servers: all(servers[index]["failures"] > 0 for index in (0, 1, 2)))
+        states = {index: server["state"] for index, server in run.servers().items()}
+        assert "serving" not in (states[0], states[1], states[2])
+        assert states[3] == "serving"
+    reference = results[0].completions
+    for result in results:
+        assert [c.token_ids for c in result.completions] == [c.token_ids for c in reference]
+        assert all(len(c.token_ids) == 6 and c.versions == sorted(c.versions) for c in result.completions)
+    await client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
+    books = await client.books()
+    assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
+    assert run.manager._service.router.placed == 0
+    refusing.update = "ok"
+    await run.until(serving(1, 2))
+
+
+async def test_a_restarted_server_gets_the_newest_weights_before_requests(run: Run, start_fake_server: Any) -> None:
+    first, second = await start_fake_server(), await start_fake_server()
+    run.register(0, first)
+    run.publish(1)
+    await run.until(serving(1, 0))
+    await first.kill()
+    run.register(0, second)
+    await run.until(lambda servers: servers[0]["url"] == second.url and serving(1, 0)(servers))
+    assert second.calls.index("update_weights_from_disk") < second.calls.index("continue_generation")
+    assert "generate" not in second.calls
+
+
+@pytest.mark.parametrize("published", [True, False])
+async def test_a_server_that_was_started_again_at_its_address_is_brought_back(
+    published: bool, run: Run, start_fake_server: Any
+) -> None:
+    """An adopted server's registration does not change when somebody else restarts it between two health checks."""
+    server = await start_fake_server()
+    run.register(0, server)
+    if published:
+        run.publish(1)
+    await run.until(serving(int(published), 0))
+    server.version = "0" if published else "7"
+    await run.until(lambda servers: "was it started again" in servers[0]["reason"])
+    if not published:
+        run.publish(1)
+    await run.until(serving(1, 0))
+    assert server.version == "1"
+
+
+async def test_a_server_whose_registration_lapses_is_forgotten(run: Run, start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    run.resolver.delete(names.gen_server_key(0))
+    await run.until(lambda servers: not servers)
+    assert run.manager._service.router.servers == []
+
+
+async def test_torn_and_mismatching_weights_are_refused_and_the_old_ones_keep_serving(
+    run: Run, start_fake_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await start_fake_server()
+    run.register(0, server)
+    run.publish(1)
+    await run.until(serving(1, 0))
+    torn = run.weights(2)
+    (torn / "model.safetensors").write_bytes(b"half")
+    with caplog.at_level(logging.ERROR):
+        run.publish(2, torn)
+        run.publish(3, run.weights(3, shape=(3,)))
+        mislabelled = run.weights(5)
+        run.publish(6, mislabelled)
+        run.publish(7)
+        await run.until(serving(7, 0))
+    updates = [name for name in server.calls if name == "update_weights_from_disk"]
+    assert len(updates) == 2
+
+
+async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    client = run.clients[0]
+    early = asyncio.create_task(client.allocate([WantedRollout(str(i), str(i), i) for i in range(9)], timeout_s=30))
+    run.publish(9)
+    run.begin()
+    reply = await early
+    assert [grant.version for grant in reply.granted] == [9] * 4
+    assert (await client.books()).trained == 18
+
+
+async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run, start_fake_server: Any) -> None:
+    run.register(0, await start_fake_server())
+    await run.until(serving(0, 0))
+    run.resolver.add(names.status_key("rollout_worker", 0), json.dumps({"state": "ready", "pid": 7, "reason": ""}))
+    run.begin()
+    client = run.clients[0]
+    await client.allocate([WantedRollout("a", "p", 0)], timeout_s=10)
+    async with asyncio.timeout(10):
+        while not run.manager._pids:
+            await run.manager._service.progress.wait(0.05)
+        run.resolver.delete(names.status_key("rollout_worker", 0))
+        while (await client.books()).running:
+            await run.manager._service.progress.wait(0.05)
+    assert (await client.books()).dropped == {"worker_died": 1}
+
+
+async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path, start_fake_server: Any) -> None:
+    run = Run(tmp_path, config_of(update_mode="finish"))
+    client = await run.client()
+    server = await start_fake_server()
+    server.hold_after = 2
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+        call = asyncio.create_task(rollouts.generate(request_of("q")))
+        await server.until(lambda: server.generated_tokens == 4)
+        run.publish(1)
+        await run.until(lambda servers: servers[0]["state"] == "draining")
+        assert "update_weights_from_disk" not in server.calls
+        await server.release()
+        result = await call
+        await run.until(serving(1, 0))
+    assert [completion.versions for completion in result.completions] == [[0] * 6] * 2
+    assert "pause_generation" not in server.calls
+    await run.close()
+
+
+async def test_real_engines_answer_the_same_through_any_number_of_updates(run: Run) -> None:
+    """Two embedded engines, five versions of equal weights published meanwhile: the same tokens, of mixed versions."""
+    model = tiny_model()
+    engines = [Engine(tiny_model(), max_running_requests=32, weight_version="0") for _ in range(2)]
+    servers = []
+    for index, engine in enumerate(engines):
+        engine.start()
+        servers.append(await serve(engine, eos_token_ids=()))
+        run.register(index, servers[-1])
+    await run.until(serving(0, 0, 1))
+    request = GenerationRequest("q", (1, 2, 3), 4, SamplingParams(max_new_tokens=300, seed=3))
+    async with RolloutClient(run.clients[0], token=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
+        (expected,) = await asyncio.gather(rollouts.generate(request))
+        calls = [asyncio.create_task(rollouts.generate(request)) for _ in range(8)]
+        for version in range(1, 6):
+            tokens = sum(engine.stats().generated_tokens for engine in engines)
+            await until_generated(engines, tokens + 200)
+            published = publish(model, run.dir / "weights", role="actor", version=version, ranks=Ranks())
+            run.publish(version, published.path)
+            await run.until(serving(version, 0, 1))
+        results = await asyncio.gather(*calls)
+        assert rollouts.stats.interrupted > 0
+        assert rollouts.stats.retried == 0
+    for result in results:
+        for completion, reference in zip(result.completions, expected.completions, strict=True):
+            assert completion.token_ids == reference.token_ids
+            assert completion.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+            assert completion.versions == sorted(completion.versions)
+    assert len({version for result in results for c in result.completions for version in c.versions}) > 1
+    for server, engine in zip(servers, engines, strict=True):
+        await server.close()
+        engine.close()
+
+
+CANARY_IDS = tuple(range(6))
+
+
+def canary_of(version: int) -> Canary:
+    return Canary(CANARY_IDS, (0.0, *(-1.0 - 0.01 * version - 0.1 * place for place in range(5))))
+
+
+async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the_trainer_does(
+    run: Run, start_fake_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names the new version all the time; the other server goes on."""
+    stale, sound = await start_fake_server(), await start_fake_server()
+    for index, server in enumerate((stale, sound)):
+        server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+        run.register(index, server)
+    run.publish(1, run.weights(1, canary=canary_of(1)))
+    await run.until(serving(1, 0, 1))
+    check = run.manager._canary
+    assert check is not None
+    assert check.differences == {0: 0.0, 1: 0.0}
+    stale.stale = "1"
+    with caplog.at_level(logging.ERROR):
+        run.publish(2, run.weights(2, canary=canary_of(2)))
+        await run.until(lambda servers: servers[0]["failures"] > 1)
+    assert run.servers()[0]["state"] == "quarantined"
+    assert stale.paused
+    assert serving(2, 1)(run.servers())
+    assert check.alarms == 2
+    assert check.differences == {0: pytest.approx(0.01), 1: 0.0}
+    assert "log-probability -1.31, the trainer -1.32; the difference 0.01 is above" in caplog.text
+    metrics = generate_latest(manager_registry(run.manager._service, run.manager._decisions, check)).decode()
+    assert 'asyncrl_canary_difference{server="1"} 0.0' in metrics
+    assert "asyncrl_canary_alarms_total 2.0" in metrics
+    stale.stale = None
+    await run.until(serving(2, 0))
+    assert check.differences[0] == 0.0
+
+
+async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run, start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    server.logprobs = {"1": [0.0] * (len(CANARY_IDS) + 1)}  # for other tokens than were asked: it fails on them
+    run.register(0, server)
+    run.publish(1, run.weights(1, canary=canary_of(1)))
+    await run.until(lambda servers: 0 in servers and servers[0]["failures"] > 0)
+    check = run.manager._canary
+    assert check is not None
+    assert check.alarms == 0
+    server.logprobs = {"1": list(canary_of(1).logprobs)}
+    await run.until(serving(1, 0))
+
+
+async def test_no_canary_is_asked_for_where_the_tolerance_is_0(tmp_path: Path, start_fake_server: Any) -> None:
+    run = Run(tmp_path, config_of(canary_tolerance=0.0))
+    await run.client()
+    server = await start_fake_server()
+    run.register(0, server)
+    run.publish(1, run.weights(1, canary=canary_of(1)))
+    await run.until(serving(1, 0))
+    assert "generate" not in server.calls
+    await run.close()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
+async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, dtype: str, bound: float) -> None:
+    """Ten versions that differ by more than five times the bound, which is far below the default tolerance."""
+    model = tiny_model().to(torch.float32 if dtype == "float32" else torch.bfloat16)
+    served = tiny_model().to(model.dtype)
+    engine = Engine(served, max_running_requests=8, weight_version="0")
+    engine.start()
+    server = await serve(engine, eos_token_ids=())
+    run.register(0, server)
+    trainer = PolicyEngine(model, temperature=0.7, attention="packed", tokens_per_micro_batch=64)
+    tokens = canary_tokens(40, context=400)
+    check = run.manager._canary
+    assert check is not None
+    check.tolerance = bound
+    torch.manual_seed(1)
+    before: list[float] = []
+    for version in range(1, 11):
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        canary = Canary(tokens, tuple(trainer.sequence_logprobs(tokens)))
+        if before:
+            assert max(abs(a - b) for a, b in zip(canary.logprobs, before, strict=True)) > 5 * bound
+        before = list(canary.logprobs)
+        folder = run.dir / "weights"
+        published = publish(model, folder, role="actor", version=version, ranks=Ranks(), canary=canary)
+        run.publish(version, published.path)
+        await run.until(serving(version, 0))
+        assert check.differences[0] <= bound
+    assert check.alarms == 0
+    await server.close()
+    engine.close()
+
+
+def tiny_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=400,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+
+
+async def until_generated(engines: list[Engine], tokens: int) -> None:
+    """Wait until the engines have generated `tokens` in all, or have nothing left to do."""
+    async with asyncio.timeout(30):
+        while True:
+            stats = [engine.stats() for engine in engines]
+            if sum(s.generated_tokens for s in stats) >= tokens or not any(s.running or s.waiting for s in stats):
+                return
+            await asyncio.sleep(0.001)

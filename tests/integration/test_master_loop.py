@@ -1,0 +1,497 @@
+"""The master's loop, whole, against peers in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.builtin import grpo
+from asyncrl.dataflow.executor import ExecutionError
+from asyncrl.dataflow.peers import EvaluationResult, GateBooks, GateStatus
+from asyncrl.dataflow.records import Drop
+from asyncrl.dataflow.used_prompts import UsedPrompts
+from asyncrl.observability.metrics import read_rows
+from asyncrl.system.run_files import BooksError
+from asyncrl.system.train_loop import Peers, Stalled, TrainLoop
+
+TRAIN_STATS = {
+    "ppo/clip_fraction": 0.1, "ppo/behave_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
+    "lr": 1e-4, "ppo/loss_per_minibatch": [0.1, 0.2],
+}  # fmt: skip
+
+
+def make_config(**changes: Any) -> ExperimentConfig:
+    config = ExperimentConfig(total_train_steps=3, train_batch_size=4, group_size=2, max_head_offpolicyness=1)
+    config.trainer.ppo_minibatches = 2
+    config.eval.interval = 0
+    config.checkpoint.interval = 0
+    config.logging.tensorboard = False
+    for name, value in changes.items():
+        group, _, leaf = name.rpartition("__")
+        setattr(vars(config)[group] if group else config, leaf, value)
+    return config
+
+
+@dataclass
+class FakeWorkers:
+    """ModelWorkers: a queue of received rollouts each, and a log of what they were asked."""
+
+    count: int = 1
+    stored: dict[str, Any] | None = None
+    log: list[tuple[int, str, Mapping[str, Any]]] = field(default_factory=list)
+    received: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    discarded: list[str] = field(default_factory=list)
+    fail: dict[str, Exception] = field(default_factory=dict)
+    train_gate: asyncio.Event | None = None
+    on_train: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.received = {worker: [] for worker in range(self.count)}
+        self._arrived = asyncio.Condition()
+
+    async def deliver(self, worker: int, meta: dict[str, Any]) -> None:
+        async with self._arrived:
+            self.received[worker].append(meta)
+            self._arrived.notify_all()
+
+    async def request(
+        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        if method == "poll_buffer":
+            reply = await self._poll(worker, meta["cursor"], meta["timeout_s"])
+            if method in self.fail:
+                raise self.fail[method]
+            return reply
+        self.log.append((worker, method, meta))
+        if method in self.fail:
+            raise self.fail[method]
+        if method == "discard":
+            self.discarded += meta["rollout_ids"]
+        if method == "save_checkpoint":
+            self.stored = json.loads(json.dumps(meta["master_state"]))
+        if method == "load_checkpoint":
+            return {"master_state": self.stored}
+        if method == "publish":
+            return {"path": f"weights/actor/v{meta['version']}", "bytes": 1, "seconds": 0.0}
+        if method == "call":
+            if meta["function"] == "actor_train":
+                if self.on_train is not None:
+                    self.on_train()
+                if self.train_gate is not None:
+                    await self.train_gate.wait()
+                return {"stats": TRAIN_STATS}
+            return {"stats": {}}
+        return {}
+
+    async def _poll(self, worker: int, cursor: int, hold_s: float) -> dict[str, Any]:
+        async with self._arrived:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold_s):
+                    await self._arrived.wait_for(lambda: len(self.received[worker]) > cursor)
+        return {"cursor": len(self.received[worker]), "rollouts": self.received[worker][cursor:]}
+
+    def methods(self, *names: str) -> list[tuple[str, Any]]:
+        return [(method, meta.get("version")) for worker, method, meta in self.log if worker == 0 and method in names]
+
+    def trained_rollouts(self) -> list[str]:
+        steps = [meta["assignment"] for worker, method, meta in self.log if worker == 0 and method == "begin_step"]
+        return [entry["rollout_id"] for assignment in steps for entry in assignment]
+
+
+@dataclass
+class FakeManager:
+    """Keeps books of what was submitted."""
+
+    submitted: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    reports: list[tuple[int, list[str], list[Drop]]] = field(default_factory=list)
+    expiring: list[list[str]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    closed: bool = False
+    lost: int = 0
+    dead: bool = False
+
+    async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
+        if self.dead:
+            raise ConnectionError("the manager is gone")
+        self.reports.append((version, list(trained), list(drops)))
+        self.trained += len(trained)
+        for drop in drops:
+            self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
+
+    async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
+        self.asked.append(version)
+        return self.expiring.pop(0) if self.expiring else []
+
+    async def close_gate(self) -> None:
+        self.closed = True
+
+    async def abandon(self) -> GateBooks:
+        left = self.submitted - self.trained - sum(self.dropped.values()) - self.lost
+        return GateBooks(self.submitted, self.trained, dict(self.dropped), left)
+
+    async def status(self) -> GateStatus:
+        return GateStatus(0.0, frozenset(), f"gate: running 7; trained {self.trained}; servers: 0 updating")
+
+
+@dataclass
+class FakeRollouts:
+    """Evaluations that end when told to."""
+
+    started: list[int] = field(default_factory=list)
+    finish: asyncio.Event | None = None
+
+    async def evaluate(self, version: int, timeout_s: float) -> EvaluationResult:
+        self.started.append(version)
+        if self.finish is not None:
+            await self.finish.wait()
+        return EvaluationResult([1.0, 0.0], [5, 7], version, version)
+
+
+@dataclass
+class FakeBoard:
+    """Remembers what was announced."""
+
+    versions: list[int] = field(default_factory=list)
+    data_state: Path | None = None
+
+    def announce_version(self, version: int, path: str) -> None:
+        self.versions.append(version)
+
+    def announce_data_state(self, path: Path, epoch: int) -> None:
+        self.data_state = path
+
+
+class Run:
+    """A loop with its fake peers."""
+
+    def __init__(self, run_dir: Path, config: ExperimentConfig, workers: FakeWorkers | None = None) -> None:
+        self.run_dir, self.config = run_dir, config
+        self.workers = workers or FakeWorkers()
+        self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
+        self.stop = asyncio.Event()
+        graph = grpo(config)
+        placement = {role: range(self.workers.count) for role in graph.roles()}
+        peers = Peers(self.workers, placement, self.manager, self.rollouts, self.board)
+        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
+
+    async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
+        for order in orders:
+            self.manager.submitted += 1
+            await self.workers.deliver(worker, rollout(order, oldest, tag))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.run_dir / "metrics.jsonl")
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+
+def rollout(order: int, oldest: int, tag: str = "r") -> dict[str, Any]:
+    return {
+        "rollout_id": f"{tag}{order}",
+        "prompt_id": f"e0-{order}",
+        "order": order,
+        "oldest_version": oldest,
+        "version_tokens": {str(oldest): 20},
+        "lengths": [12, 14],
+        "generated": [9, 11],
+        "rewards": [1.0, 0.0],
+        "truncated": [False, False],
+    }
+
+
+@asynccontextmanager
+async def running(run: Run) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(run.loop.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`; the fakes have no clock, so it is a matter of rounds of the loop."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  # what is waited for is the loop itself
+            await asyncio.sleep(0)
+
+
+async def test_trains_every_step_and_leaves_rows_with_all_required_keys(
+    tmp_path: Path, required_metrics: set[str]
+) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
+    assert rows[0].keys() >= required_metrics
+    assert rows[0]["reward/mean"] == 0.5
+    assert rows[0]["ppo/loss_per_minibatch"] == [0.1, 0.2]
+    assert run.board.versions == [1, 2, 3]
+    assert run.summary()["books"] == {
+        "submitted": 12, "trained": 12, "dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0,
+    }  # fmt: skip
+
+
+async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1), FakeWorkers(count=2))
+    for worker, orders in ((0, (5, 0)), (1, (3, 1))):
+        for order in orders:
+            await run.deliver(range(order, order + 1), worker=worker)
+    await run.loop.run()
+    steps = [meta for _, method, meta in run.workers.log if method == "begin_step"]
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+    assert [entry["rollout_id"] for entry in steps[0]["assignment"]] == ["r0", "r1", "r3", "r5"]
+    assert [entry["src"] for entry in steps[0]["assignment"]] == [0, 1, 1, 0]
+    assert sorted(entry["dst"] for entry in steps[0]["assignment"]) == [0, 0, 1, 1]
+
+
+async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=2))
+    run.workers.train_gate = asyncio.Event()
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: ("call", None) in run.workers.methods("call") and "e0-0" not in run.loop.buffer.used)
+        await run.deliver(range(4, 8))
+        await until(lambda: len(run.loop.buffer) == 4)
+        assert run.loop.version == 0
+        run.workers.train_gate.set()
+        await task
+    assert run.loop.version == 2
+
+
+async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=3))
+    await run.deliver(range(6), oldest=0)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        await run.deliver(range(6, 8), oldest=1)
+        await until(lambda: run.loop.version == 2)
+        assert run.workers.discarded == []
+        await run.deliver(range(8, 9), oldest=0, tag="late")
+        await run.deliver(range(9, 13), oldest=2)
+        await task
+    assert run.workers.discarded == ["late8"]
+    drops = [drop for _, _, drops in run.manager.reports for drop in drops]
+    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [("late8", "stale", True)]
+    assert "e0-8" not in run.loop.buffer.used
+    assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
+    assert max(row["staleness/max"] for row in run.rows()) <= 1
+
+
+async def test_a_prompt_is_trained_once_though_two_attempts_arrive(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=2))
+    await run.deliver(range(4), tag="first")
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        await run.deliver(range(2), oldest=1, tag="again")
+        await run.deliver(range(4, 8), oldest=1)
+        await task
+    assert [rollout_id for rollout_id in run.workers.trained_rollouts() if rollout_id.startswith("again")] == []
+    assert run.manager.dropped == {"duplicate_prompt": 2}
+
+
+async def test_wait_holds_the_step_until_nothing_would_expire(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait"))
+    run.manager.expiring = [["r9"], ["r9"]]
+    await run.deliver(range(4))
+    await run.loop.run()
+    assert run.manager.asked == [0, 0, 0]
+
+
+async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait"))
+    await run.deliver(range(4, 8), oldest=1)
+
+    async def clear_after_an_old_one_arrived(version: int, timeout_s: float) -> Sequence[str]:
+        run.manager.submitted += 1
+        run.workers.received[0].append(rollout(0, 0, "old"))  # without waking the poll that is open
+        return []
+
+    run.manager.wait_expiring = clear_after_an_old_one_arrived  # type: ignore[method-assign]
+    await run.loop.run()
+    assert run.workers.trained_rollouts() == ["old0", "r4", "r5", "r6"]
+
+
+async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, eval__interval=2))
+    run.rollouts.finish = asyncio.Event()
+    await run.deliver(range(8), oldest=1)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 2)
+        assert run.rollouts.started == [0]
+        assert run.board.versions == []  # version 0 is being measured
+        run.rollouts.finish.set()
+        await until(lambda: run.rollouts.started == [0, 2])
+        run.rollouts.finish = None
+        await run.deliver(range(8, 16), oldest=2)
+        await task
+    assert {2, 4} <= set(run.board.versions)  # a version that is measured is never skipped
+    rows = {row["step"]: row for row in run.rows()}
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert rows[1]["eval/held_out/initial_accuracy"] == 0.5
+    assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [2, 4]
+    assert run.summary()["eval"] == {"held_out": 0.5}
+
+
+async def test_a_failed_evaluation_does_not_hold_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(eval__interval=1))
+
+    async def broken(version: int, timeout_s: float) -> EvaluationResult:
+        raise RuntimeError("no server")
+
+    run.rollouts.evaluate = broken  # type: ignore[method-assign]
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3]
+    assert "eval/held_out/accuracy" not in run.rows()[-1]
+
+
+async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        run.stop.set()
+        await task
+    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+    assert run.summary()["steps"] == 1
+    assert run.summary()["books"]["abandoned"] == 1
+
+
+async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.workers.train_gate = asyncio.Event()
+    run.workers.on_train = run.stop.set
+    await run.deliver(range(8))
+    async with running(run) as task:
+        await until(run.stop.is_set)
+        run.workers.train_gate.set()
+        await task
+    assert run.loop.version == 1
+    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+
+
+async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    await first.deliver(range(12), oldest=1)
+    async with running(first) as task:  # killed in step 4, one step after the checkpoint
+        await until(lambda: first.loop.version == 3)
+        task.cancel()
+    stored = first.workers.stored
+    assert stored is not None
+
+    second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=stored))
+    async with running(second) as task:
+        await until(lambda: second.board.data_state is not None)
+        used = UsedPrompts.read(tmp_path / "data_state.json")
+        assert sorted(used) == sorted(f"e0-{order}" for order in range(8))
+        assert second.board.versions == [2]
+        second.manager.submitted = second.manager.trained = 8  # as the gate counts after it saw version 2
+        await second.deliver(range(12), oldest=3, tag="second")
+        await second.deliver(range(12, 16), oldest=3, tag="second")
+        await task
+    assert second.workers.trained_rollouts() == [f"second{order}" for order in range(8, 16)]
+    first_asked = [
+        (method, meta) for _, method, meta in second.workers.log if "weights" in method or method == "publish"
+    ]
+    assert first_asked[0] == ("collect_weights", {"role": "actor", "keep": [2]})  # version 3 was of a forgotten step
+    assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
+    assert second.summary()["books"]["trained"] == 16
+
+
+async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=3, checkpoint__interval=1, eval__interval=1)
+    first = Run(tmp_path, config)
+    await first.deliver(range(4))
+    async with running(first):
+        await until(lambda: first.rollouts.started == [0, 1])
+        first.rollouts.finish = asyncio.Event()
+        await first.deliver(range(4, 8), oldest=1)
+        await until(lambda: first.workers.methods("save_checkpoint")[-1:] == [("save_checkpoint", 2)])
+        assert len(first.rows()) == 1
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(read_rows(tmp_path / "metrics.jsonl")[0]) + "\n")
+
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 8
+    await second.deliver(range(8, 12), oldest=2)
+    await second.loop.run()
+    assert [row["step"] for row in second.rows()] == [1, 2, 3]
+
+
+async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop._limit_s = 0.05  # below the setting's least value
+    await run.deliver(range(3))
+    with pytest.raises(Stalled) as stall:
+        await run.loop.run()
+    message = str(stall.value)
+    assert "step 0 waits for trajectories" in message
+    assert "3 of 4 rollouts in the buffer" in message
+    assert "gate: running 7" in message
+
+
+async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.workers.fail["call"] = RuntimeError("out of memory")
+    await run.deliver(range(4))
+    with pytest.raises(ExecutionError, match=r"call 'actor_inf'.*model_worker/0 failed: out of memory"):
+        await run.loop.run()
+    assert run.workers.methods("save_checkpoint") == []
+
+
+async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(8))
+    run.workers.on_train = lambda: setattr(run.manager, "dead", True)
+    with pytest.raises(ConnectionError):
+        await run.loop.run()
+    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+    assert run.workers.stored is not None
+    assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
+
+
+async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        run.workers.fail["poll_buffer"] = ConnectionError("model_worker/0 is gone")
+        await run.deliver(range(5, 6))
+        with pytest.raises(ConnectionError, match="model_worker/0"):
+            await task
+    assert run.workers.methods("save_checkpoint") == []
+
+
+async def test_a_rollout_unaccounted_for_fails_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1))
+    run.manager.lost = 1
+    await run.deliver(range(6))
+    with pytest.raises(BooksError, match="submitted 6, trained 4"):
+        await run.loop.run()
+
+
+async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+
+    async def status() -> GateStatus:
+        return GateStatus(0.0, frozenset({0}), "")
+
+    run.manager.status = status  # type: ignore[method-assign]
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    kept = [meta["keep"] for _, method, meta in run.workers.log if method == "collect_weights"]
+    assert kept == [[0], [0, 1], [0, 1, 2], [0, 2, 3]]

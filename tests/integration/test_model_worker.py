@@ -1,0 +1,256 @@
+"""ModelWorkers as processes: trajectories come in, calls are answered, weights and checkpoints go out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.comm import names
+from asyncrl.comm.codec import Message
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.push_pull import TrajectoryPusher
+from asyncrl.comm.request_reply import RemoteError, RequestClient
+from asyncrl.comm.security import RunSecret
+from asyncrl.config.run_config import SECRET_FILE, write_run_config
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.batching import assign
+from asyncrl.dataflow.builtin import load_graph
+from asyncrl.dataflow.records import RolloutRecord
+from asyncrl.datasets.tokenizer import CharTokenizer
+from asyncrl.training.canary import read_canary
+from asyncrl.training.weights_manifest import verify
+
+LIMIT_S = 60.0
+GROUPS, MINIBATCHES = 8, 2
+
+
+def trajectories(step: int) -> list[Trajectory]:
+    """The rollouts of a step; the same whatever runs them."""
+    rng = np.random.default_rng(step)
+    made = []
+    for order in range(GROUPS):
+        samples = []
+        for _ in range(4):
+            length = int(rng.integers(6, 30))
+            mask = (np.arange(length) >= 4).astype(np.uint8)
+            samples.append(
+                Sample(
+                    tokens=rng.integers(0, 17, length).astype(np.int32),
+                    loss_mask=mask,
+                    behave_logprobs=(-2.8 * mask).astype(np.float32),
+                    versions=np.where(mask, step, -1).astype(np.int32),
+                    reward=float(rng.random() < 0.5),
+                )
+            )
+        made.append(Trajectory(f"step{step}-{order}", f"e0-{step * GROUPS + order}", order, tuple(samples)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        vocab_size=17,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    CharTokenizer().save(folder)
+    return folder
+
+
+class Workers:
+    """The ModelWorkers of a run, as the master and one RolloutWorker see them."""
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.config, self.run_dir, self.processes = config, run_dir, processes
+        secret = RunSecret.load(run_dir / SECRET_FILE).sockets()
+        resolver = make_resolver("file", str(run_dir / "name_resolve"))
+        self.clients, pullers = [], []
+        for index in range(len(processes)):
+            address = json.loads(resolver.wait(names.worker_key("model_worker", index), LIMIT_S))
+            self.clients.append(RequestClient(address["endpoint"], secret, name=f"model_worker/{index}"))
+            pullers.append(resolver.wait(names.puller_key(index), LIMIT_S))
+        resolver.close()
+        self.pushers = [
+            TrajectoryPusher([puller], secret, identity=f"test/{index}") for index, puller in enumerate(pullers)
+        ]
+        self.cursors = [0] * len(processes)
+
+    async def all(self, method: str, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+        replies: list[Message] = await asyncio.gather(
+            *(client.call(method, meta, timeout_s=LIMIT_S) for client in self.clients)
+        )
+        return [reply.meta for reply in replies]
+
+    async def push(self, step: int) -> None:
+        """Rollouts land on the ranks in turn, but not where they are trained."""
+        for number, trajectory in enumerate(trajectories(step)):
+            await self.pushers[number % len(self.pushers)].push(trajectory, LIMIT_S)
+
+    async def records(self) -> list[RolloutRecord]:
+        received = []
+        for index, client in enumerate(self.clients):
+            meta = {"cursor": self.cursors[index], "timeout_s": LIMIT_S}
+            reply = (await client.call("poll_buffer", meta, timeout_s=2 * LIMIT_S)).meta
+            self.cursors[index] = reply["cursor"]
+            received += [RolloutRecord.from_meta(index, entry) for entry in reply["rollouts"]]
+        return sorted(received, key=lambda record: record.order)
+
+    async def train(self, step: int) -> dict[str, Any]:
+        await self.push(step)
+        records = await self.records()
+        assert len(records) == GROUPS
+        assignment = assign(records, len(self.clients), MINIBATCHES, seed=1, version=step)
+        begin = {
+            "version": step,
+            "min_version": 0,
+            "num_minibatches": MINIBATCHES,
+            "assignment": [asdict(entry) for entry in assignment],
+        }
+        await self.all("begin_step", begin)
+        stats: dict[str, Any] = {}
+        for call in load_graph(self.config).order():
+            replies = await self.all("call", asdict(call))
+            assert all(reply["stats"] == replies[0]["stats"] for reply in replies)
+            stats |= replies[0]["stats"]
+        await self.all("end_step", {})
+        return stats
+
+    async def publish(self, version: int) -> str:
+        replies = await self.all("publish", {"role": "actor", "version": version})
+        return str(replies[0]["path"])
+
+    async def close(self) -> list[int]:
+        """Stop the workers as the launcher does; returns their exit codes."""
+        for pusher in self.pushers:
+            await pusher.close(1.0)
+        for client in self.clients:
+            client.close()
+        for process in self.processes:
+            process.terminate()
+        return [await asyncio.to_thread(process.wait, LIMIT_S) for process in self.processes]
+
+
+StartWorkers = Callable[..., Any]
+
+
+@pytest.fixture
+def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
+    """`async with start(ranks, trial) as workers`: ModelWorkers of a run whose folder is named after the trial."""
+
+    @asynccontextmanager
+    async def running(ranks: int, trial: str) -> AsyncIterator[Workers]:
+        run_dir = tmp_path / trial
+        run_dir.mkdir(exist_ok=True)
+        config = ExperimentConfig(train_batch_size=GROUPS, group_size=4, total_train_steps=8)
+        config.model.path = str(model_dir)
+        config.trainer.parallel, config.trainer.ppo_minibatches = f"d{ranks}", MINIBATCHES
+        config.trainer.tokens_per_micro_batch = 100
+        config.optimizer.lr = 1e-3
+        write_run_config(config, run_dir)
+        RunSecret.load_or_create(run_dir / SECRET_FILE)
+        shutil.rmtree(run_dir / "name_resolve", ignore_errors=True)  # as the launcher does: killed workers left entries
+        command = [sys.executable, "-m", "asyncrl.system.main", "model_worker"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        processes = [
+            await asyncio.to_thread(
+                subprocess.Popen, [*command, str(index), "--run-dir", str(run_dir)], env=environment
+            )
+            for index in range(ranks)
+        ]
+        try:
+            yield Workers(config, run_dir, processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(LIMIT_S)
+
+    return running
+
+
+@pytest.mark.slow
+async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(start: StartWorkers) -> None:
+    async with start(1, "straight") as workers:
+        assert await workers.all("load_checkpoint", {"path": "none"}) == [{"master_state": None}]
+        expected = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(3)]
+        single = AutoModelForCausalLM.from_pretrained(await workers.publish(3))
+        assert await workers.close() == [0]
+    assert np.abs(expected).max() > 1e-3
+
+    state = {"version": 2, "used": ["e0-1", "e0-2"]}
+    async with start(2, "resumed") as workers:
+        losses = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(2)]
+        path = workers.run_dir / "checkpoints" / "v2"
+        await workers.all("save_checkpoint", {"path": str(path), "version": 2, "keep": 1, "master_state": state})
+        losses.append((await workers.train(2))["ppo/loss_per_minibatch"])
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+        published = await workers.publish(3)
+        assert verify(Path(published)).version == 3
+        sharded = AutoModelForCausalLM.from_pretrained(published)
+        canary = read_canary(Path(published))
+        assert canary is not None
+        tokens = torch.tensor([canary.token_ids])
+        with torch.no_grad():
+            scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(canary.logprobs[1:], scored, rtol=0, atol=1e-5)
+        for a, b in zip(single.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)  # AdamW turns a last-bit difference into part of a step
+        removed = await workers.all("collect_weights", {"role": "actor", "keep": []})
+        assert removed == [{"removed": [3]}, {"removed": []}]
+
+    async with start(1, "resumed") as workers:  # the two ranks were killed
+        assert await workers.all("load_checkpoint", {"path": str(path.parent)}) == [{"master_state": state}]
+        stats = await workers.train(2)
+        assert await workers.close() == [0]
+    assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected[2], abs=1e-5)
+
+
+async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reported(start: StartWorkers) -> None:
+    async with start(1, "errors") as workers:
+        client = workers.clients[0]
+        empty = await client.call("poll_buffer", {"cursor": 0, "timeout_s": 0.0}, timeout_s=LIMIT_S)
+        assert empty.meta == {"cursor": 0, "rollouts": []}
+        poll = asyncio.create_task(
+            client.call("poll_buffer", {"cursor": 0, "timeout_s": LIMIT_S}, timeout_s=2 * LIMIT_S)
+        )
+        await workers.pushers[0].push(trajectories(0)[0], LIMIT_S)
+        told = (await poll).meta
+        assert [entry["rollout_id"] for entry in told["rollouts"]] == ["step0-0"]
+        again = await client.call("poll_buffer", {"cursor": 0, "timeout_s": LIMIT_S}, timeout_s=LIMIT_S)
+        assert again.meta == told
+        after = await client.call("poll_buffer", {"cursor": told["cursor"], "timeout_s": 0.0}, timeout_s=LIMIT_S)
+        assert after.meta["rollouts"] == []
+
+        await workers.push(0)  # the first of these is there already
+        await workers.all("discard", {"rollout_ids": [f"step0-{order}" for order in range(3)]})
+        (status,) = await workers.all("status", {})
+        assert (status["held"], status["duplicates"]) == (GROUPS - 3, 1)
+        lost = {"rollout_id": "step0-0", "src": 0, "dst": 0, "minibatch": 0}
+        begin = {"version": 0, "min_version": 0, "num_minibatches": 1, "assignment": [lost]}
+        with pytest.raises(RemoteError, match="should hold rollout"):
+            await workers.all("begin_step", begin)
+        call = {"name": "x", "role": "actor", "function": "actor_train", "reads": [], "writes": [], "args": {}}
+        with pytest.raises(RemoteError, match="outside a step"):
+            await workers.all("call", call)
+        assert await workers.close() == [0]

@@ -1,0 +1,246 @@
+"""Whole answers from servers that are interrupted, updated, killed or hang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from asyncrl.api.generation import GenerationRequest, SamplingParams
+from asyncrl.generation.embedded.seeds import derive_seed
+from asyncrl.generation.rollout_client import GenerationFailed, RolloutClient
+from asyncrl.generation.scheduling import Route, ScheduleRequest
+
+
+class FixedScheduler:
+    """Routes to the servers in turn; remembers what it was asked."""
+
+    def __init__(self, *servers: Any) -> None:
+        self.servers = list(servers)
+        self.scheduled: list[ScheduleRequest] = []
+        self.released: list[str] = []
+        self.losses: asyncio.Queue[str] = asyncio.Queue()
+
+    async def schedule(self, request: ScheduleRequest, timeout_s: float) -> Route | None:
+        self.scheduled.append(request)
+        server = self.servers[(len(self.scheduled) - 1) % len(self.servers)]
+        return Route(server.url, int(server.version))
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+    async def lost_servers(self, after: int, timeout_s: float) -> tuple[int, list[str]]:
+        if after < 0:
+            return 0, []
+        return after + 1, [await self.losses.get()]
+
+
+@asynccontextmanager
+async def client_of(scheduler: FixedScheduler, **settings: Any) -> AsyncIterator[RolloutClient]:
+    settings = {"token": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
+    async with RolloutClient(scheduler, **settings) as client:
+        yield client
+
+
+def request_of(n: int = 2, tokens: int = 6, stop: tuple[int, ...] = (), name: str = "q") -> GenerationRequest:
+    return GenerationRequest(name, (1, 2, 3), n, SamplingParams(max_new_tokens=tokens, stop_token_ids=stop, seed=11))
+
+
+async def answers(server: Any, request: GenerationRequest) -> list[list[int]]:
+    """What an uninterrupted server says to `request`."""
+    async with client_of(FixedScheduler(server)) as client:
+        result = await client.generate(request)
+    return [completion.token_ids for completion in result.completions]
+
+
+async def test_a_group_is_one_call_with_a_stream_for_each_sample(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        result = await client.generate(request_of(n=3), "r1", affinity="talk", min_version=2)
+    assert result.request_id == "q"
+    assert len(server.requests) == 1
+    seeds = [params["sampling_seed"] for params in server.requests[0]["sampling_params"]]
+    assert seeds == [derive_seed(11, index) for index in range(3)]
+    assert len({tuple(completion.token_ids) for completion in result.completions}) == 3
+    assert all(completion.finish_reason == "length" for completion in result.completions)
+    (wanted,) = scheduler.scheduled
+    assert (wanted.rollout_id, wanted.affinity, wanted.min_version) == ("r1", "talk", 2)
+    assert (wanted.n, wanted.prompt_tokens, wanted.max_new_tokens) == (3, 3, 6)
+    assert scheduler.released == [wanted.request_id]
+
+
+async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versions(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    expected = await answers(server, request_of())
+    server.requests.clear()
+    server.generated_tokens, server.hold_after = 0, 2
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await server.until(lambda: server.generated_tokens == 4)
+        await server.interrupt()
+        await server.until(lambda: not server.running)
+        await server.go_on("1")
+        result = await call
+        assert client.stats.interrupted == 2
+    assert [completion.token_ids for completion in result.completions] == expected
+    assert [completion.versions for completion in result.completions] == [[0, 0, 1, 1, 1, 1]] * 2
+    assert all(completion.finish_reason == "length" for completion in result.completions)
+    again = server.requests[1]
+    assert again["input_ids"] == [[1, 2, 3, *tokens[:2]] for tokens in expected]
+    assert [params["custom_params"] for params in again["sampling_params"]] == [{"seed_offset": 2}] * 2
+    assert [params["max_new_tokens"] for params in again["sampling_params"]] == [4, 4]
+    assert not set(again["rid"]) & set(server.requests[0]["rid"])
+    assert scheduler.scheduled[0].request_id == scheduler.scheduled[1].request_id
+
+
+async def test_a_sample_that_stopped_before_the_interruption_is_not_sent_again(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    expected = await answers(server, request_of())
+    stop = next(token for token in expected[0][:2] if token not in expected[1])
+    server.requests.clear()
+    server.generated_tokens, server.hold_after = 0, 3
+    async with client_of(FixedScheduler(server)) as client:
+        call = asyncio.create_task(client.generate(request_of(stop=(stop,))))
+        await server.until(lambda: len(server.running) == 1 and server.generated_tokens >= 4)
+        await server.abort_running()
+        await server.release()
+        result = await call
+    cut = expected[0][: expected[0].index(stop) + 1]
+    assert [completion.token_ids for completion in result.completions] == [cut, expected[1]]
+    assert [completion.finish_reason for completion in result.completions] == ["stop", "length"]
+    assert len(server.requests[1]["input_ids"]) == 1
+
+
+async def test_a_stop_token_after_the_interruption_ends_the_sample(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    (expected,) = await answers(server, request_of(n=1))
+    stop = expected[4]
+    assert stop not in expected[:4]
+    server.generated_tokens, server.hold_after = 0, 2
+    async with client_of(FixedScheduler(server)) as client:
+        call = asyncio.create_task(client.generate(request_of(n=1, stop=(stop,))))
+        await server.until(lambda: server.generated_tokens == 2)
+        await server.abort_running()
+        await server.release()
+        (completion,) = (await call).completions
+    assert completion.token_ids == expected[:5]
+    assert completion.finish_reason == "stop"
+
+
+async def test_a_request_aborted_in_the_queue_is_sent_again_whole(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    expected = await answers(server, request_of())
+    server.busy = True
+    async with client_of(FixedScheduler(server)) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await server.until(lambda: len(server.running) == 2)
+        await server.abort_running()
+        await server.until(lambda: len(server.requests) == 3)
+        server.busy = False
+        await server.release()
+        result = await call
+    assert [completion.token_ids for completion in result.completions] == expected
+
+
+async def test_chunks_give_the_same_answer(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    expected = await answers(server, request_of(tokens=7))
+    server.requests.clear()
+    async with client_of(FixedScheduler(server), new_tokens_per_chunk=3) as client:
+        result = await client.generate(request_of(tokens=7))
+    assert [completion.token_ids for completion in result.completions] == expected
+    asked = [[params["max_new_tokens"] for params in sent["sampling_params"]] for sent in server.requests]
+    assert asked == [[3, 3], [3, 3], [1, 1]]
+    assert all(completion.finish_reason == "length" for completion in result.completions)
+
+
+async def test_the_answer_survives_the_death_of_its_server(start_fake_server: Any) -> None:
+    dying, healthy = await start_fake_server(), await start_fake_server()
+    expected = await answers(healthy, request_of())
+    dying.hold_after = 1
+    async with client_of(FixedScheduler(dying, healthy)) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await dying.until(lambda: dying.generated_tokens == 2)
+        await dying.kill()
+        result = await call
+        assert client.stats.retried == 1
+    assert [completion.token_ids for completion in result.completions] == expected
+
+
+async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_server: Any) -> None:
+    hanging, healthy = await start_fake_server(), await start_fake_server()
+    hanging.hang = True
+    scheduler = FixedScheduler(hanging, healthy)
+    async with client_of(scheduler, request_timeout_s=600.0) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await hanging.until(lambda: "generate" in hanging.calls)
+        scheduler.losses.put_nowait(hanging.url)
+        result = await call
+    assert len(result.completions) == 2
+
+
+async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any) -> None:
+    hanging, healthy = await start_fake_server(), await start_fake_server()
+    hanging.hang = True
+    async with client_of(FixedScheduler(hanging, healthy), request_timeout_s=0.2) as client:
+        result = await client.generate(request_of())
+    assert len(result.completions) == 2
+
+
+async def test_a_request_that_fails_everywhere_says_so_at_last(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    await server.kill()
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler, max_failures=3) as client:
+        with pytest.raises(GenerationFailed, match=r"failed 3 times in a row, last: .* cannot be reached"):
+            await client.generate(request_of())
+    assert len(scheduler.scheduled) == 3
+    assert len(scheduler.released) == 1
+
+
+async def test_a_refused_request_is_not_repeated(start_fake_server: Any) -> None:
+    server = await start_fake_server(token="secret")
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        with pytest.raises(GenerationFailed, match="401"):
+            await client.generate(request_of())
+    assert len(scheduler.scheduled) == 1
+
+
+async def test_a_request_that_is_given_up_is_aborted_and_released(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    server.hold_after = 1
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await server.until(lambda: server.generated_tokens == 2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await server.until(lambda: "abort_request" in server.calls)
+    assert len(scheduler.released) == 1
+
+
+async def test_no_more_requests_than_allowed_are_under_way(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    server.hold_after = 1
+    async with client_of(FixedScheduler(server), max_concurrent=2) as client:
+        calls = [asyncio.create_task(client.generate(request_of(n=1, name=str(i)))) for i in range(5)]
+        await server.until(lambda: server.generated_tokens == 2)
+        assert len(server.requests) == 2
+        await server.release()
+        results = await asyncio.gather(*calls)
+    assert [result.request_id for result in results] == ["0", "1", "2", "3", "4"]
+
+
+async def test_evaluation_belongs_to_no_rollout(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        await client.generate(request_of(), min_version=3)
+    assert (scheduler.scheduled[0].rollout_id, scheduler.scheduled[0].min_version) == (None, 3)

@@ -1,0 +1,232 @@
+"""The client of one server, against each pitfall of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncrl.api.generation import SamplingParams
+from asyncrl.generation.client import (
+    GenerateItem,
+    GenerationServerClient,
+    MalformedReply,
+    UpdateFailed,
+    parse_completion,
+    parse_version,
+    wire_rid,
+)
+from asyncrl.generation.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.system.server_update import carry_out
+from asyncrl.system.weight_update import BeginUpdate, Target
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[JsonHttp]:
+    http = JsonHttp(None)
+    yield http
+    await http.close()
+
+
+def item(rid: str, tokens: int = 4) -> GenerateItem:
+    return GenerateItem(rid, [1, 2, 3], tokens, seed=5)
+
+
+async def test_a_batch_comes_back_in_order_with_versions_and_log_probabilities(
+    start_fake_server: Any, http: JsonHttp
+) -> None:
+    server = await start_fake_server()
+    server.version = "7"
+    client = GenerationServerClient(http, server.url)
+    first, second = await client.generate(
+        [item("a;0;0;", 3), GenerateItem("a;1;0;", [9], 2)],
+        SamplingParams(temperature=0.5, stop_token_ids=(96,)),
+        timeout_s=5,
+    )
+    assert (len(first.token_ids), len(second.token_ids)) == (3, 2)
+    assert first.versions == [7, 7, 7]
+    assert first.logprobs == [-(token + 1) / 100 for token in first.token_ids]
+    assert server.requests[0]["sampling_params"] == [
+        {"temperature": 0.5, "stop_token_ids": [96], "max_new_tokens": 3, "sampling_seed": 5},
+        {"temperature": 0.5, "stop_token_ids": [96], "max_new_tokens": 2},
+    ]
+
+
+async def test_aborting_a_request_leaves_those_whose_id_begins_alike(start_fake_server: Any, http: JsonHttp) -> None:
+    """SGLang aborts by prefix: "a-1" would take "a-10" with it."""
+    server = await start_fake_server()
+    server.hold_after = 1
+    client = GenerationServerClient(http, server.url)
+    calls = [
+        asyncio.create_task(client.generate([item(wire_rid(name, 0))], SAMPLING, timeout_s=10))
+        for name in ("a-1", "a-10")
+    ]
+    await server.until(lambda: server.generated_tokens == 2)
+    await client.abort(wire_rid("a-1"))
+    assert (await calls[0])[0].finish_reason == "abort"
+    await server.release()
+    assert (await calls[1])[0].finish_reason == "length"
+
+
+async def test_aborting_one_sample_leaves_the_tenth(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server()
+    server.hold_after = 1
+    client = GenerationServerClient(http, server.url)
+    batch = [item(wire_rid("a", sample)) for sample in (1, 10)]
+    call = asyncio.create_task(client.generate(batch, SAMPLING, timeout_s=10))
+    await server.until(lambda: server.generated_tokens == 2)
+    await client.abort(wire_rid("a", 1))
+    await server.release()
+    assert [completion.finish_reason for completion in await call] == ["abort", "length"]
+
+
+async def test_an_id_that_would_abort_others_is_refused(http: JsonHttp) -> None:
+    client = GenerationServerClient(http, "http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="would abort other requests too"):
+        await client.abort("a-1")
+    with pytest.raises(ValueError, match="non-empty id"):
+        wire_rid("")
+    with pytest.raises(ValueError, match="without ';'"):
+        wire_rid("a;b")
+
+
+async def test_readiness_answers_at_once_while_health_would_block(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server()
+    client = GenerationServerClient(http, server.url)
+    await client.ready(timeout_s=5)
+    await client.pause()
+    with pytest.raises(HttpTimeout):
+        await http.call("GET", f"{server.url}/health", timeout_s=0.1)
+    with pytest.raises(HttpRefused, match="503"):
+        await client.ready(timeout_s=5)
+    assert server.calls.count("health") == 1
+
+
+async def test_readiness_of_a_version_without_ready_is_asked_elsewhere(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server()
+    server.has_ready = False
+    await GenerationServerClient(http, server.url).ready(timeout_s=5)
+    assert server.calls == ["ready", "model_info"]
+
+
+async def test_a_running_and_a_queued_abort_are_both_understood(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server()
+    client = GenerationServerClient(http, server.url)
+    server.hold_after = 2
+    running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=10))
+    await server.until(lambda: server.generated_tokens == 2)
+    server.busy = True
+    queued = asyncio.create_task(client.generate([item("b;0;0;")], SAMPLING, timeout_s=10))
+    await server.until(lambda: len(server.running) == 2)
+    await client.pause("abort")
+    (partial,), (nothing,) = await running, await queued
+    assert (partial.finish_reason, len(partial.token_ids), len(partial.versions)) == ("abort", 2, 2)
+    assert (nothing.finish_reason, nothing.token_ids, nothing.logprobs, nothing.versions) == ("abort", [], [], [])
+
+
+async def test_a_reply_without_spans_takes_the_version_of_the_whole_reply(
+    start_fake_server: Any, http: JsonHttp
+) -> None:
+    server = await start_fake_server()
+    server.version, server.spans = "3", False
+    (completion,) = await GenerationServerClient(http, server.url).generate([item("a;0;0;")], SAMPLING, timeout_s=5)
+    assert completion.versions == [3, 3, 3, 3]
+
+
+async def test_an_update_is_believed_once_the_server_names_the_version(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server()
+    client = GenerationServerClient(http, server.url)
+    await client.update_weights("/w/v4", 4, timeout_s=5)
+    assert await client.served_version() == 4
+    server.update = "lie"
+    with pytest.raises(UpdateFailed, match="took version 5 but names 4"):
+        await client.update_weights("/w/v5", 5, timeout_s=5)
+
+
+async def test_a_refused_update_is_a_failure_although_the_weights_may_be_replaced(
+    start_fake_server: Any, http: JsonHttp
+) -> None:
+    server = await start_fake_server()
+    server.update = "refuse"
+    with pytest.raises(UpdateFailed, match="400"):
+        await GenerationServerClient(http, server.url).update_weights("/w/v1", 1, timeout_s=5)
+    assert server.version == "1"
+
+
+async def test_failures_are_typed(start_fake_server: Any, http: JsonHttp) -> None:
+    server = await start_fake_server(token="secret")
+    client = GenerationServerClient(http, server.url)
+    with pytest.raises(HttpRefused, match="401"):
+        await client.pause()
+    server.hang = True
+    with pytest.raises(HttpTimeout, match=r"within 0.1 s"):
+        await client.ready(timeout_s=0.1)
+    await server.kill()
+    with pytest.raises(HttpUnreachable):
+        await client.ready(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_ids": [1]}, "1 tokens, 2 log-probabilities"),
+        ({"output_ids": None}, "lacks"),
+        ({"meta_info": {}}, "lacks 'finish_reason'"),
+    ],
+)
+def test_a_reply_that_breaks_the_contract_says_how(change: dict[str, Any], message: str) -> None:
+    reply = {
+        "output_ids": [1, 2],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 2},
+            "weight_version": "0",
+            "output_token_logprobs": [[-1.0, 1, None], [-1.0, 2, None]],
+        },
+    }
+    with pytest.raises(MalformedReply, match=message):
+        parse_completion(reply | change)
+
+
+def test_versions_are_the_numbers_of_this_system() -> None:
+    assert parse_version("12") == 12
+    assert parse_version("default") == 0
+    with pytest.raises(MalformedReply, match="another system updates this server"):
+        parse_version("v1")
+
+
+async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_update(
+    start_fake_server: Any, http: JsonHttp
+) -> None:
+    server = await start_fake_server()
+    seen: list[int] = []
+
+    async def check(index: int, client: GenerationServerClient, target: Target) -> None:
+        assert (index, client.url, server.paused) == (0, server.url, False)
+        seen.append(target.version)
+        if target.version == 2:
+            raise UpdateFailed("log-probabilities differ")
+
+    client = GenerationServerClient(http, server.url)
+    order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), interrupt=True)
+    await carry_out(order, client, timeout_s=5, checks=[check])
+    with pytest.raises(UpdateFailed, match="log-probabilities differ"):
+        await carry_out(replace(order, target=Target(2, "/w/v2")), client, timeout_s=5, checks=[check])
+    assert seen == [1, 2]
+    assert server.paused
+
+
+async def test_a_server_whose_update_failed_generates_nothing(start_fake_server: Any, http: JsonHttp) -> None:
+    """Its weights are unknown: it stays paused, and what it was sent is held."""
+    server = await start_fake_server()
+    server.update = "refuse"
+    client = GenerationServerClient(http, server.url)
+    with pytest.raises(UpdateFailed):
+        await carry_out(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), interrupt=True), client, timeout_s=5)
+    with pytest.raises(HttpTimeout):
+        await client.generate([item("a;0;0;")], SAMPLING, timeout_s=0.1)
+    assert server.generated_tokens == 0

@@ -1,0 +1,190 @@
+"""Names and parameters are checked from source, without torch, and every error names its mend."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.algorithms import catalog
+from asyncrl.algorithms.catalog import UnknownAlgorithmError, check, known
+from asyncrl.algorithms.registry import policy_loss, resolve
+from asyncrl.algorithms.signatures import KINDS, Param
+
+USER_MODULE = '''
+"""A user's algorithms."""
+import torch
+from asyncrl.algorithms.registry import policy_loss
+
+
+@policy_loss("half")
+def half(inputs, *, factor: float = 0.5, mode: "Literal['a', 'b']" = "a"):
+    """Half of it."""
+
+
+def bare(inputs, *, power: int):
+    """No decorator."""
+    return power
+
+
+raise RuntimeError("a check must not run this module")
+'''
+
+
+@pytest.fixture
+def user_package(tmp_path, monkeypatch):
+    package = tmp_path / "my_algos"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('a check must not run this package')\n")
+    (package / "deep" / "losses.py").write_text(USER_MODULE)
+    (tmp_path / "lone_algo.py").write_text("def lone(group, *, low: float = 0.0):\n    return low\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_source_says_is_what_the_function_takes(kind):
+    entries = known(kind)
+    assert entries
+    for name, entry in entries.items():
+        function = resolve(kind, name, {p.name: 1 for p in entry.params.values() if p.required}).func
+        found = {
+            p.name: p
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        assert found.keys() == entry.params.keys()
+        for key, param in entry.params.items():
+            assert param.annotation == found[key].annotation
+            assert param.required == (found[key].default is inspect.Parameter.empty)
+            assert param.required or (param.default == found[key].default and param.accepts(param.default))
+        assert entry.doc_first_line
+
+
+def test_checking_and_filtering_do_not_import_torch():
+    program = (
+        "import sys;"
+        "from asyncrl.algorithms import catalog, spec, signatures, registry, group_view, kl_control, early_stop;"
+        "spec.check_objective(spec.ObjectiveSpec());"
+        "[catalog.known(k) for k in signatures.KINDS];"
+        "[registry.resolve('filter', n) for n in catalog.known('filter')];"
+        "registry.resolve('shaping', 'overlong', {'max_length': 8, 'margin': 2});"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
+    with pytest.raises(UnknownAlgorithmError, match=r"did you mean 'grpo'.*known: dr_grpo, .*rloo"):
+        check("advantage", "gprpo")
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="did you mean 'policy_loss'"):
+        known("policy_los")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"clip_hihg": 0.3}, "no parameter 'clip_hihg', did you mean 'clip_high'"),
+        ({"clip_high": "0.3"}, r"'clip_high' is '0.3' \(str\), expected float"),
+        ({"clip_high": True}, r"'clip_high' is True \(bool\), expected float"),
+        ({"dual_clip": "x"}, r"expected float \| None"),
+    ],
+)
+def test_a_bad_parameter_is_named_with_its_mend(params, message):
+    with pytest.raises(ValueError, match=message):
+        check("policy_loss", "ppo_clip", params)
+
+
+def test_a_missing_parameter_is_named():
+    with pytest.raises(ValueError, match=r"needs params\.divisor"):
+        check("aggregation", "constant")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        ("float", [1, 0.5], [True, "1", None]),
+        ("int", [3], [3.0, False]),
+        ("bool", [True], [1]),
+        ("str", ["a"], [1]),
+        ("float | None", [None, 2.0], ["x"]),
+        ("Literal['a', 'b']", ["a"], ["c", 1]),
+        ("list[int]", [[1], "anything"], []),
+        ("", [object()], []),
+    ],
+)
+def test_annotations_decide_which_values_fit(annotation, good, bad):
+    param = Param("p", annotation, required=True)
+    assert all(param.accepts(value) for value in good)
+    assert not any(param.accepts(value) for value in bad)
+
+
+@pytest.mark.parametrize("name", ["my_algos.deep.losses:bare", "my_algos.deep.losses.bare"])
+def test_a_users_function_is_checked_without_running_its_package(user_package, name):
+    entry = check("policy_loss", name, {"power": 2})
+    assert (entry.module, entry.function) == ("my_algos.deep.losses", "bare")
+    with pytest.raises(ValueError, match="expected int"):
+        check("policy_loss", name, {"power": 2.5})
+
+
+def test_a_users_registered_name_is_found_in_its_plugin_package(user_package):
+    assert check("policy_loss", "half", {"factor": 1}, plugins=["my_algos"]).function == "half"
+    assert "ppo_clip" in known("policy_loss", ["my_algos.deep.losses"])
+    with pytest.raises(UnknownAlgorithmError, match="unknown policy_loss 'half'"):
+        check("policy_loss", "half")
+
+
+def test_a_users_function_resolves_with_its_parameters_bound(user_package):
+    assert resolve("filter", "lone_algo:lone", {"low": 0.25})(None) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_package.losses:fn", "was not found; install its package"),
+        ("my_algos.deep.nothing:fn", "was not found"),
+        ("my_algos.deep.losses:nothing", "defines no top-level function 'nothing'"),
+        (":fn", "write it as 'package.module:function'"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_says_why(user_package, name, message):
+    with pytest.raises(UnknownAlgorithmError, match=message):
+        check("policy_loss", name)
+
+
+def test_a_missing_plugin_module_is_an_error():
+    with pytest.raises(ValueError, match="plug-in module 'no_such_plugin' was not found"):
+        known("filter", ["no_such_plugin"])
+
+
+def test_one_name_registered_twice_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "clash_algo.py").write_text("@policy_loss('ppo_clip')\ndef mine(inputs):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"registered twice.*rename one"):
+        known("policy_loss", ["clash_algo"])
+
+
+def test_a_default_that_is_not_a_literal_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "computed_algo.py").write_text("def mine(inputs, *, bound: float = limit()):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="write the value out"):
+        check("policy_loss", "computed_algo:mine")
+
+
+def test_decorating_a_function_with_positional_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"after a bare \*"):
+
+        @policy_loss("wrong")
+        def wrong(inputs, clip):
+            return inputs, clip
+
+
+def test_the_catalog_reads_this_package_only_once(monkeypatch):
+    known("filter")
+    monkeypatch.setattr(catalog, "registrations", lambda *_: pytest.fail("the source was read again"))
+    assert known("filter")

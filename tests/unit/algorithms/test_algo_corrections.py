@@ -1,0 +1,136 @@
+"""Every off-policy correction against a float64 version written token by token, and the proximal approximation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.catalog import known
+from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
+from asyncrl.algorithms.proximal import approximate_prox_logprobs
+from asyncrl.algorithms.registry import resolve
+
+
+def correct(name: str, batch, **params: Any) -> CorrectionOutput:
+    inputs = batch.inputs()
+    return resolve("correction", name, params)(
+        CorrectionInputs(
+            inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs
+        )
+    )
+
+
+def reference(name: str, batch, low: float, high: float, cap: float):
+    """(weight of each kept token, masked tokens by reason), both as dictionaries."""
+    weights: dict[int, float] = {}
+    masked: dict[str, int] = {}
+    for span in batch.spans():
+        ratios = [math.exp(batch.prox[t] - batch.behave[t]) for t in span]
+        product = math.prod(ratios)
+        mean = product ** (1 / len(ratios)) if ratios else 1.0
+        for t, r in zip(span, ratios, strict=True):
+            weight, reason = {
+                "none": (1.0, None),
+                "token_truncate": (min(r, cap), None),
+                "token_mask": (r, "weight_above_cap" if r > cap else None),
+                "icepop": (r, "weight_below_band" if r < low else "weight_above_band" if r > high else None),
+                "sequence_truncate": (min(product, cap), None),
+                "sequence_mask": (product, "sequence_above_cap" if product > cap else None),
+                "geometric_mask": (
+                    min(r, cap),
+                    "sequence_below_band" if mean < low else "sequence_above_band" if mean > high else None,
+                ),
+            }[name]
+            if reason is None:
+                weights[int(t)] = weight
+            else:
+                masked[reason] = masked.get(reason, 0) + 1
+    return weights, masked
+
+
+CASES = [
+    ("none", {}),
+    ("token_truncate", {"cap": 1.1}),
+    ("token_mask", {"cap": 1.1}),
+    ("icepop", {"low": 0.8, "high": 1.3}),
+    ("sequence_truncate", {"cap": 1.2}),
+    ("sequence_mask", {"cap": 1.2}),
+    ("geometric_mask", {"low": 0.9, "high": 1.05, "cap": 1.3}),
+]
+
+
+def test_every_registered_correction_has_a_reference_version():
+    assert {name for name, _ in CASES} == set(known("correction"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("name", "params"), CASES)
+def test_weights_and_masked_counts_equal_the_definition(ragged, seed, name, params):
+    batch = ragged(seed, num_seqs=8)
+    output = correct(name, batch, **params)
+    weights, masked = reference(name, batch, params.get("low", 0.0), params.get("high", 9.0), params.get("cap", 9.0))
+    assert np.flatnonzero(output.keep_T.numpy()).tolist() == sorted(weights)
+    np.testing.assert_allclose(
+        output.weight_T.numpy()[sorted(weights)], [weights[t] for t in sorted(weights)], rtol=1e-12
+    )
+    assert {reason: int(n) for reason, n in output.masked.items() if n} == masked
+
+
+@pytest.mark.parametrize("name", sorted(known("correction")))
+def test_equal_policies_need_no_correction(ragged, name):
+    batch = ragged(2)
+    output = correct(name, dataclasses.replace(batch, prox=batch.behave))
+    assert torch.equal(output.keep_T, torch.tensor(batch.mask))
+    assert output.weight_T[output.keep_T].eq(1.0).all()
+    assert not any(output.masked.values())
+
+
+@pytest.mark.parametrize("name", sorted(known("correction")))
+def test_the_reasons_are_the_same_whatever_the_data_so_that_ranks_can_add_them(ragged, name):
+    far = ragged(1, spread=3.0)
+    assert correct(name, far).masked.keys() == correct(name, dataclasses.replace(far, prox=far.behave)).masked.keys()
+
+
+@pytest.mark.parametrize("name", sorted(known("correction")))
+@pytest.mark.parametrize("gap", [-50.0, 50.0])
+def test_weights_are_finite_at_log_ratios_of_fifty(ragged, name, gap):
+    batch = ragged(4)
+    assert torch.isfinite(correct(name, dataclasses.replace(batch, prox=batch.behave + gap)).weight_T).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("token_mask", {"cap": 0.0}), ("icepop", {"low": 2.0, "high": 1.0}), ("geometric_mask", {"low": -0.1})],
+)
+def test_impossible_bounds_are_refused(ragged, name, params):
+    with pytest.raises(ValueError, match="set"):
+        correct(name, ragged(0), **params)
+
+
+@given(seed=st.integers(0, 10_000), current=st.integers(7, 12))
+@settings(max_examples=30, deadline=None)
+def test_proximal_approximation_interpolates_by_version(ragged, seed, current):
+    batch = ragged(seed)
+    inputs = batch.inputs()
+    found = approximate_prox_logprobs(inputs.logprobs_T, inputs.behave_logprobs_T, inputs.versions_T, current)
+    assert not found.requires_grad
+    for t, version in enumerate(batch.versions):
+        alpha = (current - version) / (current + 1 - version) if version >= 0 else 0.0
+        expected = (1 - alpha) * batch.behave[t] + alpha * batch.logprobs[t]
+        assert float(found[t]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_fresh_tokens_proximal_policy_is_its_behaviour_policy(ragged):
+    batch = ragged(6)
+    fresh = dataclasses.replace(batch, versions=np.where(batch.mask, batch.current_version, -1)).inputs()
+    found = approximate_prox_logprobs(
+        fresh.logprobs_T, fresh.behave_logprobs_T, fresh.versions_T, fresh.current_version
+    )
+    assert torch.equal(found, fresh.behave_logprobs_T)

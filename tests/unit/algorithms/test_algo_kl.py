@@ -1,0 +1,164 @@
+"""KL estimators, coefficients, the KL in the reward, the moving-average reference and the early stop."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.catalog import known
+from asyncrl.algorithms.early_stop import should_stop, weight_variance
+from asyncrl.algorithms.inputs import KLInputs
+from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController
+from asyncrl.algorithms.kl_in_reward import kl_token_rewards
+from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.registry import resolve
+
+SAMPLED = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(d) - 1 - d,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_estimators_equal_their_definition(ragged, seed, name):
+    batch = ragged(seed)
+    inputs = batch.inputs()
+    found = resolve("kl", name)(KLInputs(inputs.logprobs_T, torch.tensor(batch.ref), inputs.mask_T))
+    expected = [SAMPLED[name](d) if m else 0.0 for d, m in zip(batch.ref - batch.logprobs, batch.mask, strict=True)]
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-15)
+
+
+def full_inputs(seed: int, num: int = 6, vocab: int = 9) -> KLInputs:
+    generator = torch.Generator().manual_seed(seed)
+    new, ref = (torch.randn(num, vocab, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    mask = torch.arange(num) % 3 != 0
+    return KLInputs(new[:, 0], ref[:, 0], mask, new, ref)
+
+
+def test_full_divergence_equals_its_definition():
+    inputs = full_inputs(0)
+    found = resolve("kl", "full")(inputs)
+    for t in range(6):
+        pairs = zip(inputs.log_probs_TV[t].tolist(), inputs.ref_log_probs_TV[t].tolist(), strict=True)
+        expected = sum(math.exp(p) * (p - q) for p, q in pairs) if inputs.mask_T[t] else 0.0
+        assert float(found[t]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_full_divergence_takes_words_that_the_policy_rules_out():
+    inputs = full_inputs(1)
+    logits = inputs.log_probs_TV.clone()
+    logits[:, 2] = -torch.inf
+    leaf = logits.requires_grad_()
+    found = resolve("kl", "full")(
+        KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T, leaf.log_softmax(-1), inputs.ref_log_probs_TV)
+    )
+    found.sum().backward()
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(leaf.grad).all()
+
+
+def test_full_divergence_without_distributions_says_what_to_do():
+    inputs = full_inputs(0)
+    with pytest.raises(ValueError, match="choose k1, k2 or k3"):
+        resolve("kl", "full")(KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T))
+
+
+def test_k1_and_k3_are_unbiased_for_the_full_divergence():
+    inputs = full_inputs(2)
+    exact = resolve("kl", "full")(inputs)
+    for name in ("k1", "k3"):
+        expected = torch.zeros_like(exact)
+        for word in range(9):
+            one = KLInputs(inputs.log_probs_TV[:, word], inputs.ref_log_probs_TV[:, word], inputs.mask_T)
+            expected += inputs.log_probs_TV[:, word].exp() * resolve("kl", name)(one)
+        torch.testing.assert_close(expected, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_every_registered_estimator_is_tested_here():
+    assert {*SAMPLED, "full"} == set(known("kl"))
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("gap", [-50.0, 50.0])
+def test_kl_gradients_are_finite_at_log_ratios_of_fifty(name, gap):
+    logprobs = torch.full((4,), -1.0, requires_grad=True)
+    kl_T = resolve("kl", name)(KLInputs(logprobs, logprobs.detach() + gap, torch.ones(4, dtype=torch.bool)))
+    kl_T.sum().backward()
+    assert torch.isfinite(kl_T).all()
+    assert torch.isfinite(logprobs.grad).all()
+
+
+def test_kl_in_the_reward_is_a_penalty_at_policy_tokens_without_gradient():
+    kl_T = torch.tensor([0.5, -0.2, 0.1], requires_grad=True)
+    found = kl_token_rewards(kl_T, torch.tensor([True, True, False]), 0.1)
+    assert found.tolist() == pytest.approx([-0.05, 0.02, 0.0])
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize(("kl", "error"), [(0.06, 0.2), (0.045, -0.1), (0.0, -0.2), (10.0, 0.2)])
+def test_adaptive_coefficient_follows_zieglers_rule(kl, error):
+    controller = AdaptiveKLController(coef=0.1, target=0.05, horizon=1000)
+    controller.update(kl, num_samples=256)
+    assert controller.coef == pytest.approx(0.1 * (1 + error * 0.256))
+
+
+def test_controllers_restore_their_coefficient():
+    adaptive = AdaptiveKLController(0.1, 0.05, 100)
+    adaptive.update(1.0, 10)
+    restored = AdaptiveKLController(0.3, 0.05, 100)
+    restored.load_state_dict(adaptive.state_dict())
+    assert restored.coef == adaptive.coef
+    fixed = FixedKLController(0.2)
+    fixed.update(100.0, 100)
+    assert fixed.state_dict() == {"coef": 0.2}
+
+
+def test_an_adaptive_coefficient_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"coef is 0\.0"):
+        AdaptiveKLController(0.0, 0.1, 10)
+
+
+def test_moving_average_reference_is_the_geometric_mean_of_past_actors():
+    reference = [torch.zeros(2), torch.ones(1)]
+    for step in (1.0, 2.0):
+        ema_update_(reference, [torch.full((2,), step), torch.tensor([5.0])], decay=0.75)
+    assert reference[0].tolist() == pytest.approx([0.75 * 0.25 * 1 + 0.25 * 2] * 2)
+    assert reference[1].tolist() == pytest.approx([0.75**2 + (1 - 0.75**2) * 5])
+
+
+def test_moving_average_needs_the_same_parameters_and_a_decay_within_bounds():
+    with pytest.raises(ValueError, match="shorter"):
+        ema_update_([torch.ones(1), torch.ones(1)], [torch.ones(1)], 0.5)
+    with pytest.raises(ValueError, match=r"decay is 1\.5"):
+        ema_update_([], [], 1.5)
+
+
+STATS = {"ppo/approx_kl": 0.02, "ppo/importance_mean": 1.0, "ppo/importance_square_mean": 1.5}
+
+
+def test_minibatch_loop_stops_above_its_bounds_only():
+    assert should_stop(STATS) is None
+    assert should_stop(STATS, max_kl=0.02, max_weight_variance=0.5) is None
+    assert should_stop(STATS, max_kl=0.019) == "ppo/approx_kl 0.02 is above 0.019"
+    assert "variance of the importance weights 0.5" in should_stop(STATS, max_weight_variance=0.4)
+
+
+def test_minibatch_loop_stops_where_the_kl_is_not_a_number():
+    assert should_stop(STATS | {"ppo/approx_kl": math.nan}, max_kl=0.1) is not None
+
+
+def test_a_negative_bound_is_refused():
+    with pytest.raises(ValueError, match=r"max_kl is -1\.0"):
+        should_stop(STATS, max_kl=-1.0)
+
+
+def test_weight_variance_is_relative_and_gives_the_effective_sample_size():
+    weights = np.random.default_rng(0).exponential(2.0, 100)
+    found = weight_variance(weights.mean(), (weights**2).mean())
+    assert 1 / (1 + found) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 100)
+    assert weight_variance(0.0, 0.0) == 0.0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.security import RunSecret, SecretError
+
+
+def test_the_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        RunSecret.create(tmp_path / "run" / "secret")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "run" / "secret").stat().st_mode) == 0o600
+    assert os.listdir(tmp_path / "run") == ["secret"]
+
+
+def test_every_process_derives_the_same_keys(tmp_path: Path) -> None:
+    one, other = RunSecret.create(tmp_path / "secret"), RunSecret.load(tmp_path / "secret")
+    assert one.token == other.token
+    assert one.sockets() == other.sockets()
+
+
+def test_runs_and_purposes_have_keys_of_their_own() -> None:
+    one, other = RunSecret(b"a" * 32), RunSecret(b"b" * 32)
+    keys = [one.sockets().server_secret, one.sockets().client_secret, other.sockets().server_secret]
+    assert len({*keys, one.token.encode(), other.token.encode()}) == 5
+
+
+def test_of_many_creators_all_get_the_one_secret(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        secrets = list(pool.map(RunSecret.load_or_create, [tmp_path / "secret"] * 16))
+    assert len({secret.token for secret in secrets}) == 1
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
+def test_a_secret_that_others_can_read_is_refused_with_its_mode(tmp_path: Path, mode: int) -> None:
+    RunSecret.create(tmp_path / "secret")
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(SecretError, match=f"{mode:04o}.*delete it"):
+        RunSecret.load_or_create(tmp_path / "secret")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_somebody_elses_secret_is_refused(tmp_path: Path) -> None:
+    RunSecret.create(tmp_path / "secret")
+    os.chown(tmp_path / "secret", 12345, -1)
+    with pytest.raises(SecretError, match="belongs to user 12345"):
+        RunSecret.load(tmp_path / "secret")
+
+
+@pytest.mark.parametrize("content", ["", "zz", "ab" * 31, "ab" * 33])
+def test_a_damaged_secret_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "secret"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(SecretError, match="damaged"):
+        RunSecret.load(path)
+
+
+def test_missing_and_linked_secrets_are_refused(tmp_path: Path) -> None:
+    RunSecret.create(tmp_path / "secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    for name in ("missing", "link"):
+        with pytest.raises(SecretError, match="cannot be read"):
+            RunSecret.load(tmp_path / name)
+
+
+def test_only_the_runs_own_bearer_header_verifies() -> None:
+    secret, other = RunSecret(b"a" * 32), RunSecret(b"b" * 32)
+    assert secret.verify_bearer(secret.bearer_header)
+    for header in (None, "", "Bearer ", secret.token, f"bearer {secret.token}", other.bearer_header, "Bearer é"):
+        assert not secret.verify_bearer(header)
+
+
+def test_the_secret_does_not_show_in_logs() -> None:
+    secret = RunSecret(b"a" * 32)
+    assert "a" * 8 not in f"{secret!r} {secret}"
+    with pytest.raises(ValueError, match="expected 32"):
+        RunSecret(b"short")

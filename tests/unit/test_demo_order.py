@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.datasets.order import PromptStream, epoch_order, prompt_seed, seed_from
+
+ROWS, SHARDS, SEEDS = st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**31)
+
+
+def shards_of(num_rows: int, seed: int, num_shards: int, used: list[str] | None = None) -> list[PromptStream]:
+    return [PromptStream(num_rows, seed, shard, num_shards, used or ()) for shard in range(num_shards)]
+
+
+def take_below(stream: PromptStream, limit: int) -> list[str]:
+    """Ids that the stream hands out with an order below `limit`; the first beyond is given back."""
+    taken = []
+    while (ref := stream.next()).order < limit:
+        taken.append(ref.prompt_id)
+    stream.give_back(ref.prompt_id)
+    return taken
+
+
+@given(ROWS, SEEDS, SHARDS, st.integers(1, 3))
+def test_the_shards_together_hand_out_each_prompt_of_each_epoch_once(
+    num_rows: int, seed: int, num_shards: int, epochs: int
+) -> None:
+    taken = [id_ for shard in shards_of(num_rows, seed, num_shards) for id_ in take_below(shard, epochs * num_rows)]
+    assert sorted(taken) == sorted(f"e{epoch}-{row}" for epoch in range(epochs) for row in range(num_rows))
+
+
+@given(ROWS, SEEDS, SHARDS)
+def test_the_order_of_a_prompt_does_not_depend_on_the_number_of_shards(
+    num_rows: int, seed: int, num_shards: int
+) -> None:
+    alone = PromptStream(num_rows, seed)
+    expected = {(ref := alone.next()).prompt_id: ref.order for _ in range(2 * num_rows)}
+    for shard in shards_of(num_rows, seed, num_shards):
+        while (ref := shard.next()).order < 2 * num_rows:
+            assert expected[ref.prompt_id] == ref.order
+            assert shard.order_of(ref.prompt_id) == ref.order
+
+
+@settings(deadline=None)
+@given(ROWS, SEEDS, SHARDS, SHARDS, st.data())
+def test_a_restart_with_another_number_of_shards_trains_each_prompt_once(
+    num_rows: int, seed: int, before: int, after: int, data: st.DataObject
+) -> None:
+    """Some prompts are trained, some are out or given back at the crash; the new shards hand out exactly the rest."""
+    trained: list[str] = []
+    for shard in shards_of(num_rows, seed, before):
+        for _ in range(data.draw(st.integers(0, num_rows // before))):
+            ref = shard.next()
+            fate = data.draw(st.sampled_from(["trained", "out", "given back"]))
+            if fate == "trained":
+                trained.append(ref.prompt_id)
+                shard.mark_used(ref.prompt_id)
+            elif fate == "given back":
+                shard.give_back(ref.prompt_id)
+    limit = 2 * num_rows
+    rest = [id_ for shard in shards_of(num_rows, seed, after, trained) for id_ in take_below(shard, limit)]
+    assert sorted(rest + trained) == sorted(f"e{epoch}-{row}" for epoch in range(2) for row in range(num_rows))
+
+
+@settings(deadline=None)
+@given(ROWS, SEEDS, SHARDS, st.data())
+def test_a_restored_stream_continues_where_the_saved_one_stood(
+    num_rows: int, seed: int, num_shards: int, data: st.DataObject
+) -> None:
+    stream = PromptStream(num_rows, seed, num_shards - 1, num_shards)
+    used, outstanding = [], []
+    for _ in range(data.draw(st.integers(0, 30))):
+        ref = stream.next()
+        if data.draw(st.booleans()):
+            stream.mark_used(ref.prompt_id)
+            used.append(ref.prompt_id)
+        else:
+            outstanding.append(ref)
+    restored = PromptStream.restore(json.loads(json.dumps(stream.state())), used)
+    again = [restored.next() for _ in outstanding]
+    assert again == sorted(outstanding, key=lambda ref: ref.order)
+    assert restored.next() == stream.next()
+
+
+def test_a_prompt_given_back_comes_before_any_later_one() -> None:
+    stream = PromptStream(10, seed=1)
+    first, second, _ = stream.next(), stream.next(), stream.next()
+    stream.give_back(second.prompt_id)
+    stream.give_back(first.prompt_id)
+    assert [stream.next(), stream.next()] == [first, second]
+    assert stream.next().order == 3
+
+
+def test_a_prompt_that_was_not_handed_out_cannot_be_given_back() -> None:
+    stream = PromptStream(10, seed=1)
+    ref = stream.next()
+    stream.give_back(ref.prompt_id)
+    with pytest.raises(ValueError, match="not out"):
+        stream.give_back(ref.prompt_id)
+
+
+def test_a_prompt_marked_used_while_given_back_is_not_handed_out_again() -> None:
+    stream = PromptStream(10, seed=1)
+    ref = stream.next()
+    stream.give_back(ref.prompt_id)
+    stream.mark_used(ref.prompt_id)
+    assert stream.next().order == 1
+
+
+def test_orders_below_the_first_are_skipped_without_naming_them() -> None:
+    stream = PromptStream(10, seed=1, shard_index=1, num_shards=3, first_order=8)
+    assert [stream.next().order for _ in range(3)] == [10, 13, 16]
+
+
+@pytest.mark.parametrize("prompt_id", ["", "e0", "0-1", "e0-10", "e-1-2", "ex-1", "e0-1-2"])
+def test_an_id_that_names_no_prompt_is_refused(prompt_id: str) -> None:
+    with pytest.raises(ValueError, match="names no prompt"):
+        PromptStream(10, seed=1).order_of(prompt_id)
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0, 1), (5, 1, 2, 2), (5, 1, -1, 2)])
+def test_impossible_shards_are_refused(arguments: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"num_rows|shard_index"):
+        PromptStream(*arguments)
+
+
+def test_epochs_differ_and_repeat_under_the_same_seed() -> None:
+    assert epoch_order(50, 1, 0).tolist() == epoch_order(50, 1, 0).tolist()
+    assert epoch_order(50, 1, 0).tolist() != epoch_order(50, 1, 1).tolist()
+
+
+def test_prompt_seeds_are_distinct_and_fit_31_bits() -> None:
+    seeds = {prompt_seed(run, order) for run in range(3) for order in range(1000)}
+    assert len(seeds) >= 2999
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_seed_parts_are_kept_apart() -> None:
+    assert seed_from("a", 1, 23) != seed_from("a", 12, 3)

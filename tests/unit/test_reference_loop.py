@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.api import SamplingParams
+from asyncrl.datasets.arithmetic import ArithmeticDataset
+from asyncrl.datasets.tokenizer import CharTokenizer
+from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport, group_advantages, packed_logprobs
+
+TOKENIZER = CharTokenizer()
+CONFIG = ReferenceConfig(
+    seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=12)
+)
+
+
+def tiny_model(seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=TOKENIZER.eos_token_id,
+    )
+    return cast(PreTrainedModel, Qwen2ForCausalLM(config).eval())
+
+
+def length_reward(data: object, completion: str) -> float:
+    """A reward that differs within nearly every group of a random model."""
+    return float(len(completion) % 3)
+
+
+def trainer(config: ReferenceConfig = CONFIG, reward: object = length_reward) -> ReferenceTrainer:
+    dataset = ArithmeticDataset(num_rows=32, max_numbers=3)
+    return ReferenceTrainer(config, tiny_model(), TOKENIZER, dataset, reward)  # type: ignore[arg-type]
+
+
+def run(config: ReferenceConfig = CONFIG, steps: int = 3) -> list[StepReport]:
+    loop = trainer(config)
+    return [loop.train_step() for _ in range(steps)]
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others() -> None:
+    first = [report.losses for report in run()]
+    assert first == [report.losses for report in run()]
+    assert first != [report.losses for report in run(replace(CONFIG, seed=4))]
+
+
+def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
+    loop = trainer()
+    for sample in (sample for group in loop.generate() for sample in group):
+        with torch.no_grad():
+            logprobs_T, _ = packed_logprobs(loop.model, [sample], 1.0)
+        generated_T = sample.loss_mask.astype(bool)
+        np.testing.assert_allclose(logprobs_T.numpy()[generated_T], sample.behave_logprobs[generated_T], atol=1e-5)
+        assert set(sample.versions[generated_T]) == {0}
+        assert set(sample.versions[~generated_T]) == {-1}
+
+
+def test_without_staleness_the_behaviour_policy_is_the_proximal_one() -> None:
+    for report in run():
+        assert report.stats["ppo/behave_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert report.stats["ppo/behave_kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_staleness_generates_with_the_weights_of_so_many_versions_ago() -> None:
+    loop = trainer(replace(CONFIG, staleness=2))
+    states = []
+    for version in range(5):
+        states.append(copy.deepcopy(loop.model.state_dict()))
+        loop.train_step()
+        expected = states[max(0, version - 2)]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loop.behaviour.state_dict().items())
+        assert loop.snapshots[0][0] == max(0, version - 2)
+    assert not torch.equal(states[0]["model.norm.weight"], states[4]["model.norm.weight"])
+
+
+def test_a_batch_of_equal_rewards_leaves_the_policy_as_it_is() -> None:
+    loop = trainer(reward=lambda data, completion: 1.0)
+    before = copy.deepcopy(loop.model.state_dict())
+    report = loop.train_step()
+    assert report.losses == (0.0, 0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loop.model.state_dict().items())
+    assert not loop.optimizer.state
+
+
+def test_minibatches_are_whole_groups_and_cover_the_batch_once() -> None:
+    loop = trainer()
+    items = list(range(16))
+    parts = list(loop.minibatches(items))  # type: ignore[arg-type]
+    assert sorted(item for part in parts for item in part) == items
+    assert [len(part) for part in parts] == [8, 8]
+    assert all(part[i : i + 4] == list(range(part[i], part[i] + 4)) for part in parts for i in (0, 4))
+    loop.version = 1
+    assert list(loop.minibatches(items)) != parts  # type: ignore[arg-type]
+
+
+def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> None:
+    group = next(g for g in trainer().generate() if len({sample.reward for sample in g}) > 1)
+    rewards = np.array([sample.reward for sample in group])
+    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    for sample, advantage, advantage_T in zip(group, expected, group_advantages(group), strict=True):
+        np.testing.assert_allclose(advantage_T.numpy(), advantage * sample.loss_mask, atol=1e-5)
+
+
+def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
+    """With equal policies every ratio is 1, so the loss is minus the mean advantage over the minibatch's tokens."""
+    loop = trainer()
+    order = np.random.default_rng([CONFIG.seed, 0]).permutation(4)[:2]
+    groups = trainer().generate()
+    tokens = [
+        advantage
+        for g in order
+        if len({sample.reward for sample in groups[g]}) > 1
+        for sample, advantage_T in zip(groups[g], group_advantages(groups[g]), strict=True)
+        for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
+    ]
+    assert loop.train_step().losses[0] == pytest.approx(-np.mean(tokens), abs=1e-5)
+
+
+def test_reinforcing_a_reward_raises_it() -> None:
+    """Answers that begin with `#` are rewarded; a few steps make most of them do so."""
+    config = replace(CONFIG, train_batch_size=8, group_size=8, lr=2e-2, sampling=SamplingParams(max_new_tokens=2))
+    loop = trainer(config, reward=lambda data, completion: float(completion.startswith("#")))
+    rewards = [loop.train_step().reward_mean for _ in range(15)]
+    assert rewards[0] < 0.3
+    assert rewards[-1] > 0.8
+
+
+def test_an_evaluation_between_steps_does_not_change_the_run() -> None:
+    held_out = ArithmeticDataset(split="held_out", num_rows=8, max_numbers=3)
+    loop, losses = trainer(), []
+    for _ in range(3):
+        loop.greedy_accuracy(held_out)
+        losses.append(loop.train_step().losses)
+    assert losses == [report.losses for report in run()]
