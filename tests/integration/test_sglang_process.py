@@ -104,10 +104,14 @@ async def make(config: ExperimentConfig, tmp_path: Path) -> AsyncIterator[Make]:
         await host.stop()
 
 
-def descendants() -> list[psutil.Process]:
-    """What this process started; torch's own helper, which an earlier test's shared memory brings, is not meant."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.name() != "torch_shm_manager"]
+Started = Callable[[], set[psutil.Process]]
+
+
+@pytest.fixture
+def started() -> Started:
+    """The processes that the test itself has started; those of earlier tests and fixtures (etcd, torch) are not meant."""
+    earlier = set(psutil.Process().children(recursive=True))
+    return lambda: set(psutil.Process().children(recursive=True)) - earlier
 
 
 def segment_in(text: str) -> Path:
@@ -115,23 +119,22 @@ def segment_in(text: str) -> Path:
 
 
 async def test_start_returns_when_requests_are_taken_and_stop_leaves_nothing(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, started: Started, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    before = set(descendants())
     host = make("normal")
     served = await host.start()
     async with ClientSession() as session, session.get(served.url + "/ready") as reply:
         assert reply.status == 200
     assert served.pid is not None
-    started = set(descendants()) - before
-    assert served.pid in {process.pid for process in started}
+    tree = started()
+    assert served.pid in {process.pid for process in tree}
     segment = segment_in(caplog.text)
     assert segment.exists()
 
     await host.stop()
 
-    assert not [process for process in started if process.is_running()]
+    assert not [process for process in tree if process.is_running()]
     assert not segment.exists()
     assert not list((tmp_path / "tmp").iterdir())
     port = int(served.url.rpartition(":")[2])
@@ -146,20 +149,22 @@ async def test_the_servers_log_is_forwarded_without_the_secret(make: Make, caplo
     assert TOKEN not in caplog.text
 
 
-async def test_the_secret_is_on_no_command_line_and_in_a_file_of_the_owner_only(make: Make, tmp_path: Path) -> None:
+async def test_the_secret_is_on_no_command_line_and_in_a_file_of_the_owner_only(
+    make: Make, started: Started, tmp_path: Path
+) -> None:
     await make("normal").start()
-    assert not [p for p in descendants() if any(TOKEN in argument for argument in p.cmdline())]
+    assert not [p for p in started() if any(TOKEN in argument for argument in p.cmdline())]
     (secrets,) = (tmp_path / "tmp").rglob("secrets.yaml")
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("victim", ["sglang.launch_server", "sglang::scheduler"])
 async def test_the_death_of_any_of_its_processes_is_noticed_and_the_rest_ends_with_stop(
-    make: Make, victim: str
+    make: Make, started: Started, victim: str
 ) -> None:
     host = make("normal")
     served = await host.start()
-    tree = [p for p in descendants() if "supervisor.py" not in " ".join(p.cmdline())]
+    tree = [p for p in started() if "supervisor.py" not in " ".join(p.cmdline())]
     (target,) = [p for p in tree if (p.pid == served.pid) == (victim == "sglang.launch_server")]
     target.kill()
     async with asyncio.timeout(5):
@@ -183,19 +188,19 @@ async def test_it_can_be_started_again_after_a_death(make: Make) -> None:
     await wait_ready(second.url, None, LIMIT_S)
 
 
-async def test_a_server_that_does_not_start_says_why_and_leaves_nothing(make: Make) -> None:
-    before = set(descendants())
+async def test_a_server_that_does_not_start_says_why_and_leaves_nothing(make: Make, started: Started) -> None:
     with pytest.raises(EngineStartError, match=r"exited with code 1(?s:.*)RuntimeError: boom"):
         await make("broken").start()
-    assert not set(descendants()) - before
+    assert not started()
 
 
-async def test_a_server_that_is_not_ready_in_time_is_ended(make: Make, config: ExperimentConfig) -> None:
-    before = set(descendants())
+async def test_a_server_that_is_not_ready_in_time_is_ended(
+    make: Make, started: Started, config: ExperimentConfig
+) -> None:
     config.generation.start_timeout_s = 2.0
     with pytest.raises(EngineStartError, match=r"generation\.start_timeout_s=2: /ready answers HTTP 503"):
         await make("never_ready").start()
-    assert not set(descendants()) - before
+    assert not started()
 
 
 async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Make, config: ExperimentConfig) -> None:
@@ -204,11 +209,13 @@ async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Mak
     assert await asyncio.to_thread(attempts.read_text) == "2"
 
 
-async def test_a_server_that_ignores_sigterm_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_ignores_sigterm_is_killed(
+    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.generation.sglang.host._STOP_GRACE_S", 0.2)
     host = make("stubborn")
     await host.start()
-    tree = descendants()
+    tree = started()
     await host.stop()
     assert not [process for process in tree if process.is_running()]
 
