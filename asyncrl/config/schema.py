@@ -205,6 +205,10 @@ class AlgorithmConfig:
         "grpo", "built-in graph (grpo, ppo, dapo, reinforce) or import path of a function that builds one"
     )
     graph_args: dict[str, Any] = setting(help="keyword arguments of the graph's function", factory=dict)
+    plugins: list[str] = setting(
+        help="your modules or packages whose registered losses, advantages, filters, ... are known by name",
+        factory=list,
+    )
     policy_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="decoupled_ppo"))
     correction: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_truncate"))
     prox: str = setting(
@@ -278,7 +282,7 @@ class SystemConfig:
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
     heartbeat_s: float = setting(
-        2.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
+        10.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
     )
     stall_timeout_s: float = setting(
         120.0, "no train step for so long: say which stage waits for what, and stop", unit="s", minimum=5.0

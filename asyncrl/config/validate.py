@@ -240,9 +240,15 @@ def _algorithms(config: ExperimentConfig) -> Iterator[str]:
         *((f"rollout.filters[{i}]", "filter", choice) for i, choice in enumerate(config.rollout.filters)),
         *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),
     ]
+    try:
+        for kind in catalog.KINDS:
+            catalog.known(kind, algorithm.plugins)
+    except ValueError as error:
+        yield f"algorithm.plugins={algorithm.plugins}: {error}"
+        return
     for setting, kind, choice in choices:
         try:
-            catalog.check(kind, choice.name, choice.params)
+            catalog.check(kind, choice.name, choice.params, algorithm.plugins)
         except ValueError as error:
             yield f"{setting}={choice.name!r}: {error}"
 

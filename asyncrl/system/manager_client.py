@@ -1,8 +1,9 @@
 """The GserverManager's HTTP interface, from the side of RolloutWorkers and the master.
 
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
-does so with back-off until `retry_s` is over. Requests to schedule or release made in the same turn of the event loop
-travel in one HTTP call.
+does so with back-off until `retry_s` is over. Requests to schedule made in the same turn of the event loop travel in
+one HTTP call; requests to release travel with the worker's next call, whatever that is about, or on their own where
+none comes within `RELEASE_DELAY_S`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from asyncrl.system.worker import Worker
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 60.0
+RELEASE_DELAY_S = 0.05
+"""A call is about to follow the end of almost every request: its rollout goes on or ends."""
 CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
 _FIRST_BACKOFF_S = 0.05
@@ -94,6 +97,7 @@ class ManagerClient:
         self._retry_s = retry_s
         self._to_schedule: list[tuple[ScheduleRequest, asyncio.Future[Route | None]]] = []
         self._to_release: list[str] = []
+        self._release_timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -118,8 +122,8 @@ class ManagerClient:
             ManagerGone: see there.
         """
         rollouts = [{"rollout_id": r.rollout_id, "prompt_id": r.prompt_id, "order": r.order} for r in wanted]
-        body = {"worker": self._worker, "rollouts": rollouts, "timeout_s": timeout_s, "returned_ack": returned_ack}
-        reply = await self._call("/allocate_rollout", body, hold_s=timeout_s)
+        body = {"rollouts": rollouts, "timeout_s": timeout_s, "returned_ack": returned_ack}
+        reply = await self._tell("/allocate_rollout", body, hold_s=timeout_s)
         return Allocation(
             granted=tuple(GrantedRollout(item["rollout_id"], item["version"]) for item in reply["granted"]),
             returned=tuple(ReturnedPrompt(item["seq"], item["prompt_id"], item["order"]) for item in reply["returned"]),
@@ -130,7 +134,6 @@ class ManagerClient:
     async def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         """Report the end of `rollouts`; call it after the trainer's acknowledgement. Releases their requests too."""
         body = {
-            "worker": self._worker,
             "rollouts": [
                 {
                     "rollout_id": r.rollout_id,
@@ -142,7 +145,7 @@ class ManagerClient:
                 for r in rollouts
             ],
         }
-        await self._call("/finish_rollout", body)
+        await self._tell("/finish_rollout", body)
 
     async def schedule(self, request: ScheduleRequest, timeout_s: float) -> Route | None:
         """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
@@ -153,10 +156,10 @@ class ManagerClient:
         return await answer
 
     def release(self, request_id: str) -> None:
-        """The request is over; told to the manager in the background."""
-        if not self._to_release:
-            self._spawn(self._flush_releases(), self._releases)
+        """The request is over; told to the manager with the next call, or in the background."""
         self._to_release.append(request_id)
+        if self._release_timer is None:
+            self._release_timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._release_alone)
 
     async def lost_servers(self, after: int, timeout_s: float) -> tuple[int, list[str]]:
         """URLs of servers that left service unexpectedly since loss number `after`, and the number of the last one.
@@ -164,8 +167,7 @@ class ManagerClient:
         Waits up to `timeout_s` for one. `after` -1: only tells the number. Also the sign of life of a worker that has
         nothing else to say.
         """
-        body = {"worker": self._worker, "after": after, "timeout_s": timeout_s}
-        reply = await self._call("/lost_servers", body, hold_s=timeout_s)
+        reply = await self._tell("/lost_servers", {"after": after, "timeout_s": timeout_s}, hold_s=timeout_s)
         return reply["seq"], reply["urls"]
 
     async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
@@ -214,12 +216,24 @@ class ManagerClient:
         """Send what is still to be released, then close the connections."""
         for call in self._calls:
             call.cancel()
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_alone()
         if self._releases:
             await asyncio.wait(self._releases, timeout=CLOSE_LIMIT_S)
         for release in self._releases:
             release.cancel()
         await asyncio.gather(*self._calls, *self._releases, return_exceptions=True)
         await self._http.close()
+
+    async def _tell(self, path: str, body: dict[str, Any], *, hold_s: float = 0.0) -> Any:
+        """A call in the worker's name, which also tells what it no longer runs."""
+        released, self._to_release = self._to_release, []
+        try:
+            return await self._call(path, {"worker": self._worker, "released": released, **body}, hold_s=hold_s)
+        except BaseException:  # perhaps told, perhaps not: telling it again does no harm
+            self._to_release += released
+            raise
 
     async def _call(self, path: str, body: Any, *, hold_s: float = 0.0) -> Any:
         """POST `body` (GET where it is None), again and again while the manager does not answer."""
@@ -250,7 +264,6 @@ class ManagerClient:
         batch, self._to_schedule = self._to_schedule, []
         answers = {request.request_id: answer for request, answer in batch}
         body = {
-            "worker": self._worker,
             "requests": [
                 {
                     "request_id": r.request_id,
@@ -266,7 +279,7 @@ class ManagerClient:
             "timeout_s": timeout_s,
         }
         try:
-            reply = await self._call("/schedule_request", body, hold_s=timeout_s)
+            reply = await self._tell("/schedule_request", body, hold_s=timeout_s)
             for item in reply["scheduled"]:
                 answer = answers.pop(item["request_id"])
                 if not answer.done():
@@ -283,12 +296,17 @@ class ManagerClient:
                 if not answer.done():
                     answer.set_exception(error)
 
+    def _release_alone(self) -> None:
+        """No call came that could have taken the releases along."""
+        self._release_timer = None
+        if self._to_release:
+            self._spawn(self._flush_releases(), self._releases)
+
     async def _flush_releases(self) -> None:
-        batch, self._to_release = self._to_release, []
         try:
-            await self._call("/finish_request", {"worker": self._worker, "request_ids": batch})
+            await self._tell("/finish_request", {})
         except (HttpError, ManagerGone) as error:  # released with their rollouts, or with this worker's lease
-            _log.warning("%d requests were not released: %s", len(batch), error)
+            _log.warning("%d requests were not released: %s", len(self._to_release), error)
 
 
 def _books(reply: Any) -> GateBooks:

@@ -1,7 +1,8 @@
 """The GserverManager's state and verbs: gate, router, leases and returned prompts as one, without HTTP around them.
 
-A verb takes the JSON of its request as a dict and returns that of the reply. Those that may have to wait are
-coroutines and look again whenever something changed that they depend on:
+A verb takes the JSON of its request as a dict and returns that of the reply. A worker's call is also its sign of life,
+and names in `released` the requests of its that are over. Verbs that may have to wait are coroutines and look again
+whenever something changed that they depend on:
 
     allocate_rollout   waits for room at the gate, or for prompts that are given back
     schedule_request   waits for a server that takes requests at the wanted version
@@ -90,12 +91,11 @@ class ManagerService:
 
     async def allocate_rollout(self, body: Json) -> Json:
         """Admit a prefix of `rollouts`; holds for up to `timeout_s` where there is nothing to tell."""
-        worker = _name(body)
+        worker = self._hear(body)
         tickets = [Ticket(item["rollout_id"], worker, item["prompt_id"], item["order"]) for item in body["rollouts"]]
         used = next((ticket.rollout_id for ticket in tickets if self.gate.has_left(ticket.rollout_id)), None)
         if used is not None:
             raise BadRequest(f"rollout_id {used!r} was used before; give each attempt an id of its own")
-        self.leases.renew(worker, self._clock())
         self.returned.acknowledge(worker, body.get("returned_ack", 0))
         deadline = self._deadline(body)
         waiting = _AtGate(worker, tickets)
@@ -121,7 +121,7 @@ class ManagerService:
 
     async def schedule_request(self, body: Json) -> Json:
         """Place `requests`; holds for up to `timeout_s` while none of them can be."""
-        worker = _name(body)
+        worker = self._hear(body)
         requests = [self._route_request(worker, item) for item in body["requests"]]
         deadline = self._deadline(body)
         while True:
@@ -142,17 +142,13 @@ class ManagerService:
                 return {"scheduled": scheduled}
 
     def finish_request(self, body: Json) -> Json:
-        """Release requests that are over."""
-        self.leases.renew(_name(body), self._clock())
-        released = sum(self.router.release(request_id) for request_id in body["request_ids"])
-        if released:
-            self.progress.notify()
+        """Release requests that are over, where no other call tells it."""
+        self._hear(body)
         return {"ok": True}
 
     def finish_rollout(self, body: Json) -> Json:
         """Rollouts ended: the trainer has them, or they are dropped."""
-        worker = _name(body)
-        self.leases.renew(worker, self._clock())
+        self._hear(body)
         for item in body["rollouts"]:
             rollout_id = item["rollout_id"]
             self.router.release_rollout(rollout_id)
@@ -188,7 +184,7 @@ class ManagerService:
 
     async def lost_servers(self, body: Json) -> Json:
         """Hold until a server leaves service unexpectedly after loss `after`, up to `timeout_s`."""
-        worker = _name(body)
+        worker = self._hear(body)
         after = body["after"]
         deadline = self._deadline(body)
         while True:
@@ -312,6 +308,16 @@ class ManagerService:
         waiting.granted.append({"rollout_id": ticket.rollout_id, "version": version})
         self.returned.running_again(ticket.owner, ticket.prompt_id)
 
+    def _hear(self, body: Json) -> str:
+        """A worker calls: it lives, and some requests of its are over. Returns its name."""
+        worker: str = body["worker"]
+        if not isinstance(worker, str):
+            raise BadRequest(f"worker is {worker!r}; give the caller's name, for example 'rollout_worker/0'")
+        self.leases.renew(worker, self._clock())
+        if sum(self.router.release(request_id) for request_id in body.get("released", ())):
+            self.progress.notify()
+        return worker
+
     def _route_request(self, worker: str, item: Json) -> RouteRequest:
         rollout_id = item["rollout_id"]
         admitted_at = None if rollout_id is None else self.gate.admitted_at(rollout_id)
@@ -329,10 +335,3 @@ class ManagerService:
     def _deadline(self, body: Json) -> float:
         hold_s: float = body.get("timeout_s", 0.0)
         return self._clock() + min(hold_s, MAX_HOLD_S)
-
-
-def _name(body: Json) -> str:
-    worker = body["worker"]
-    if not isinstance(worker, str):
-        raise BadRequest(f"worker is {worker!r}; give the caller's name, for example 'rollout_worker/0'")
-    return worker

@@ -72,6 +72,7 @@ class RolloutLoop:
         generate: asks the policy on behalf of a rollout id.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
+        registered_in: the user's modules in which filters and shapings may be registered.
     """
 
     def __init__(
@@ -82,11 +83,12 @@ class RolloutLoop:
         generate: Callable[[GenerationRequest, str], Awaitable[GenerationResult]],
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
+        registered_in: Sequence[str] = (),
     ) -> None:
         self._stream, self._plugins, self._gate = stream, plugins, gate
         self._generate, self._push, self._config = generate, push, config
-        self._filters = [resolve("filter", choice.name, choice.params) for choice in config.filters]
-        self._shapings = [resolve("shaping", choice.name, choice.params) for choice in config.shaping]
+        self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
+        self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
         self._candidates: list[_Candidate] = []
         self._returned_ack = 0
         self._free = config.max_concurrent

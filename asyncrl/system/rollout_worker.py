@@ -78,7 +78,13 @@ class RolloutWorker(AsyncWorker):
         try:
             self._register(server.endpoint)
             loop = RolloutLoop(
-                await self._open_stream(), self._plugins, manager, client.generate, pusher.push, self.config.rollout
+                await self._open_stream(),
+                self._plugins,
+                manager,
+                client.generate,
+                pusher.push,
+                self.config.rollout,
+                self.config.algorithm.plugins,
             )
             self.ready()
             await self._until_stopped(loop, pusher)

@@ -18,7 +18,9 @@ class TrainState:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.objective: Objective = build_objective(objective_spec(algorithm))
         self.value_objective: ValueObjective = build_value_objective(
-            ValueObjectiveSpec(_choice(algorithm.critic.value_loss), _choice(algorithm.aggregation))
+            ValueObjectiveSpec(
+                _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation), tuple(algorithm.plugins)
+            )
         )
         self.kl: KLController = _kl_controller(algorithm)
         norm = algorithm.critic.value_norm
@@ -49,6 +51,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         entropy_coef=algorithm.entropy_coef,
         aggregation=_choice(algorithm.aggregation),
         prox=cast(Literal["recompute", "approximate", "behave"], algorithm.prox),
+        plugins=tuple(algorithm.plugins),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,30 @@ pytestmark = pytest.mark.slow
 
 STEPS = 3
 EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
+
+
+OWN_ALGORITHMS = """
+from asyncrl.algorithms.advantages.rloo import rloo
+from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.registry import advantage, filter_, policy_loss
+
+
+@policy_loss("my_loss")
+def my_loss(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:
+    return PolicyLossOutput(scale * reinforce(inputs).loss_T, inputs.mask_T)
+
+
+@advantage("my_advantage")
+def my_advantage(inputs: AdvantageInputs) -> AdvantageOutput:
+    return rloo(inputs)
+
+
+@filter_("my_filter")
+def my_filter(group: GroupView, *, least: float = 0.0) -> Verdict:
+    return Verdict(float(group.rewards_S.mean()) >= least, "mine")
+"""
 
 
 def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
@@ -56,3 +81,24 @@ def test_custom_graph_runs_its_own_calls_and_a_second_reward_model(
     rows = finished(start_run, "custom_graph", algorithm__graph_args__style_model=judge).rows()
     assert all(0 < row["reward/length_penalty"] <= 0.1 for row in rows)
     assert len({row["reward/style_scores"] for row in rows}) == STEPS
+
+
+def test_algorithms_of_a_users_package_are_known_by_their_registered_names(
+    start_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lib" / "my_algorithms"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "all_of_mine.py").write_text(OWN_ALGORITHMS)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    run = finished(
+        start_run,
+        "async_ppo",
+        algorithm__plugins="[my_algorithms]",
+        algorithm__policy_loss__name="my_loss",
+        algorithm__policy_loss__params="{scale: 0.0}",
+        algorithm__advantage__name="my_advantage",
+        rollout__filters="[{name: my_filter, params: {least: 0.01}}]",
+    )
+    assert {row["grad_norm"] for row in run.rows()} == {0.0}
+    assert run.summary()["books"]["dropped"]["mine"] > 0

@@ -158,6 +158,35 @@ async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager:
     assert manager.service.router.placed == 0
 
 
+async def test_a_release_travels_with_the_next_call(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    await client.schedule(request_of("q", "a"), 5)
+    client.release("q")
+    await client.finish([])
+    assert manager.service.router.placed == 0
+
+
+async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Manager) -> None:
+    client = manager.client()
+    await client.schedule(request_of("q"), 5)
+    client.release("q")
+    await held(manager, lambda: manager.service.router.placed, 0)
+
+
+async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Manager) -> None:
+    client = manager.client()
+    await client.schedule(request_of("q"), 5)
+    client.release("q")
+    rightful, client._worker = client._worker, 7  # type: ignore[assignment]
+    with pytest.raises(HttpRefused, match="worker is 7"):
+        await client.finish([])
+    client._worker = rightful
+    assert manager.service.router.placed == 1
+    await client.close()
+    assert manager.service.router.placed == 0
+
+
 async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:
     client = manager.client()
     manager.serve(3)

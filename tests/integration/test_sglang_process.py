@@ -109,7 +109,7 @@ Started = Callable[[], set[psutil.Process]]
 
 @pytest.fixture
 def started() -> Started:
-    """The processes that the test itself has started; those of earlier tests and fixtures (etcd, torch) are not meant."""
+    """Tells which processes the test itself has started; those of earlier tests and fixtures are not meant."""
     earlier = set(psutil.Process().children(recursive=True))
     return lambda: set(psutil.Process().children(recursive=True)) - earlier
 

@@ -92,6 +92,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["reward.path=plain"], ["reward.path", "package.module:Name"]),
         (["algorithm.policy_loss.name=gpso"], ["'gpso'", "did you mean 'gspo'"]),
         (["algorithm.policy_loss.params.clipp=1"], ["'clipp'"]),
+        (["algorithm.plugins=[no_such_package]"], ["algorithm.plugins", "'no_such_package'", "PYTHONPATH"]),
         (["generation.backend=sglang", "generation.sglang.python=/no/python"], ["/no/python", "not an executable"]),
         (["system.name_resolve=etcd3"], ["system.name_resolve_root", "host:port"]),
         (["trial_name=../up"], ["trial_name='../up'", "folder"]),

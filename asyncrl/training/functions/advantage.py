@@ -25,7 +25,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     `keep` leaves out have no advantage.
     """
     algorithm = ctx.config.algorithm
-    estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params)
+    estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
     mask_T = batch["loss_mask"]
     if "keep" in ctx.reads:
         mask_T = mask_T & batch["keep"][batch.seq_ids_T]
@@ -72,7 +72,7 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
             f"algorithm.kl_in is reward, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its reads"
         )
     key = "prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"
-    estimate = resolve("kl", algorithm.kl.name, algorithm.kl.params)
+    estimate = resolve("kl", algorithm.kl.name, algorithm.kl.params, algorithm.plugins)
     kl_T = estimate(KLInputs(batch[key], batch["ref_logprobs"], mask_T))
     return kl_token_rewards(kl_T, mask_T, ctx.state.kl.coef), {"kl/reference": mean_stat(kl_T, mask_T)}
 

@@ -30,7 +30,8 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. What
     is filtered here was trained on nothing but is consumed; a filter in `rollout.filters` saves its place in the batch.
     """
-    decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}))
+    plugins = ctx.config.algorithm.plugins
+    decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}), plugins)
     rewards_S, groups_S = batch[ctx.args.get("rewards", "rewards")].cpu().numpy(), batch["group_ids"].cpu().numpy()
     truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
     keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
