@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms import catalog
+from asyncrl.algorithms.signatures import KINDS
 from asyncrl.config.load import Config, ConfigError, settings
 from asyncrl.config.plugins import PluginError, split_path
 from asyncrl.config.schema import ChoiceConfig, ExperimentConfig
@@ -241,7 +242,7 @@ def _algorithms(config: ExperimentConfig) -> Iterator[str]:
         *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),
     ]
     try:
-        for kind in catalog.KINDS:
+        for kind in KINDS:
             catalog.known(kind, algorithm.plugins)
     except ValueError as error:
         yield f"algorithm.plugins={algorithm.plugins}: {error}"
