@@ -111,7 +111,7 @@ class GserverManager(AsyncWorker):
         await self._next_value(names.data_state_key(), None)
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(ACTOR))
         version = max((int(json.loads(value)["version"]) for value in entries.values()), default=0)
-        self._service.begin(version)
+        self._service.begin(version, (f"rollout_worker/{index}" for index in range(self.config.rollout.workers)))
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:

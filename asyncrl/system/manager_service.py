@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ from asyncrl.system.signal_wait import Signal
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
+FIRST_ASK_S = 10.0
+"""How long the first admission waits for a worker that has not asked yet."""
 LOSSES_KEPT = 256
 
 Json = dict[str, Any]
@@ -74,6 +76,8 @@ class ManagerService:
         self.tokens_finished = 0
         self._clock = clock
         self._begun = False
+        self._absent: set[str] = set()
+        self._absent_until = 0.0
         self._closed_since: float | None = None
         self._closed_s = 0.0
         self._at_gate: list[_AtGate] = []
@@ -98,6 +102,7 @@ class ManagerService:
             raise BadRequest(f"rollout_id {used!r} was used before; give each attempt an id of its own")
         self.returned.acknowledge(worker, body.get("returned_ack", 0))
         deadline = self._deadline(body)
+        self._absent.discard(worker)
         waiting = _AtGate(worker, tickets)
         while tickets and self.gate.is_live(tickets[0].rollout_id):  # the reply to this call was lost once
             self._start(waiting)
@@ -243,11 +248,15 @@ class ManagerService:
         late = self.leases.expired(self._clock())
         for worker in late:
             self.worker_died(worker)
+        if self._absent and self._clock() > self._absent_until:
+            self._absent.clear()
+            self._admit()
         return late
 
     def worker_died(self, worker: str) -> None:
         """The worker is gone: its running rollouts are dropped, their prompts wait for its successor."""
         self.leases.end(worker)
+        self._absent.discard(worker)
         for waiting in self._at_gate:
             if waiting.worker == worker:
                 waiting.tickets.clear()
@@ -258,11 +267,17 @@ class ManagerService:
         self._admit()
         self.progress.notify()
 
-    def begin(self, version: int) -> None:
-        """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted."""
+    def begin(self, version: int, workers: Iterable[str] = ()) -> None:
+        """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
+
+        The first ones are once each of `workers` has asked, for `FIRST_ASK_S` at most: else the first batch would be
+        of whoever asks first, and not in the data order.
+        """
         if version > 0:
             self.gate.resume(version)
         self._begun = True
+        self._absent = set(workers) - {waiting.worker for waiting in self._at_gate}
+        self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
     def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> None:
@@ -274,7 +289,7 @@ class ManagerService:
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
-        if self._at_gate and self._begun:
+        if self._at_gate and self._begun and not self._absent:
             self._admit_waiting()
         full = self.gate.capacity == 0
         if full and self._closed_since is None:

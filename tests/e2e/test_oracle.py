@@ -65,12 +65,13 @@ def oracle(tiny_model: Path, reward_path: str) -> list[StepReport]:
     return reports
 
 
-@pytest.mark.parametrize("parallel", ["d1", "d2"])
+@pytest.mark.parametrize(("parallel", "rollout_workers"), [("d1", 1), ("d2", 1), ("d1", 3)])
 def test_losses_are_those_of_the_reference_loop(
-    oracle: list[StepReport], start_run: Any, reward_path: str, parallel: str
+    oracle: list[StepReport], start_run: Any, reward_path: str, parallel: str, rollout_workers: int
 ) -> None:
     run = start_run(
         trainer__parallel=parallel,
+        rollout__workers=rollout_workers,
         reward__path=reward_path,
         seed=CONFIG.seed,
         train_batch_size=CONFIG.train_batch_size,

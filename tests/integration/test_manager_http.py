@@ -15,7 +15,7 @@ from asyncrl.generation.scheduling import ScheduleRequest
 from asyncrl.system.manager_client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
 from asyncrl.system.manager_http import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.system.manager_metrics import manager_registry
-from asyncrl.system.manager_service import ManagerService
+from asyncrl.system.manager_service import FIRST_ASK_S, ManagerService
 from asyncrl.system.weight_update import Fleet
 
 TOKEN = "a-token"
@@ -124,6 +124,34 @@ async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager
     manager.serve(1)
     assert [grant.rollout_id for grant in (await early).granted] == ["u"]
     assert [grant.rollout_id for grant in (await late).granted] == ["x"]
+
+
+async def test_the_first_batch_is_in_the_data_order_whoever_asks_first(manager: Manager) -> None:
+    client, other = manager.client(), manager.client("rollout_worker/1")
+    manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
+    early = asyncio.create_task(client.allocate(wanted(*"abcd", first=10), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate), 1)
+    assert [grant.rollout_id for grant in (await other.allocate(wanted(*"xyz"), timeout_s=30)).granted] == [
+        "x",
+        "y",
+        "z",
+    ]
+    assert [grant.rollout_id for grant in (await early).granted] == ["a"]
+
+
+@pytest.mark.parametrize("gone", ["dead", "silent"])
+async def test_the_first_batch_does_not_wait_for_ever_for_a_worker(manager: Manager, gone: str) -> None:
+    manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
+    asking = asyncio.create_task(manager.client().allocate(wanted("a"), timeout_s=30))
+    await held(manager, lambda: len(manager.service._at_gate), 1)
+    manager.service.expire_workers()
+    assert not asking.done()
+    if gone == "dead":
+        manager.service.worker_died("rollout_worker/1")
+    else:
+        manager.clock.now += FIRST_ASK_S + 1
+        manager.service.expire_workers()
+    assert [grant.rollout_id for grant in (await asking).granted] == ["a"]
 
 
 async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(manager: Manager) -> None:
