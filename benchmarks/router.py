@@ -132,7 +132,7 @@ class Load(asyncio.Protocol):
             ]
             return "/schedule_request", {"requests": requests, "timeout_s": 5.0}
         if self._step == 2:
-            return "/finish_rollout", {"rollouts": [{"rollout_id": n, "accepted": True, "tokens": 320} for n in ids]}
+            return "/finish_rollout", {"finished": [{"rollout_id": n, "accepted": True, "tokens": 320} for n in ids]}
         trained, self._to_train = self._to_train, []
         return "/report_consumed", {"version": self._version, "trained": trained, "dropped": []}
 

@@ -2,8 +2,8 @@
 
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
 does so with back-off until `retry_s` is over. Requests to schedule made in the same turn of the event loop travel in
-one HTTP call; requests to release travel with the worker's next call, whatever that is about, or on their own where
-none comes within `RELEASE_DELAY_S`.
+one HTTP call; what ended (rollouts and requests) travels with the worker's next call, whatever that is about, or on its
+own where none comes within `NEWS_DELAY_S`. On busy cores the number of calls is what the manager costs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.comm import names
@@ -25,8 +25,8 @@ from asyncrl.system.worker import Worker
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 60.0
-RELEASE_DELAY_S = 0.05
-"""A call is about to follow the end of almost every request: its rollout goes on or ends."""
+NEWS_DELAY_S = 0.01
+"""After the end of almost every rollout or request another call is about to follow: for the next one."""
 CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
 _FIRST_BACKOFF_S = 0.05
@@ -80,6 +80,17 @@ class FinishedRollout:
     tokens: int = 0
 
 
+@dataclass(slots=True)
+class _News:
+    """What ended and the manager does not know yet: request ids, and rollouts as it wants them told."""
+
+    released: list[str] = field(default_factory=list)
+    finished: list[dict[str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.released or self.finished)
+
+
 class ManagerClient:
     """See the module's docstring. Use it from one event loop.
 
@@ -96,10 +107,10 @@ class ManagerClient:
         self._http = JsonHttp(token)
         self._retry_s = retry_s
         self._to_schedule: list[tuple[ScheduleRequest, asyncio.Future[Route | None]]] = []
-        self._to_release: list[str] = []
-        self._release_timer: asyncio.TimerHandle | None = None
+        self._news = _News()
+        self._news_timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._flushes: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(cls, worker: Worker) -> ManagerClient:
@@ -131,21 +142,19 @@ class ManagerClient:
             closed=reply["closed"],
         )
 
-    async def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Report the end of `rollouts`; call it after the trainer's acknowledgement. Releases their requests too."""
-        body = {
-            "rollouts": [
-                {
-                    "rollout_id": r.rollout_id,
-                    "accepted": r.accepted,
-                    "reason": r.reason,
-                    "return_prompt": r.return_prompt,
-                    "tokens": r.tokens,
-                }
-                for r in rollouts
-            ],
-        }
-        await self._tell("/finish_rollout", body)
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
+        self._news.finished += [
+            {
+                "rollout_id": r.rollout_id,
+                "accepted": r.accepted,
+                "reason": r.reason,
+                "return_prompt": r.return_prompt,
+                "tokens": r.tokens,
+            }
+            for r in rollouts
+        ]
+        self._tell_soon()
 
     async def schedule(self, request: ScheduleRequest, timeout_s: float) -> Route | None:
         """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
@@ -156,10 +165,18 @@ class ManagerClient:
         return await answer
 
     def release(self, request_id: str) -> None:
-        """The request is over; told to the manager with the next call, or in the background."""
-        self._to_release.append(request_id)
-        if self._release_timer is None:
-            self._release_timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._release_alone)
+        """The request is over."""
+        self._news.released.append(request_id)
+        self._tell_soon()
+
+    async def flush(self) -> None:
+        """Tell now what ended.
+
+        Raises:
+            ManagerGone: see there.
+        """
+        if self._news:
+            await self._tell("/finish_rollout", {})
 
     async def lost_servers(self, after: int, timeout_s: float) -> tuple[int, list[str]]:
         """URLs of servers that left service unexpectedly since loss number `after`, and the number of the last one.
@@ -216,23 +233,25 @@ class ManagerClient:
         """Send what is still to be released, then close the connections."""
         for call in self._calls:
             call.cancel()
-        if self._release_timer is not None:
-            self._release_timer.cancel()
-            self._release_alone()
-        if self._releases:
-            await asyncio.wait(self._releases, timeout=CLOSE_LIMIT_S)
-        for release in self._releases:
-            release.cancel()
-        await asyncio.gather(*self._calls, *self._releases, return_exceptions=True)
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        if self._news_timer is not None:
+            self._news_timer.cancel()
+        self._tell_alone()
+        if self._flushes:
+            await asyncio.wait(self._flushes, timeout=CLOSE_LIMIT_S)
+        for flush in self._flushes:
+            flush.cancel()
+        await asyncio.gather(*self._flushes, return_exceptions=True)
         await self._http.close()
 
     async def _tell(self, path: str, body: dict[str, Any], *, hold_s: float = 0.0) -> Any:
-        """A call in the worker's name, which also tells what it no longer runs."""
-        released, self._to_release = self._to_release, []
+        """A call in the worker's name, which also tells what ended."""
+        news, self._news = self._news, _News()
+        told = {"worker": self._worker, "released": news.released, "finished": news.finished}
         try:
-            return await self._call(path, {"worker": self._worker, "released": released, **body}, hold_s=hold_s)
+            return await self._call(path, told | body, hold_s=hold_s)
         except BaseException:  # perhaps told, perhaps not: telling it again does no harm
-            self._to_release += released
+            self._news = _News(news.released + self._news.released, news.finished + self._news.finished)
             raise
 
     async def _call(self, path: str, body: Any, *, hold_s: float = 0.0) -> Any:
@@ -296,17 +315,21 @@ class ManagerClient:
                 if not answer.done():
                     answer.set_exception(error)
 
-    def _release_alone(self) -> None:
-        """No call came that could have taken the releases along."""
-        self._release_timer = None
-        if self._to_release:
-            self._spawn(self._flush_releases(), self._releases)
+    def _tell_soon(self) -> None:
+        if self._news_timer is None:
+            self._news_timer = asyncio.get_running_loop().call_later(NEWS_DELAY_S, self._tell_alone)
 
-    async def _flush_releases(self) -> None:
+    def _tell_alone(self) -> None:
+        """No call came that could have taken the news along."""
+        self._news_timer = None
+        if self._news:
+            self._spawn(self._flush_in_background(), self._flushes)
+
+    async def _flush_in_background(self) -> None:
         try:
-            await self._tell("/finish_request", {})
-        except (HttpError, ManagerGone) as error:  # released with their rollouts, or with this worker's lease
-            _log.warning("%d requests were not released: %s", len(self._to_release), error)
+            await self.flush()
+        except (HttpError, ManagerGone) as error:  # kept for the next call, and whoever makes that hears of it
+            _log.warning("the manager was not told what ended: %s", error)
 
 
 def _books(reply: Any) -> GateBooks:

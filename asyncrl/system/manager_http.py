@@ -46,7 +46,6 @@ class ManagerHttp:
             "/lost_servers": service.lost_servers,
         }
         self._quick: dict[str, Callable[[Json], Json]] = {
-            "/finish_request": service.finish_request,
             "/finish_rollout": service.finish_rollout,
             "/report_consumed": service.report_consumed,
             "/close_gate": service.close_gate,

@@ -1,8 +1,8 @@
 """The GserverManager's state and verbs: gate, router, leases and returned prompts as one, without HTTP around them.
 
 A verb takes the JSON of its request as a dict and returns that of the reply. A worker's call is also its sign of life,
-and names in `released` the requests of its that are over. Verbs that may have to wait are coroutines and look again
-whenever something changed that they depend on:
+and tells in `released` and `finished` which of its requests and rollouts ended. Verbs that may have to wait are
+coroutines and look again whenever something changed that they depend on:
 
     allocate_rollout   waits for room at the gate, or for prompts that are given back
     schedule_request   waits for a server that takes requests at the wanted version
@@ -146,26 +146,9 @@ class ManagerService:
             if scheduled or not requests or not await self._routes.wait(deadline - self._clock()):
                 return {"scheduled": scheduled}
 
-    def finish_request(self, body: Json) -> Json:
-        """Release requests that are over, where no other call tells it."""
-        self._hear(body)
-        return {"ok": True}
-
     def finish_rollout(self, body: Json) -> Json:
-        """Rollouts ended: the trainer has them, or they are dropped."""
+        """Take in what ended, where no other call tells it."""
         self._hear(body)
-        for item in body["rollouts"]:
-            rollout_id = item["rollout_id"]
-            self.router.release_rollout(rollout_id)
-            if not item["accepted"]:
-                self._drop(rollout_id, item.get("reason") or "rejected", item.get("return_prompt", False))
-                continue
-            ticket = self.gate.finish(rollout_id)
-            if ticket is not None:
-                self.returned.running_again(ticket.owner, ticket.prompt_id)
-                self.tokens_finished += item.get("tokens", 0)
-        self._admit()
-        self.progress.notify()
         return {"ok": True}
 
     def report_consumed(self, body: Json) -> Json:
@@ -324,14 +307,33 @@ class ManagerService:
         self.returned.running_again(ticket.owner, ticket.prompt_id)
 
     def _hear(self, body: Json) -> str:
-        """A worker calls: it lives, and some requests of its are over. Returns its name."""
+        """A worker calls: it lives, and tells which of its requests and rollouts ended. Returns its name."""
         worker: str = body["worker"]
         if not isinstance(worker, str):
             raise BadRequest(f"worker is {worker!r}; give the caller's name, for example 'rollout_worker/0'")
         self.leases.renew(worker, self._clock())
-        if sum(self.router.release(request_id) for request_id in body.get("released", ())):
+        released, finished = body.get("released", ()), body.get("finished", ())
+        for request_id in released:
+            self.router.release(request_id)
+        for item in finished:
+            self._finish(item)
+        if finished:
+            self._admit()
+        if released or finished:
             self.progress.notify()
         return worker
+
+    def _finish(self, item: Json) -> None:
+        """A rollout ended: the trainer has it, or it is dropped."""
+        rollout_id = item["rollout_id"]
+        self.router.release_rollout(rollout_id)
+        if not item["accepted"]:
+            self._drop(rollout_id, item.get("reason") or "rejected", item.get("return_prompt", False))
+            return
+        ticket = self.gate.finish(rollout_id)
+        if ticket is not None:
+            self.returned.running_again(ticket.owner, ticket.prompt_id)
+            self.tokens_finished += item.get("tokens", 0)
 
     def _route_request(self, worker: str, item: Json) -> RouteRequest:
         rollout_id = item["rollout_id"]

@@ -51,8 +51,8 @@ class Gate(Protocol):
         """Ask to start `wanted`; some, the first of them, are granted."""
         ...
 
-    async def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Report rollouts that ended."""
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Report rollouts that ended; told with the next call."""
         ...
 
 
@@ -93,14 +93,12 @@ class RolloutLoop:
         self._returned_ack = 0
         self._free = config.max_concurrent
         self._room = asyncio.Event()
-        self._finished: asyncio.Queue[FinishedRollout] = asyncio.Queue()
         self._attempts: Counter[str] = Counter()
         self._failures_in_a_row = 0
 
     async def run(self) -> NoReturn:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._report_finished())
             while True:
                 await self._wait_for_room()
                 for candidate in await self._admitted():
@@ -149,7 +147,7 @@ class RolloutLoop:
         finally:
             self._free += 1
             self._room.set()
-        self._finished.put_nowait(outcome)
+        self._gate.finish([outcome])
 
     async def _attempt(self, candidate: _Candidate) -> FinishedRollout:
         """Roll out, judge, and hand over what is kept."""
@@ -180,11 +178,3 @@ class RolloutLoop:
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
         return FinishedRollout(candidate.rollout_id, accepted=False, reason=FAILED, return_prompt=again)
-
-    async def _report_finished(self) -> NoReturn:
-        """Tell the manager of ended rollouts, those of one moment in one call."""
-        while True:
-            ended = [await self._finished.get()]
-            while not self._finished.empty():
-                ended.append(self._finished.get_nowait())
-            await self._gate.finish(ended)

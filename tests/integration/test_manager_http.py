@@ -82,7 +82,8 @@ def drop_of(name: str, reason: str, return_prompt: bool) -> Drop:
 
 
 async def accept(client: ManagerClient, *names: str) -> None:
-    await client.finish([FinishedRollout(name, True, tokens=7) for name in names])
+    client.finish([FinishedRollout(name, True, tokens=7) for name in names])
+    await client.flush()
 
 
 async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> None:
@@ -170,7 +171,7 @@ async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(mana
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
     client = manager.client()
     await client.allocate(wanted("a"), timeout_s=5)
-    await client.finish([FinishedRollout("a", False, "rejected", return_prompt=True)])
+    client.finish([FinishedRollout("a", False, "rejected", return_prompt=True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
         await client.allocate(wanted("a"), timeout_s=5)
 
@@ -186,13 +187,16 @@ async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager:
     assert manager.service.router.placed == 0
 
 
-async def test_a_release_travels_with_the_next_call(manager: Manager) -> None:
+async def test_what_ended_travels_with_the_next_call(manager: Manager) -> None:
     client = manager.client()
+    await client.allocate(wanted("b"), timeout_s=5)
+    client.finish([FinishedRollout("b", True, tokens=7)])
     await client.allocate(wanted("a"), timeout_s=5)
     await client.schedule(request_of("q", "a"), 5)
     client.release("q")
-    await client.finish([])
+    await client.allocate([], timeout_s=0)
     assert manager.service.router.placed == 0
+    assert manager.service.gate.books().finished_untrained == 1
 
 
 async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Manager) -> None:
@@ -208,7 +212,7 @@ async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Ma
     client.release("q")
     rightful, client._worker = client._worker, 7  # type: ignore[assignment]
     with pytest.raises(HttpRefused, match="worker is 7"):
-        await client.finish([])
+        await client.flush()
     client._worker = rightful
     assert manager.service.router.placed == 1
     await client.close()
@@ -341,7 +345,7 @@ async def test_malformed_calls_are_answered_and_change_nothing(manager: Manager)
         ("/allocate_rollout", b"{", 400),
         ("/allocate_rollout", b"[]", 400),
         ("/allocate_rollout", b"{}", 400),
-        ("/finish_rollout", b'{"worker": 3, "rollouts": []}', 400),
+        ("/finish_rollout", b'{"worker": 3}', 400),
         ("/schedule_request", b'{"worker": "w", "requests": [{"request_id": 1}]}', 400),
         ("/nowhere", b"{}", 404),
         ("/allocate_rollout", b" " * (MAX_BODY_BYTES + 1), 413),
@@ -366,7 +370,8 @@ async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     client = manager.client()
     await client.allocate(wanted(*"abc"), timeout_s=5)
     await accept(client, "a")
-    await client.finish([FinishedRollout("b", False, "all_equal")])
+    client.finish([FinishedRollout("b", False, "all_equal")])
+    await client.flush()
     await client.schedule(request_of("q", "c"), 5)
     async with aiohttp.ClientSession() as session, session.get(manager.url + "/metrics") as reply:
         text = await reply.text()

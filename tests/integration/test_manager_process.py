@@ -169,7 +169,8 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: 
     for result in results:
         assert [c.token_ids for c in result.completions] == [c.token_ids for c in reference]
         assert all(len(c.token_ids) == 6 and c.versions == sorted(c.versions) for c in result.completions)
-    await client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
+    client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
+    await client.flush()
     books = await client.books()
     assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0

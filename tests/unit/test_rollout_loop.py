@@ -109,7 +109,7 @@ class FakeGate:
             await asyncio.Event().wait()
         return Allocation(tuple(GrantedRollout(r.rollout_id, 0) for r in granted), pending, 0, False)
 
-    async def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
             self.running.discard(rollout.rollout_id)
             self.finished[rollout.rollout_id] = rollout
