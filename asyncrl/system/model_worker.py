@@ -40,6 +40,7 @@ from asyncrl.training.engine import PolicyEngine
 from asyncrl.training.inbox import Inbox
 from asyncrl.training.redistribute import Move, redistribute
 from asyncrl.training.roles import TrainingRank, build_rank
+from asyncrl.training.shared_files import SharedFiles
 from asyncrl.training.step_batch import StepBatch, build_step_batch
 from asyncrl.training.world import training_world
 
@@ -85,6 +86,7 @@ class ModelWorker(Worker):
         self._rank: TrainingRank = build_rank(config, graph, ranks, device)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = weights.tokenizer_assets(Path(str(config.model.path)))
+        self._shared: dict[str, SharedFiles] = {}
         self._take_connections()
 
     def run(self) -> None:
@@ -218,7 +220,7 @@ class ModelWorker(Worker):
             role=role,
             version=version,
             ranks=self._rank.ranks,
-            assets=self._assets,
+            shared=self._shared.setdefault(role, SharedFiles(policy.model, self._assets)),
             canary=self._canary(policy),
         )
         return {"path": str(published.path), "bytes": published.bytes, "seconds": published.seconds}

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 WRITING_SUFFIX = ".writing"
 _REMOVING_SUFFIX = ".removing"
+_SYNCS_AT_ONCE = 8  # what a journal commits together costs as much as one file alone
 
 
 def aside(final: Path) -> Path:
@@ -74,6 +77,12 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Force several files to the disk together."""
+    with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
+        list(pool.map(sync_file, paths))
 
 
 def sync_directory(path: Path) -> None:

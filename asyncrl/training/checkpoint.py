@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.training import atomic_dir
 from asyncrl.training.checkpoint_dir import STATE_FILE, latest, prune
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.roles import TrainingRank
+from asyncrl.training.tensor_file import write_tensors
 from asyncrl.training.weights_manifest import Manifest, file_entry, write_manifest
 
 _SLICED = ("flat", "exp_avg", "exp_avg_sq")
@@ -131,8 +132,7 @@ def read_slices(path: Path, role: str, world: int) -> dict[str, Tensor]:
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    # A slice shares its storage with the whole, which safetensors refuses to write.
-    save_file({key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}, str(file))
+    write_tensors(file, tensors)
     atomic_dir.sync_file(file)
 
 

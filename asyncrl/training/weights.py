@@ -3,9 +3,12 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, canary.json, manifest.json
 
-Every rank holds all weights, so each writes its share of the shards at the same time; rank 0 then adds the index, the
-configuration, the tokenizer and the manifest, and renames the directory into place (`atomic_dir`). What a reader sees
-is whole. Shards are at most `MAX_SHARD_BYTES`, moved to the CPU one at a time, so a rank's extra memory is one shard.
+Every rank holds all weights, so each writes its share of the shards at the same time; rank 0 then adds what is not
+weights (`SharedFiles` once, as hard links) and the manifest, and renames the directory into place (`atomic_dir`). What
+a reader sees is whole.
+
+The bytes go from the tensors' memory to the page cache once, and are read once, for the checksum, while the disk takes
+them: a version is synced before it is visible, as the last one is the run's result.
 
 Ranks tell each other what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as the
 generation servers read it.
@@ -14,20 +17,21 @@ generation servers read it.
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.training import atomic_dir
 from asyncrl.training.canary import CANARY_FILE, Canary, encode_canary
 from asyncrl.training.ranks import Ranks
+from asyncrl.training.shared_files import SharedFiles
+from asyncrl.training.tensor_file import DTYPE_NAMES, write_tensors
 from asyncrl.training.weights_manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -42,23 +46,13 @@ from asyncrl.training.weights_manifest import (
 MAX_SHARD_BYTES = 4 << 30
 """Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""
 _INDEX_FILE = "model.safetensors.index.json"
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where a version lies, its size and how long writing took."""
+    """Where a version lies, the size of its tensors and how long writing took."""
 
     path: Path
     bytes: int
@@ -77,7 +71,7 @@ def publish(
     role: str,
     version: int,
     ranks: Ranks,
-    assets: Sequence[Path] = (),
+    shared: SharedFiles | None = None,
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Published:
@@ -87,7 +81,7 @@ def publish(
     after it (`collect`): steps that are taken again asynchronously lead to other weights.
 
     Args:
-        assets: small files to copy beside the weights (`tokenizer_assets`).
+        shared: what lies beside the weights of every version; by default the configuration alone.
         canary: by which a server that loaded the version can be checked; the same on all ranks.
 
     Raises:
@@ -96,14 +90,15 @@ def publish(
     """
     started = time.perf_counter()
     final = version_dir(root, role, version)
+    tensors = published_tensors(model)
     whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
     if whole.item() < ranks.world:
-        shards = plan_shards(published_tensors(model), ranks.world, max_shard_bytes)
+        shards = plan_shards(tensors, ranks.world, max_shard_bytes)
+        beside = shared or SharedFiles(model)
         ranks.together(lambda: _begin(final, ranks), f"creating {final}")
-        ranks.together(lambda: _write_shards(final, shards, ranks), f"writing {final}")
-        made = {} if canary is None else {CANARY_FILE: encode_canary(canary)}
-        ranks.together(lambda: _finish(final, model, shards, role, version, assets, made, ranks), f"publishing {final}")
-    return Published(final, verify(final, checksums=False).total_bytes, time.perf_counter() - started)
+        ranks.together(lambda: _write_share(final, shards, canary, ranks), f"writing {final}")
+        ranks.together(lambda: _finish(final, shards, role, version, beside, ranks), f"publishing {final}")
+    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -126,13 +121,13 @@ def plan_shards(
     `max_shard_bytes` (a larger tensor gets a file of its own). Small models are not cut: below 1 MiB a rank, opening
     files costs more than writing them.
     """
-    total = sum(_bytes(tensor) for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     share = max(-(-total // world), 1 << 20)
     shards: list[tuple[int, dict[str, Tensor]]] = []
     before = filled = 0
     for name, tensor in tensors.items():
         rank = min(before // share, world - 1)
-        size = _bytes(tensor)
+        size = tensor.nbytes
         if not shards or shards[-1][0] != rank or filled + size > max_shard_bytes:
             shards.append((rank, {}))
             filled = 0
@@ -192,20 +187,43 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_shards(final: Path, shards: Sequence[tuple[int, dict[str, Tensor]]], ranks: Ranks) -> None:
+def _write_share(
+    final: Path, shards: Sequence[tuple[int, dict[str, Tensor]]], canary: Canary | None, ranks: Ranks
+) -> None:
     directory = atomic_dir.aside(final)
-    written: dict[str, FileEntry] = {}
+    written: list[Path] = []
     for index, (rank, tensors) in enumerate(shards):
-        if rank != ranks.rank:
-            continue
-        path = directory / _shard_name(index, len(shards))
-        # Views of a flat parameter share its storage, which safetensors refuses to write; the copy is one shard.
-        on_cpu = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(on_cpu, path, metadata={"format": "pt"})
-        atomic_dir.sync_file(path)
-        written[path.name] = file_entry(path)
-    part = json.dumps({name: asdict(entry) for name, entry in written.items()})
+        if rank == ranks.rank:
+            written.append(directory / _shard_name(index, len(shards)))
+            write_tensors(written[-1], tensors)
+    if ranks.rank == 0:
+        if len(shards) > 1:
+            written.append(directory / _INDEX_FILE)
+            written[-1].write_text(_index(shards))
+        if canary is not None:
+            written.append(directory / CANARY_FILE)
+            written[-1].write_bytes(encode_canary(canary))
+    part = json.dumps({name: asdict(entry) for name, entry in _seal(written).items()})
     _part(directory, ranks.rank).write_text(part)  # gone before the rename, so it need not reach the disk
+
+
+def _seal(files: Sequence[Path]) -> dict[str, FileEntry]:
+    """Force `files` to the disk and compute their checksums meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        syncing = pool.submit(atomic_dir.sync_files, files)
+        entries = {path.name: file_entry(path) for path in files}
+        syncing.result()
+    return entries
+
+
+def _index(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> str:
+    total = sum(tensor.nbytes for _, tensors in shards for tensor in tensors.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": _file_of(shards)}, indent=1)
+
+
+def _file_of(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, str]:
+    """The file of every tensor."""
+    return {name: _shard_name(index, len(shards)) for index, (_, tensors) in enumerate(shards) for name in tensors}
 
 
 def _part(directory: Path, rank: int) -> Path:
@@ -214,45 +232,25 @@ def _part(directory: Path, rank: int) -> Path:
 
 def _finish(
     final: Path,
-    model: PreTrainedModel,
     shards: Sequence[tuple[int, dict[str, Tensor]]],
     role: str,
     version: int,
-    assets: Iterable[Path],
-    made: Mapping[str, bytes],
+    shared: SharedFiles,
     ranks: Ranks,
 ) -> None:
     if ranks.rank != 0:
         return
     directory = atomic_dir.aside(final)
-    files: dict[str, FileEntry] = {}
+    files = shared.link_into(directory)
     for rank in range(ranks.world):
         part = _part(directory, rank)
         files |= {name: FileEntry(**entry) for name, entry in json.loads(part.read_bytes()).items()}
         part.unlink()
-    file_of = {name: _shard_name(i, len(shards)) for i, (_, tensors) in enumerate(shards) for name in tensors}
-    small = [directory / "config.json"]
-    model.config.to_json_file(str(small[0]), use_diff=True)
-    if len(shards) > 1:
-        total = sum(_bytes(tensor) for _, tensors in shards for tensor in tensors.values())
-        small.append(directory / _INDEX_FILE)
-        small[-1].write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=1))
-    for asset in assets:
-        small.append(Path(shutil.copyfile(asset, directory / asset.name)))
-    for name, content in made.items():
-        small.append(directory / name)
-        small[-1].write_bytes(content)
-    for path in small:
-        atomic_dir.sync_file(path)
-        files[path.name] = file_entry(path)
+    file_of = _file_of(shards)
     entries = {
-        name: TensorEntry(tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], file_of[name])
+        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], file_of[name])
         for _, tensors in shards
         for name, tensor in tensors.items()
     }
     write_manifest(directory, Manifest(role, version, files, entries))
     atomic_dir.commit(final)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -12,14 +12,15 @@ where BLAKE2b reached 0.8 and SHA-256 1.6. Files are checked in parallel.
 
 from __future__ import annotations
 
-import json
 import mmap
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from asyncrl.training.atomic_dir import write_file
 
@@ -85,8 +86,14 @@ class Manifest:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write and sync `manifest` as the last file of `directory`."""
-    document = {"format": FORMAT, **asdict(manifest)}
-    write_file(directory / MANIFEST_FILE, json.dumps(document, separators=(",", ":")).encode())
+    document = {
+        "format": FORMAT,
+        "role": manifest.role,
+        "version": manifest.version,
+        "files": manifest.files,
+        "tensors": manifest.tensors,
+    }
+    write_file(directory / MANIFEST_FILE, orjson.dumps(document))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -97,7 +104,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        document = json.loads(path.read_bytes())
+        document = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(
             f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"

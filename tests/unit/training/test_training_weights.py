@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from asyncrl.datasets.tokenizer import load_tokenizer
 from asyncrl.training import atomic_dir, weights
 from asyncrl.training.models import load_causal_lm
 from asyncrl.training.ranks import Ranks
+from asyncrl.training.shared_files import SharedFiles
 from asyncrl.training.weights_manifest import verify
 
 CPU = torch.device("cpu")
@@ -35,7 +38,7 @@ def publish(
         role="actor",
         version=version,
         ranks=Ranks(),
-        assets=weights.tokenizer_assets(model_dir),
+        shared=SharedFiles(model, weights.tokenizer_assets(model_dir)),
         max_shard_bytes=max_shard_bytes,
     )
     return published.path, model
@@ -104,8 +107,41 @@ def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tm
         publish(qwen_dir, tmp_path, version)
     atomic_dir.begin(weights.version_dir(tmp_path, "actor", 4))
     assert weights.collect(tmp_path, "actor", {2, 3}) == [1]
-    assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == ["v2", "v3"]
+    assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == [".shared", "v2", "v3"]
     assert weights.collect(tmp_path, "critic", set()) == []
+
+
+def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
+    paths = [
+        weights.publish(model, tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared).path
+        for version in (1, 2)
+    ]
+    for name in ("config.json", "tokenizer.json"):
+        assert (paths[0] / name).samefile(paths[1] / name)
+    weights.collect(tmp_path, "actor", {2})
+    assert verify(paths[1]).version == 2
+
+
+def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
+    weights.publish(model, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
+    shutil.rmtree(tmp_path / "actor")
+    path = weights.publish(model, tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared).path
+    assert load_tokenizer(path).encode("1+2") == load_tokenizer(qwen_dir).encode("1+2")
+
+
+def test_a_file_system_without_hard_links_gets_copies(
+    qwen_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path, _ = publish(qwen_dir, tmp_path)
+    assert verify(path).files.keys() >= {"config.json", "tokenizer.json", "model.safetensors"}
 
 
 def test_shards_are_dealt_to_ranks_evenly_and_cut_at_the_limit() -> None:
