@@ -129,8 +129,10 @@ class ManagerConfig:
     )
     update_mode: str = setting(
         "interrupt",
-        "a weight update aborts running requests (clients continue them) or lets them finish first",
-        choices=("interrupt", "finish"),
+        "a weight update aborts running requests, which clients send again with what they have (interrupt), puts them "
+        "back into the server's queue, to go on under the new weights (retract: tens of milliseconds where SGLang "
+        "takes a second to abort; SGLang 0.5.20 or newer), or waits for their end (finish)",
+        choices=("interrupt", "retract", "finish"),
     )
     update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)

@@ -9,7 +9,8 @@ What it sees to, so that no caller has to:
 - **Two shapes of abort.** A request aborted in the queue has no output and lacks fields that one aborted while
   running has.
 - **Versions.** Per token from `weight_versions`; where the reply has none, all its tokens are of its
-  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs.
+  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so
+  `manager.update_mode=retract` wants a server that `tells_token_versions`.
 - **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before
   `/model_info` names the version.
 - **Log-probabilities** are those of the distribution really sampled from (`asyncrl.generation.sglang.logprobs`).
@@ -198,6 +199,12 @@ class GenerationServerClient:
         if len(entries) != len(token_ids) - start:  # not by their ids: SGLang gives the vocabulary's last token as 0
             raise MalformedReply(f"/generate scored {len(entries)} tokens, asked for {len(token_ids) - start}")
         return logprobs
+
+    async def tells_token_versions(self, *, timeout_s: float) -> bool:
+        """Whether this server's answers say which weights each token is of (SGLang: since 0.5.20)."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
+        reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
     async def pause(self, mode: PauseMode = "abort", *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating; `abort` finishes what runs now with what it has. Requests that arrive are held."""

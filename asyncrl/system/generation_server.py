@@ -19,7 +19,9 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
-from asyncrl.generation.host import BASE_VERSION, EngineHost, RestartBudget, Served
+from asyncrl.generation.client import GenerationServerClient
+from asyncrl.generation.host import BASE_VERSION, EngineHost, EngineStartError, RestartBudget, Served
+from asyncrl.generation.http import HttpError, JsonHttp
 from asyncrl.generation.sglang.command import Device
 from asyncrl.generation.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.system.worker import AsyncWorker
@@ -61,7 +63,9 @@ class GenerationServer(AsyncWorker):
             await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 return None
-            self._register(starting.result())
+            served = starting.result()
+            await self._check_token_versions(served)
+            self._register(served)
             failed = asyncio.ensure_future(host.failed())
             tasks.add(failed)  # type: ignore[arg-type]
             await asyncio.wait({stop, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,6 +75,28 @@ class GenerationServer(AsyncWorker):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check_token_versions(self, served: Served) -> None:
+        """Check that answers that span an update can be told apart token by token, where the run makes such.
+
+        Raises:
+            EngineStartError: they cannot, or the server does not answer.
+        """
+        if self.config.manager.update_mode != "retract" or self.config.generation.backend != "sglang":
+            return
+        http = JsonHttp(None if self.secret is None else self.secret.token)
+        try:
+            client = GenerationServerClient(http, served.url)
+            told = await client.tells_token_versions(timeout_s=self.config.generation.start_timeout_s)
+        except HttpError as error:
+            raise EngineStartError(f"server {served.url} does not generate: {error}") from error
+        finally:
+            await http.close()
+        if not told:
+            raise EngineStartError(
+                f"manager.update_mode='retract': the answers of server {served.url} do not say which weights each "
+                "token is of (no weight_versions); use SGLang 0.5.20 or newer, or update_mode=interrupt"
+            )
 
     def _register(self, served: Served) -> None:
         """Publish the engine's address with a lease, and tell the launcher that it serves."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
@@ -48,7 +48,7 @@ class GserverManager(AsyncWorker):
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
         )
-        mode: UpdateMode = "finish" if config.manager.update_mode == "finish" else "interrupt"
+        mode = cast(UpdateMode, config.manager.update_mode)  # one of its choices, by validation
         self._decisions = Fleet(mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None

@@ -2,6 +2,9 @@
 
 The caller tells what it finds in name resolution (`registered`) and which weights are published (`publish`); `run`
 does the rest. Each server's update and health check is a task of its own, so that none waits for another.
+
+A server whose requests were kept (`update_mode=retract`) answers a check only after those in its queue, so it is
+checked while it serves already; otherwise its version, and with it the gate, would wait for the queue.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.generation.client import GenerationServerClient
-from asyncrl.generation.http import HttpError, HttpUnreachable, JsonHttp
+from asyncrl.generation.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.system.manager_service import ManagerService
 from asyncrl.system.server_update import ServedCheck, carry_out
 from asyncrl.system.signal_wait import Signal
@@ -40,7 +43,7 @@ class ServerFleet:
         health_interval_s: time between two health checks of a server.
         update_timeout_s: limit of an update.
         health_timeout_s: limit of a health check.
-        checks: what a server has to pass after each update before it gets requests.
+        checks: what a server has to pass after each update.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ServerFleet:
         self._log = log
         self._changed = Signal()
         self._updates: dict[int, asyncio.Task[None]] = {}
+        self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking: set[str] = set()
         self._shown: dict[int, tuple[str, bool]] = {}
@@ -127,6 +131,7 @@ class ServerFleet:
             for order in self.fleet.poll(time.monotonic(), running):
                 match order:
                     case BeginUpdate():
+                        self._end_late_check(order.server)
                         self._updates[order.attempt] = self._spawn(self._update(order))
                     case CancelUpdate():
                         self._cancel(order)
@@ -149,8 +154,9 @@ class ServerFleet:
     async def _update(self, order: BeginUpdate) -> None:
         began = time.monotonic()
         client = GenerationServerClient(self._http, order.url)
+        kept = order.pause == "retract"
         try:
-            await carry_out(order, client, timeout_s=self._update_timeout_s, checks=self._checks)
+            await carry_out(order, client, timeout_s=self._update_timeout_s, checks=() if kept else self._checks)
         except HttpError as error:
             if self.fleet.failed(order.server, order.attempt, str(error), time.monotonic()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
@@ -158,10 +164,35 @@ class ServerFleet:
             if self.fleet.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (time.monotonic() - began)
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
+                if kept and self._checks:
+                    self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)
         self._show()
         self._changed.notify()
+
+    async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        """Check a server that serves already; one that fails leaves service, and hands nothing more out."""
+        try:
+            for check in self._checks:
+                await check(order.server, client, order.target)
+        except HttpTimeout as error:
+            self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
+        except HttpError as error:
+            if self.fleet.contradicted(order.server, order.attempt, str(error), time.monotonic()):
+                self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
+                self._show()
+                self._changed.notify()
+                try:
+                    await client.pause("retract", timeout_s=self._update_timeout_s)
+                except HttpError as unpaused:
+                    self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
+
+    def _end_late_check(self, server: int) -> None:
+        """What it would find is of weights that are about to be replaced."""
+        check = self._late_checks.pop(server, None)
+        if check is not None:
+            check.cancel()
 
     def _cancel(self, order: CancelUpdate) -> None:
         update = self._updates.pop(order.attempt, None)

@@ -19,20 +19,18 @@ async def carry_out(
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
 
-    Where the order interrupts, running requests are answered at once with what they have, and those that arrive are
-    held until it has its weights. If a step or a check fails the server is left paused: its weights are unknown, so it
-    must not generate.
+    What runs is answered or kept, as the order says; what arrives is held until the server has its weights. If a step
+    or a check fails the server is left paused: its weights are unknown, so it must not generate.
 
     Raises:
         HttpError: a step or a check failed.
     """
-    if order.interrupt:
-        await client.pause("abort", timeout_s=timeout_s)
+    await client.pause(order.pause, timeout_s=timeout_s)
     await client.update_weights(order.target.path, order.target.version, timeout_s=timeout_s)
     await client.resume()
     try:  # a server answers nothing while it is paused, so it cannot be checked before
         for check in checks:
             await check(order.server, client, order.target)
     except HttpError:
-        await client.pause("abort", timeout_s=timeout_s)
+        await client.pause("retract", timeout_s=timeout_s)  # nothing generated under these weights is handed out
         raise

@@ -6,7 +6,7 @@ States of a server::
                      registered at the newest version (or none is published yet)
                                       │
              ┌──── newer target ── SERVING ◀── succeeded ──┐
-             ▼   (update_mode=finish)   │ (interrupt)      │
+             ▼   (update_mode=finish)   │ (the others)     │
          DRAINING ── nothing runs ──▶ UPDATING ────────────┘
                                         │ failed, or later than the time limit
                                         ▼
@@ -23,8 +23,11 @@ States of a server::
   as a failure: somebody started the server again at the same address.
 - A registration with a new address is a new process: it begins at the version of its registration. One whose
   registration is gone is removed at once.
-- `update_mode=finish`: a server is drained, but of several that could be drained one goes on serving, until another
-  is back.
+- `update_mode=interrupt`: what runs is answered at once with what it has; clients resubmit it. `retract`: it goes back
+  to the server's own queue and is prefilled again under the new weights; its client notices nothing. `finish`: the
+  server is drained first, but of several that could be drained one goes on serving, until another is back.
+- Every update pauses the server, a drained one too: what arrives in spite of it is held, and never runs while weights
+  are replaced. What may run on a quarantined server is of unknown weights, so that one is always interrupted.
 
 Every order carries the `attempt` it belongs to; an outcome of an attempt that was given up is ignored.
 """
@@ -36,7 +39,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-UpdateMode = Literal["interrupt", "finish"]
+UpdateMode = Literal["interrupt", "retract", "finish"]
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -63,13 +66,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """Order: bring the server at `url` to `target`. `interrupt`: abort what runs there first."""
+    """Order: pause the server at `url` (`abort` ends what runs, `retract` keeps it) and bring it to `target`."""
 
     server: int
     url: str
     attempt: int
     target: Target
-    interrupt: bool
+    pause: Literal["abort", "retract"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,18 @@ class Fleet:
         life = self._servers.get(server)
         return None if life is None or life.url != url else life.version
 
+    def contradicted(self, server: int, attempt: int, reason: str, now: float) -> bool:
+        """A look at what the server serves since update `attempt` found other weights; whether it leaves service.
+
+        It does not where a later update has replaced them.
+        """
+        life = self._servers.get(server)
+        if life is None or life.attempt != attempt or life.state not in (ServerState.SERVING, ServerState.DRAINING):
+            return False
+        self._quarantine(life, reason, now)
+        life.version = None
+        return True
+
     def healthy(self, server: int, url: str) -> bool:
         """The server answered a health check; whether it gets requests again because of that."""
         life = self._servers.get(server)
@@ -260,21 +275,21 @@ class Fleet:
         """Whether a server may stop serving for an update: draining takes long, so the last one waits for those under
         way.
         """
-        if self._mode == "interrupt" or len(self._serving()) > 1:
+        if self._mode != "finish" or len(self._serving()) > 1:
             return True
         under_way = (ServerState.DRAINING, ServerState.UPDATING)
         return not any(other.state in under_way for other in self._servers.values())
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         assert self.target is not None
-        interrupt = self._mode == "interrupt" or life.state is ServerState.QUARANTINED
+        keep = self._mode == "retract" and life.state is not ServerState.QUARANTINED
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
         life.version = None
         life.goal = self.target
         life.due = now + self._timeout_s
-        return BeginUpdate(life.index, life.url, life.attempt, self.target, interrupt)
+        return BeginUpdate(life.index, life.url, life.attempt, self.target, "retract" if keep else "abort")
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1

@@ -82,6 +82,50 @@ def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run
     assert {row["staleness/max"] for row in run.rows()} == {0}
 
 
+NOTING_AGENT = """
+import json
+from pathlib import Path
+
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+
+class NotingAgent(SingleTurnAgent):
+    "Writes down the versions of every answer's tokens."
+
+    def __init__(self, *, tokenizer, file):
+        super().__init__(tokenizer=tokenizer)
+        self._file = Path(file)
+
+    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+        samples = await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+        with self._file.open("a") as file:
+            for sample in samples:
+                file.write(json.dumps([int(v) for v, m in zip(sample.versions, sample.loss_mask) if m]) + "\\n")
+        return samples
+"""
+
+
+def test_with_retract_answers_go_on_across_updates_within_the_bound(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "noting.py").write_text(NOTING_AGENT)
+    run = start_run(
+        manager__update_mode="retract",
+        agent__path=f"{tmp_path / 'noting.py'}:NotingAgent",
+        agent__args=f"{{file: {tmp_path / 'versions'}}}",
+        rollout__sampling__max_new_tokens=96,
+        total_train_steps=8,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    answers = [json.loads(line) for line in (tmp_path / "versions").read_text().splitlines()]
+    assert any(len(set(versions)) > 1 for versions in answers), "no answer spans an update"
+    assert all(versions == sorted(versions) for versions in answers)
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert_balanced(run.summary()["books"])
+    assert run.survivors() == []
+
+
 def test_a_finished_trial_is_not_run_again_and_goes_on_with_more_steps(start_run: Any) -> None:
     assert start_run(total_train_steps=2).wait() == 0
     again = start_run(total_train_steps=2)

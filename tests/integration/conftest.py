@@ -118,7 +118,10 @@ class FakeGenerationServer:
             case "model_info":
                 return web.json_response({"weight_version": self.model_info_version or self.version})
             case "pause_generation":
-                await self.interrupt()
+                if (await request.json())["mode"] == "abort":
+                    await self.interrupt()
+                else:
+                    self.paused = True
                 return web.json_response({"status": "ok", "message": "Generation paused successfully."})
             case "continue_generation":
                 self.paused = False
@@ -194,6 +197,9 @@ class FakeGenerationServer:
                     await self._news.wait_for(
                         lambda: self.hold_after is None or len(output) < self.hold_after or rid in self._aborted
                     )
+            if self.paused:
+                async with self._news:
+                    await self._news.wait_for(lambda: not self.paused or rid in self._aborted)
             if rid in self._aborted:
                 finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 break

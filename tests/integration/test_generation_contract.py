@@ -34,7 +34,10 @@ from asyncrl.generation.client import GenerateItem, GenerationServerClient, Upda
 from asyncrl.generation.http import JsonHttp
 from asyncrl.generation.sglang.ports import reserve_ports
 from asyncrl.generation.sglang.preflight import IncompatibleWeights, check_weights, read_signature
-from asyncrl.generation.sglang.transfer import ProcessGroupTransport, SharedMemoryTransport, Target, WeightTransport
+from asyncrl.generation.sglang.transfer import ProcessGroupTransport, SharedMemoryTransport, WeightTransport
+from asyncrl.generation.sglang.transfer import Target as Receiver
+from asyncrl.system.server_update import carry_out
+from asyncrl.system.weight_update import BeginUpdate, Target
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
 START_S, LIMIT_S = 240.0, 60.0
@@ -685,8 +688,12 @@ async def test_updates_of_a_paused_server_never_fail_however_much_runs_and_waits
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_versions_are_told_token_by_token_across_an_update(
-    mode: str, server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
+    mode: str,
+    server: Server,
+    client: GenerationServerClient,
+    models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
 ) -> None:
+    assert await client.tells_token_versions(timeout_s=LIMIT_S)
     stream = await server.start(LONG)
     await server.ok("/pause_generation", {"mode": mode})
     status, reply = await server.update("next", "1", flush_cache=mode == "retract")
@@ -701,6 +708,28 @@ async def test_versions_are_told_token_by_token_across_an_update(
     if mode == "retract":  # in place, the cache of the old weights is kept
         expected = reference(models, "next", output[boundary:], prompt=[*PROMPT, *output[:boundary]])
         assert_close(logprobs_of(result)[boundary:], expected)
+
+
+async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_their_order(
+    server: Server, client: GenerationServerClient
+) -> None:
+    """Twice as many as run together: the first half spans both versions, the second is of the new one alone."""
+    running = [await server.start(LONG) for _ in range(RUNNING)]
+    queued = [
+        asyncio.create_task(
+            server.generate(rid=server.rid(), sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+        )
+        for _ in range(RUNNING)
+    ]
+    order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause="retract")
+    await carry_out(order, client, timeout_s=LIMIT_S)
+    for stream in running:
+        spans = (await stream.result())["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans] == ["0", "1"]
+    for task in queued:
+        meta = (await task)["meta_info"]
+        assert meta["finish_reason"]["type"] == "length"
+        assert [span["version"] for span in meta["weight_versions"]] == ["1"]
 
 
 async def test_a_missing_folder_is_refused_and_the_old_weights_go_on(
@@ -747,7 +776,7 @@ def transport(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Call
     ports = reserve_ports("127.0.0.1")
 
     def make(http: JsonHttp, bucket_bytes: int) -> WeightTransport:
-        targets = [Target(backend.url)]
+        targets = [Receiver(backend.url)]
         if request.param == "shared memory":
             return SharedMemoryTransport(targets, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
         address = ("127.0.0.1", ports.rendezvous)

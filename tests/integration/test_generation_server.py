@@ -33,6 +33,12 @@ FAKE_SGLANG = textwrap.dedent(
             self.send_response(200)
             self.end_headers()
 
+        def do_POST(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b'{"output_ids": [0], "meta_info": {"weight_version": "0"}}')
+
     port = int(sys.argv[sys.argv.index("--port") + 1])
     http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
     """
@@ -126,6 +132,16 @@ def test_it_registers_its_engine_while_it_serves_and_ends_cleanly_when_asked(
     assert status(resolver)["state"] == "done"
     assert names.gen_server_key(0) not in resolver.get_subtree()
     assert not [child for child in children if child.is_running()]
+
+
+def test_a_server_whose_answers_name_no_versions_is_refused_where_answers_span_updates(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    config.manager.update_mode = "retract"
+    assert start(config).wait(LIMIT_S) != 0
+    assert "SGLang 0.5.20 or newer, or update_mode=interrupt" in status(resolver)["reason"]
+    assert names.gen_server_key(0) not in resolver.get_subtree()
 
 
 def test_torch_is_not_loaded_around_a_server_of_its_own(

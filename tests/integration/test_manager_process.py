@@ -278,17 +278,62 @@ async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
         await run.until(lambda servers: servers[0]["state"] == "draining")
-        assert "update_weights_from_disk" not in server.calls
+        assert not {"pause_generation", "update_weights_from_disk"} & set(server.calls)
         await server.release()
         result = await call
         await run.until(serving(1, 0))
     assert [completion.versions for completion in result.completions] == [[0] * 6] * 2
-    assert "pause_generation" not in server.calls
+    steps = [call for call in server.calls if call.endswith("_generation") or call.startswith("update_weights")]
+    assert steps == ["pause_generation", "update_weights_from_disk", "continue_generation"]
     await run.close()
 
 
-async def test_real_engines_answer_the_same_through_any_number_of_updates(run: Run) -> None:
+async def test_retract_keeps_running_requests_on_their_server_across_an_update(
+    tmp_path: Path, start_fake_server: Any
+) -> None:
+    run = Run(tmp_path, config_of(update_mode="retract"))
+    client = await run.client()
+    server = await start_fake_server()
+    server.hold_after = 2
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+        call = asyncio.create_task(rollouts.generate(request_of("q")))
+        await server.until(lambda: server.generated_tokens == 4)
+        run.publish(1)
+        await run.until(serving(1, 0))
+        await server.release()
+        result = await call
+        assert (rollouts.stats.rounds, rollouts.stats.interrupted) == (1, 0)
+    assert [completion.versions for completion in result.completions] == [[0, 0, 1, 1, 1, 1]] * 2
+    await run.close()
+
+
+async def test_a_canary_that_differs_later_takes_a_server_out_though_its_requests_were_kept(
+    tmp_path: Path, start_fake_server: Any
+) -> None:
+    run = Run(tmp_path, config_of(update_mode="retract"))
+    await run.client()
+    server = await start_fake_server()
+    server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+    run.register(0, server)
+    run.publish(1, run.weights(1, canary=canary_of(1)))
+    await run.until(serving(1, 0))
+    server.stale = "1"
+    run.publish(2, run.weights(2, canary=canary_of(2)))
+    await run.until(lambda servers: servers[0]["failures"] > 1)  # the first time by the late check, then at once
+    await server.until(lambda: server.paused)
+    server.stale = None
+    await run.until(serving(2, 0))
+    assert not server.paused
+    await run.close()
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "retract"])
+async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_path: Path, mode: str) -> None:
     """Two embedded engines, five versions of equal weights published meanwhile: the same tokens, of mixed versions."""
+    run = Run(tmp_path, config_of(update_mode=mode))
+    await run.client()
     model = tiny_model()
     engines = [Engine(tiny_model(), max_running_requests=32, weight_version="0") for _ in range(2)]
     servers = []
@@ -308,7 +353,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(run: R
             run.publish(version, published.path)
             await run.until(serving(version, 0, 1))
         results = await asyncio.gather(*calls)
-        assert rollouts.stats.interrupted > 0
+        assert (rollouts.stats.interrupted > 0) == (mode == "interrupt")
         assert rollouts.stats.retried == 0
     for result in results:
         for completion, reference in zip(result.completions, expected.completions, strict=True):
@@ -319,6 +364,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(run: R
     for server, engine in zip(servers, engines, strict=True):
         await server.close()
         engine.close()
+    await run.close()
 
 
 CANARY_IDS = tuple(range(6))

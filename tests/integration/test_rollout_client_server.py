@@ -212,7 +212,7 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
             raise UpdateFailed("log-probabilities differ")
 
     client = GenerationServerClient(http, server.url)
-    order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), interrupt=True)
+    order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
     await carry_out(order, client, timeout_s=5, checks=[check])
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
         await carry_out(replace(order, target=Target(2, "/w/v2")), client, timeout_s=5, checks=[check])
@@ -226,7 +226,7 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     server.update = "refuse"
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
-        await carry_out(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), interrupt=True), client, timeout_s=5)
+        await carry_out(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"), client, timeout_s=5)
     with pytest.raises(HttpTimeout):
         await client.generate([item("a;0;0;")], SAMPLING, timeout_s=0.1)
     assert server.generated_tokens == 0

@@ -55,7 +55,7 @@ def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
     fleet.publish(target(1))
     orders = updates(fleet.poll(0.0, {0: 5}))
     assert orders[0].target == target(1)
-    assert orders[0].interrupt
+    assert orders[0].pause == "abort"
     assert fleet.served_version is None
     fleet.succeeded(0, orders[0].attempt)
     assert fleet.served_version == 1
@@ -94,7 +94,7 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
         assert fleet.poll(due - 0.01, NOTHING) == []
         waits.append(due - now)
         now = due
-        assert updates(fleet.poll(now, NOTHING))[0].interrupt
+        assert updates(fleet.poll(now, NOTHING))[0].pause == "abort"
     assert waits == pytest.approx([min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**k) for k in range(9)])
 
 
@@ -196,7 +196,7 @@ def test_an_unhealthy_server_comes_back_through_a_whole_update_where_weights_are
     fleet.succeeded(0, updates(fleet.poll(0.0, NOTHING))[0].attempt)
     fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
     order = updates(fleet.poll(1.0 + FIRST_BACKOFF_S, NOTHING))[0]
-    assert order.interrupt
+    assert order.pause == "abort"
     fleet.succeeded(0, order.attempt)
     assert fleet.served_version == 1
 
@@ -208,6 +208,40 @@ def test_health_reports_about_a_former_life_are_ignored() -> None:
     assert fleet.served_version == 0
 
 
+def test_retract_keeps_what_runs_and_does_not_wait_for_it() -> None:
+    fleet = fleet_of(2, mode="retract")
+    fleet.publish(target(1))
+    orders = updates(fleet.poll(0.0, {0: 5, 1: 5}))
+    assert [order.pause for order in orders.values()] == ["retract", "retract"]
+
+
+def test_retract_keeps_nothing_of_a_server_whose_weights_are_unknown() -> None:
+    fleet = fleet_of(mode="retract")
+    fleet.publish(target(1))
+    fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
+    assert updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0].pause == "abort"
+
+
+def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since() -> None:
+    fleet = fleet_of(mode="retract")
+    fleet.publish(target(1))
+    first = updates(fleet.poll(0.0, NOTHING))[0]
+    assert not fleet.contradicted(0, first.attempt, "differs", 0.0)  # not there yet
+    fleet.succeeded(0, first.attempt)
+    fleet.publish(target(2))
+    second = updates(fleet.poll(1.0, NOTHING))[0]
+    assert not fleet.contradicted(0, first.attempt, "differs", 1.0)
+    fleet.succeeded(0, second.attempt)
+    assert not fleet.contradicted(0, first.attempt, "differs", 2.0)
+    assert fleet.served_version == 2
+    assert fleet.contradicted(0, second.attempt, "differs", 2.0)
+    assert (life_of(fleet).state, life_of(fleet).version, life_of(fleet).reason) == (
+        ServerState.QUARANTINED,
+        None,
+        "differs",
+    )
+
+
 def test_finish_lets_running_requests_end_first() -> None:
     fleet = fleet_of(mode="finish")
     fleet.publish(target(1))
@@ -215,7 +249,7 @@ def test_finish_lets_running_requests_end_first() -> None:
     assert life_of(fleet).state is ServerState.DRAINING
     assert fleet.poll(500.0, {0: 1}) == []
     order = updates(fleet.poll(501.0, {0: 0}))[0]
-    assert not order.interrupt
+    assert order.pause == "abort"  # nothing runs; what arrives in spite of that must not
     fleet.succeeded(0, order.attempt)
     assert fleet.served_version == 1
 
@@ -244,7 +278,7 @@ def test_finish_does_not_wait_for_a_quarantined_server() -> None:
 class AnyFaults(RuleBasedStateMachine):
     """Servers fail, hang, restart and vanish in any order while versions are published."""
 
-    @initialize(mode=st.sampled_from(["interrupt", "finish"]))
+    @initialize(mode=st.sampled_from(["interrupt", "retract", "finish"]))
     def begin(self, mode: UpdateMode) -> None:
         self.fleet = Fleet(mode, LIMIT_S)
         self.now = 0.0
@@ -290,6 +324,13 @@ class AnyFaults(RuleBasedStateMachine):
             self.fleet.failed(order.server, order.attempt, "no", self.now)
         elif self.fleet.succeeded(order.server, order.attempt):
             self.weights[order.url] = order.target.version
+
+    @rule(pick=st.integers(0, 100))
+    def contradict(self, pick: int) -> None:
+        """A late look at any update ever ordered."""
+        if self.orders:
+            order = self.orders[pick % len(self.orders)]
+            self.fleet.contradicted(order.server, order.attempt, "differs", self.now)
 
     @rule(index=st.integers(0, 2), well=st.booleans(), gone=st.booleans())
     def health(self, index: int, well: bool, gone: bool) -> None:
