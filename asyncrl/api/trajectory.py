@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sample:
     """One sequence of a group. Every array is aligned with `tokens` and has shape `[T]`.
 
-    T counts prompt, generated and environment tokens.
+    T counts prompt, generated and environment tokens. Leave it unchanged once made: it is shared, not copied. (Not
+    `frozen`, which would more than double the cost of making one, paid for every sample that crosses a socket.)
 
     Raises:
         ValueError: an array's length differs from that of `tokens`, or the sample is empty.
@@ -36,10 +37,10 @@ class Sample:
         if length == 0:
             raise ValueError("Sample.tokens is empty: a sample holds at least its prompt")
         # Compared outright, named only on failure: this runs for every sample that crosses a socket.
-        shapes = self.loss_mask.shape, self.behave_logprobs.shape, self.versions.shape
-        if shapes != ((length,),) * 3:
-            named = zip(("loss_mask", "behave_logprobs", "versions"), shapes, strict=True)
-            name, shape = next((name, shape) for name, shape in named if shape != (length,))
+        if not self.loss_mask.shape == self.behave_logprobs.shape == self.versions.shape == (length,):
+            names = ("loss_mask", "behave_logprobs", "versions")
+            shapes = self.loss_mask.shape, self.behave_logprobs.shape, self.versions.shape
+            name, shape = next(pair for pair in zip(names, shapes, strict=True) if pair[1] != (length,))
             raise ValueError(f"Sample.{name} has shape {shape}, expected ({length},) as Sample.tokens")
 
     @property
@@ -54,7 +55,7 @@ class Sample:
         return int(self.loss_mask.sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """A rollout: the samples of one prompt.
 

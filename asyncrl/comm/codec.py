@@ -199,13 +199,14 @@ def _check_plain(meta: Mapping[str, JSON]) -> None:
     stack: list[JSON] = [meta]
     while stack:
         node = stack.pop()
-        values = node.values() if type(node) is dict else node
-        if values is not node and not _STRING_ONLY.issuperset(map(type, node)):
-            raise CodecError("a map in meta has a key that is not a string")
-        kinds = set(map(type, values))
-        if kinds <= _SCALARS:
+        values = node
+        if type(node) is dict:
+            values = node.values()
+            if not _STRING_ONLY.issuperset(map(type, node)):
+                raise CodecError("a map in meta has a key that is not a string")
+        if _SCALARS.issuperset(map(type, values)):
             continue
-        if strange := kinds - _SCALARS - _CONTAINERS:
+        if strange := set(map(type, values)) - _SCALARS - _CONTAINERS:
             raise CodecError(f"meta holds a {strange.pop().__name__}: only plain data is allowed")
         stack.extend(value for value in values if type(value) in _CONTAINERS)
 

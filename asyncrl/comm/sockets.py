@@ -24,7 +24,9 @@ MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks ge
 _LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _SEND = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-ZERO_COPY_BYTES = 32 * 1024  # below this a memcpy is cheaper than libzmq's bookkeeping of a borrowed buffer
+ZERO_COPY_BYTES = 1 << 20
+"""From this size on libzmq borrows a buffer. Below, a memcpy is cheaper than its way back through pyzmq's collector
+thread, which takes the interpreter's lock for every message."""
 
 
 class Context(zmq.Context[Socket]):
@@ -39,11 +41,21 @@ class Context(zmq.Context[Socket]):
 
 
 def bind(
-    context: Context, host: str, security: SocketSecurity | None, *, high_water: int, max_frame_bytes: int
+    context: Context,
+    host: str,
+    security: SocketSecurity | None,
+    *,
+    requests_high_water: int,
+    replies_high_water: int,
+    max_frame_bytes: int,
 ) -> tuple[Socket, str, PeerGate]:
-    """A ROUTER bound to a free port of `host`, its endpoint, and its gate. `context` must be the socket's own."""
+    """A ROUTER bound to a free port of `host`, its endpoint, and its gate. `context` must be the socket's own.
+
+    The marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer is held back; beyond
+    `replies_high_water` a ROUTER drops what it sends without a word, so it must exceed what can be outstanding.
+    """
     socket = context.socket(zmq.ROUTER)
-    _configure(socket, high_water)
+    _configure(socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
     socket.maxmsgsize = max_frame_bytes
     gate = PeerGate(context, socket, security)
     socket.bind(f"tcp://{host}:*")
@@ -54,7 +66,7 @@ def bind(
 def _dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
     """A DEALER to connect."""
     socket = context.socket(zmq.DEALER)
-    _configure(socket, high_water)
+    _configure(socket, send_high_water=high_water, receive_high_water=high_water)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = RECONNECT_MAX_MS
     if security is not None:
@@ -62,10 +74,10 @@ def _dealer(context: Context, security: SocketSecurity | None, *, high_water: in
     return socket
 
 
-def _configure(socket: Socket, high_water: int) -> None:
+def _configure(socket: Socket, *, send_high_water: int, receive_high_water: int) -> None:
     socket.linger = 0
-    socket.sndhwm = high_water
-    socket.rcvhwm = high_water
+    socket.sndhwm = send_high_water
+    socket.rcvhwm = receive_high_water
     socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
 

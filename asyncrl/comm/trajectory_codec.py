@@ -1,19 +1,20 @@
-"""Trajectories as messages: all token arrays joined end to end, so that the cost follows tokens, not samples.
+"""Trajectories as messages: all arrays joined end to end, so that the cost follows tokens, not trajectories or samples.
 
-One message carries one trajectory or many: what numpy and msgpack cost per call is paid once for all of them.
+One message carries one trajectory or many: what numpy and msgpack cost per call is paid once for all of them. For the
+same reason everything is in columns, of which types and bounds are checked whole.
 
-Arrays, all of shape [T] with T the tokens of all samples of all trajectories:
+Arrays; T are the tokens and S the samples of all trajectories, in order:
 
-    tokens           int32    at least 0
-    versions         int32    at least -1
-    behave_logprobs  float32  finite
-    loss_mask        uint8    0 or 1
+    tokens           int32    [T]  at least 0
+    versions         int32    [T]  at least -1
+    behave_logprobs  float32  [T]  finite
+    loss_mask        uint8    [T]  0 or 1
+    lengths          int64    [S]  tokens of each sample, at least 1
+    rewards          float64  [S]  finite
+    truncated        uint8    [S]  0 or 1
 
-Meta: `trajectories`, a list with one row per trajectory:
-
-    [rollout_id, prompt_id, order, metrics, lengths, rewards, truncated]
-
-the last three with one entry per sample: tokens (at least 1), a finite float64, a bool.
+Meta: the lists `rollout_ids`, `prompt_ids`, `orders`, `metrics` and `sizes` (number of samples, at least 1), with one
+entry per trajectory.
 
 The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
 the sender, so an agent's fault is raised where it was made. Decoded samples are read-only views into the message.
@@ -24,7 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,22 +35,29 @@ from asyncrl.comm.codec import DEFAULT_MAX_BYTES, JSON, Array, CodecError, Frame
 
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
-_TOKEN_ARRAYS: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype(np.int32),
-    "versions": np.dtype(np.int32),
-    "behave_logprobs": np.dtype(np.float32),
-    "loss_mask": np.dtype(np.uint8),
+_DType: TypeAlias = np.dtype[Any]
+_INT32: _DType = np.dtype(np.int32)
+_FLOAT32: _DType = np.dtype(np.float32)
+_UINT8: _DType = np.dtype(np.uint8)
+_TOKEN_ARRAYS = {"tokens": _INT32, "versions": _INT32, "behave_logprobs": _FLOAT32, "loss_mask": _UINT8}
+_SAMPLE_ARRAYS: dict[str, _DType] = {
+    "lengths": np.dtype(np.int64),
+    "rewards": np.dtype(np.float64),
+    "truncated": _UINT8,
 }
+_META = ("rollout_ids", "prompt_ids", "orders", "metrics", "sizes")
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _TOKEN_ARRAYS.values())
-_INT, _FLOAT, _BOOL, _NUMBERS = (frozenset(kinds) for kinds in ((int,), (float,), (bool,), (int, float)))
+_INT, _NUMBERS = frozenset((int,)), frozenset((int, float))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prepared:
-    """A trajectory ready to be joined with others: its row, and the samples' arrays in the dtypes of the wire."""
+    """A trajectory ready to be joined with others: its samples' arrays in the dtypes of the wire."""
 
-    row: list[JSON]
-    parts: tuple[list[Array], ...]
+    trajectory: Trajectory
+    metrics: dict[str, float]
+    token_parts: tuple[list[Array], ...]
+    sample_values: tuple[list[int], list[float], list[bool]]
     nbytes: int
 
 
@@ -61,38 +70,48 @@ def prepare(trajectory: Trajectory) -> Prepared:
     samples = trajectory.samples
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
+    metrics = {name: float(value) for name, value in trajectory.metrics.items()}
+    _check_fields(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics)
     lengths = [len(sample.tokens) for sample in samples]
-    row: list[JSON] = [
-        trajectory.rollout_id,
-        trajectory.prompt_id,
-        trajectory.order,
-        {name: float(value) for name, value in trajectory.metrics.items()},
-        lengths,
-        [float(sample.reward) for sample in samples],
-        [bool(sample.truncated) for sample in samples],
-    ]
-    _check_row(row)
+    rewards = [float(sample.reward) for sample in samples]
+    if not all(map(math.isfinite, rewards)):
+        raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
+    truncated = [bool(sample.truncated) for sample in samples]
+    part: Array
     parts = (
-        _on_the_wire("tokens", [sample.tokens for sample in samples]),
-        _on_the_wire("versions", [sample.versions for sample in samples]),
-        _on_the_wire("behave_logprobs", [sample.behave_logprobs for sample in samples]),
-        _on_the_wire("loss_mask", [sample.loss_mask for sample in samples]),
+        [part if (part := sample.tokens).dtype == _INT32 else _convert("tokens", part) for sample in samples],
+        [part if (part := sample.versions).dtype == _INT32 else _convert("versions", part) for sample in samples],
+        [
+            part if (part := sample.behave_logprobs).dtype == _FLOAT32 else _convert("behave_logprobs", part)
+            for sample in samples
+        ],
+        [part if (part := sample.loss_mask).dtype == _UINT8 else _convert("loss_mask", part) for sample in samples],
     )
-    return Prepared(row, parts, _BYTES_PER_TOKEN * sum(lengths))
+    return Prepared(trajectory, metrics, parts, (lengths, rewards, truncated), _BYTES_PER_TOKEN * sum(lengths))
 
 
-def encode_prepared(trajectories: Sequence[Prepared], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
+def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
     """The two frames of these trajectories, at least one.
 
     Raises:
         CodecError: they are larger than `max_bytes`.
     """
-    meta = {"trajectories": [trajectory.row for trajectory in trajectories]}
-    parts = {
-        name: [part for trajectory in trajectories for part in trajectory.parts[column]]
-        for column, name in enumerate(_TOKEN_ARRAYS)
+    trajectories = [each.trajectory for each in prepared]
+    meta: dict[str, JSON] = {
+        "rollout_ids": [trajectory.rollout_id for trajectory in trajectories],
+        "prompt_ids": [trajectory.prompt_id for trajectory in trajectories],
+        "orders": [trajectory.order for trajectory in trajectories],
+        "metrics": [each.metrics for each in prepared],
+        "sizes": [len(trajectory.samples) for trajectory in trajectories],
     }
-    return encode_joined(KIND, meta, parts, max_bytes=max_bytes)
+    columns: dict[str, Sequence[Array]] = {
+        name: list(chain.from_iterable(parts))
+        for name, parts in zip(_TOKEN_ARRAYS, zip(*(each.token_parts for each in prepared), strict=True), strict=True)
+    }
+    by_sample = zip(*(each.sample_values for each in prepared), strict=True)
+    for (name, dtype), values in zip(_SAMPLE_ARRAYS.items(), by_sample, strict=True):
+        columns[name] = [np.array(list(chain.from_iterable(values)), dtype)]
+    return encode_joined(KIND, meta, columns, max_bytes=max_bytes)
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
@@ -123,68 +142,80 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes` as a whole.
     """
-    return _decode(decode(frames, max_bytes=max_bytes))
-
-
-def to_message(trajectory: Trajectory) -> Message:
-    """The message of one trajectory; `encode_trajectories` copies less and takes many.
-
-    Raises:
-        CodecError: as `prepare`.
-    """
-    prepared = prepare(trajectory)
-    arrays = {name: np.concatenate(parts) for name, parts in zip(_TOKEN_ARRAYS, prepared.parts, strict=True)}
-    return Message(KIND, {"trajectories": [prepared.row]}, arrays)
-
-
-def from_message(message: Message) -> Trajectory:
-    """The first trajectory in `message`.
-
-    Raises:
-        CodecError: it holds none, or one with a value out of the bounds above.
-    """
-    trajectory = _decode(message)[0]
-    if isinstance(trajectory, CodecError):
-        raise trajectory
-    return trajectory
-
-
-def _decode(message: Message) -> list[Trajectory | CodecError]:
-    rows = _rows(message)
-    columns = _columns(message, sum(sum(row[4]) for row in rows))
-    sound = _fault(columns) is None  # one look at all of them; only if that finds a fault, one at each
+    columns = _columns(decode(frames, max_bytes=max_bytes))
+    samples = _samples(columns)
+    sound = _fault(columns.by_token, columns.by_sample) is None  # one look at all; only if that finds a fault, at each
     decoded: list[Trajectory | CodecError] = []
-    start = 0
-    for row in rows:
-        end = start + sum(row[4])
+    end = 0
+    for rollout_id, prompt_id, order, metrics, size in zip(*columns.by_trajectory, strict=True):
+        start, end = end, end + size
         try:
-            _check_row(row)
-            if not sound and (fault := _fault([column[start:end] for column in columns])) is not None:
-                raise CodecError(fault)
-            decoded.append(_trajectory(row, columns, start))
+            _check_fields(rollout_id, prompt_id, order, metrics)
+            if not sound:
+                _check_samples(columns, start, end)
+            decoded.append(Trajectory(rollout_id, prompt_id, order, tuple(samples[start:end]), metrics))
         except CodecError as error:
             decoded.append(error)
-        start = end
     return decoded
 
 
-def _trajectory(row: list[Any], columns: list[Array], start: int) -> Trajectory:
-    rollout_id, prompt_id, order, metrics, lengths, rewards, truncated = row
-    tokens, versions, logprobs, mask = columns
-    samples = []
-    for length, reward, cut in zip(lengths, rewards, truncated, strict=True):
-        end = start + length
-        samples.append(
-            Sample(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], reward, cut)
+class _Columns(NamedTuple):
+    """A message of trajectories, of which dtypes and shapes are sound: they say what belongs to which trajectory."""
+
+    by_trajectory: list[list[Any]]
+    by_sample: list[Array]
+    by_token: list[Array]
+    lengths: list[int]
+
+
+def _columns(message: Message) -> _Columns:
+    if message.kind != KIND:
+        raise CodecError(f"message is of kind {message.kind!r:.80}, expected {KIND!r}")
+    meta, arrays = message.meta, message.arrays
+    if meta.keys() != set(_META) or arrays.keys() != _TOKEN_ARRAYS.keys() | _SAMPLE_ARRAYS.keys():
+        raise CodecError(f"trajectories have the fields {[*meta, *arrays]!r:.200}, expected those of this version")
+    by_trajectory = [meta[name] for name in _META]
+    for name, column in zip(_META, by_trajectory, strict=True):
+        if type(column) is not list or not column or len(column) != len(by_trajectory[0]):
+            raise CodecError(f"trajectory.{name} is {column!r:.80}: use a list of one entry per trajectory")
+    sizes = by_trajectory[-1]
+    if not _INT.issuperset(map(type, sizes)) or min(sizes) < 1:
+        raise CodecError(f"trajectory.sizes is {sizes!r:.80}: use positive integers")
+    by_sample = _arrays(message, _SAMPLE_ARRAYS, sum(sizes))
+    lengths: list[int] = by_sample[0].tolist()
+    if min(lengths) < 1:
+        raise CodecError(f"trajectory.lengths is {lengths!r:.80}: use positive integers")
+    return _Columns(by_trajectory, by_sample, _arrays(message, _TOKEN_ARRAYS, sum(lengths)), lengths)
+
+
+def _arrays(message: Message, dtypes: dict[str, _DType], length: int) -> list[Array]:
+    """The arrays named in `dtypes`, in that order."""
+    for name, dtype in dtypes.items():
+        array = message.arrays[name]
+        if array.dtype != dtype or array.shape != (length,):
+            raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
+    return [message.arrays[name] for name in dtypes]
+
+
+def _samples(columns: _Columns) -> list[Sample]:
+    """All samples, as views."""
+    tokens, versions, logprobs, mask = columns.by_token
+    _, rewards, truncated = columns.by_sample
+    ends = list(accumulate(columns.lengths))
+    return [
+        Sample(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], reward, cut)
+        for start, end, reward, cut in zip(
+            [0, *ends[:-1]], ends, rewards.tolist(), (truncated != 0).tolist(), strict=True
         )
-        start = end
-    return Trajectory(rollout_id, prompt_id, order, tuple(samples), metrics)
+    ]
 
 
-def _on_the_wire(name: str, parts: list[Array]) -> list[Array]:
-    """The parts in the dtype of the wire."""
-    dtype = _TOKEN_ARRAYS[name]
-    return [part if part.dtype == dtype else _convert(name, part) for part in parts]
+def _check_samples(columns: _Columns, start: int, end: int) -> None:
+    """Refuse samples `start` to `end` if one has a value out of bounds."""
+    first, length = sum(columns.lengths[:start]), sum(columns.lengths[start:end])
+    by_token = [column[first : first + length] for column in columns.by_token]
+    if (fault := _fault(by_token, [column[start:end] for column in columns.by_sample])) is not None:
+        raise CodecError(fault)
 
 
 def _convert(name: str, part: Array) -> Array:
@@ -196,35 +227,7 @@ def _convert(name: str, part: Array) -> Array:
     raise CodecError(f"trajectory.{name} has dtype {part.dtype} and values {dtype} cannot hold: build it as {dtype}")
 
 
-def _rows(message: Message) -> list[list[Any]]:
-    """The rows, of which the lengths are sound: they say which tokens belong to which trajectory."""
-    if message.kind != KIND:
-        raise CodecError(f"message is of kind {message.kind!r:.80}, expected {KIND!r}")
-    rows = message.meta.get("trajectories")
-    if type(rows) is not list or not rows or len(message.meta) != 1:
-        raise CodecError("meta of a message of trajectories must be a list of them and nothing else")
-    for row in rows:
-        if type(row) is not list or len(row) != 7:
-            raise CodecError(f"trajectory {row!r:.80} is not a row of 7 values")
-        lengths = row[4]
-        if type(lengths) is not list or not lengths or not _INT.issuperset(map(type, lengths)) or min(lengths) < 1:
-            raise CodecError(f"trajectory.lengths is {lengths!r:.80}: use a list of at least one positive integer")
-    return rows
-
-
-def _columns(message: Message, tokens: int) -> list[Array]:
-    """The arrays in order, of which dtypes and shapes are sound."""
-    if message.arrays.keys() != _TOKEN_ARRAYS.keys():
-        raise CodecError(f"trajectories have the arrays {list(message.arrays)!r:.200}, expected {list(_TOKEN_ARRAYS)}")
-    for name, dtype in _TOKEN_ARRAYS.items():
-        array = message.arrays[name]
-        if array.dtype != dtype or array.shape != (tokens,):
-            raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({tokens},)")
-    return [message.arrays[name] for name in _TOKEN_ARRAYS]
-
-
-def _check_row(row: list[Any]) -> None:
-    rollout_id, prompt_id, order, metrics, lengths, rewards, truncated = row
+def _check_fields(rollout_id: object, prompt_id: object, order: object, metrics: object) -> None:
     for name, value in (("rollout_id", rollout_id), ("prompt_id", prompt_id)):
         if type(value) is not str or not 0 < len(value) <= MAX_ID_LENGTH:
             raise CodecError(f"trajectory.{name} is {value!r:.80}: use a string of 1 to {MAX_ID_LENGTH} characters")
@@ -232,17 +235,12 @@ def _check_row(row: list[Any]) -> None:
         raise CodecError(f"trajectory.order is {order!r:.80}: use an integer of 64 bits")
     if type(metrics) is not dict or not _NUMBERS.issuperset(map(type, metrics.values())):
         raise CodecError(f"trajectory.metrics is {metrics!r:.200}: use a map of names to numbers")
-    if type(rewards) is not list or len(rewards) != len(lengths) or not _FLOAT.issuperset(map(type, rewards)):
-        raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use one float per sample")
-    if not all(map(math.isfinite, rewards)):
-        raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
-    if type(truncated) is not list or len(truncated) != len(lengths) or not _BOOL.issuperset(map(type, truncated)):
-        raise CodecError(f"trajectory.truncated is {truncated!r:.80}: use one bool per sample")
 
 
-def _fault(columns: Sequence[Array]) -> str | None:
-    """What is out of bounds in these tokens; None if nothing is."""
-    tokens, versions, logprobs, mask = columns
+def _fault(by_token: Sequence[Array], by_sample: Sequence[Array]) -> str | None:
+    """What is out of bounds in these samples; None if nothing is."""
+    tokens, versions, logprobs, mask = by_token
+    _, rewards, truncated = by_sample
     if (low := np.minimum.reduce(tokens)) < 0:
         return f"trajectory.tokens has {low}: token ids are at least 0"
     if (low := np.minimum.reduce(versions)) < -1:
@@ -251,4 +249,8 @@ def _fault(columns: Sequence[Array]) -> str | None:
         return f"trajectory.loss_mask has {high}: use 0 or 1"
     if not np.isfinite(logprobs).all():
         return "trajectory.behave_logprobs holds a NaN or an infinity"
+    if not np.isfinite(rewards).all():
+        return f"trajectory.rewards is {rewards.tolist()!r:.80}: use finite numbers"
+    if (high := np.maximum.reduce(truncated)) > 1:
+        return f"trajectory.truncated has {high}: use 0 or 1"
     return None

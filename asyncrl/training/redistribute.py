@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import Frame, decode, encode
-from asyncrl.comm.trajectory_codec import from_message, to_message
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.training.ranks import Ranks
+
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,14 @@ def _transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) ->
 
 
 def _pack(trajectories: Iterable[Trajectory]) -> Tensor:
-    """The trajectories' frames end to end, each frame after its length (int64)."""
-    chunks: list[Frame] = []
-    for trajectory in trajectories:
-        for frame in encode(to_message(trajectory)):
-            chunks += [len(frame).to_bytes(8, "little"), frame]
-    return torch.from_numpy(np.frombuffer(b"".join(chunks), dtype=np.uint8).copy())
+    """The trajectories' message: the length of its header (int64), the header, the payload."""
+    header, payload = encode_trajectories(trajectories)
+    data = bytearray().join((len(header).to_bytes(_LENGTH_BYTES, "little"), header, payload))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _unpack(data: Tensor) -> list[Trajectory]:
     view = memoryview(data.numpy().data)
-    frames: list[memoryview] = []
-    position = 0
-    while position < len(view):
-        size = int.from_bytes(view[position : position + 8], "little")
-        frames.append(view[position + 8 : position + 8 + size])
-        position += 8 + size
-    # A trajectory has at least one sample, so its message always has a header and a payload.
-    return [from_message(decode(pair)) for pair in zip(frames[::2], frames[1::2], strict=True)]
+    start = _LENGTH_BYTES
+    end = start + int.from_bytes(view[:start], "little")
+    return decode_trajectories([view[start:end], view[end:]])

@@ -22,6 +22,7 @@ from asyncrl.comm.trajectory_codec import encode_trajectories
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
+BYTES_PER_TOKEN = 13
 SECRET = RunSecret(b"s" * 32)
 
 
@@ -115,6 +116,19 @@ async def test_the_same_rollout_is_delivered_once_and_acknowledged_twice(puller:
     assert puller.counters.duplicates == 1
     assert puller.queued == 1
     await pusher.close(PATIENCE_S)
+
+
+def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: TrajectoryPuller) -> None:
+    count, frames = 20_000, encode_trajectories([make_trajectory("same")])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvhwm = 1
+        socket.rcvtimeo = int(1000 * PATIENCE_S)
+        socket.connect(puller.endpoint)
+        for seq in range(count):
+            socket.send_multipart([seq.to_bytes(8, "little"), *frames])
+        acknowledged = {wire.unpack_reply(socket.recv())[0] for _ in range(count)}
+    assert acknowledged == {(seq,) for seq in range(count)}
 
 
 async def test_closing_a_puller_acknowledges_what_it_has_accepted() -> None:
@@ -304,7 +318,8 @@ async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_
     with closing(TrajectoryPuller(HOST, None, max_bytes=limit)) as puller:
         pusher = make_pusher(puller.endpoint)
         names = ["large-1", "small-1", "large-2", "small-2"]
-        trajectories = [make_trajectory(name, 12_000 if "large" in name else 5) for name in names]
+        large = limit * 3 // 4 // BYTES_PER_TOKEN  # tokens of each of its two samples
+        trajectories = [make_trajectory(name, large if "large" in name else 5) for name in names]
         results = await asyncio.gather(*(pusher.push(t, PATIENCE_S) for t in trajectories), return_exceptions=True)
         assert [type(result) for result in results] == [TrajectoryRejected, type(None)] * 2
         assert f"limit of {limit}" in str(results[0])

@@ -2,8 +2,8 @@
 
 A pusher holds one DEALER per puller, a puller one ROUTER, so acknowledgements flow back on the same connection. The
 puller acknowledges only what its consumer has accepted: a puller that dies owes nothing, the pusher still holds every
-trajectory that was not consumed and sends it again, to another puller if need be. Acknowledgements go out together for
-all messages read in one go, and a pusher does not wait for one before it sends the next.
+trajectory that was not consumed and sends it again, to another puller if need be. One message carries what was pushed
+at about the same time, one acknowledgement answers it, and a pusher does not wait for that before it sends the next.
 
 Memory is bounded at both ends: a pusher holds `high_water` trajectories and then lets `push` wait; a puller whose queue
 is full stops reading, which fills libzmq's buffers (bounded too) and then the pusher's.

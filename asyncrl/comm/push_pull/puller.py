@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 REMEMBERED_IDS = 100_000  # some 10 MB; far more rollouts than any run finishes within a few resend intervals
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
-_MESSAGES_PER_ACK = 64  # read at most so many before the senders hear of them
+_REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
+_MESSAGES_PER_TURN = 64  # read at most so many before looking whether the puller was closed
 _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just before `close`
 _ROOM_WAIT_S = 1.0  # a full queue is looked at again at least so often
 
@@ -84,7 +85,8 @@ class TrajectoryPuller:
         self._max_bytes = max_bytes
         self._queue: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self._on_message = on_message
-        self._unsaid: dict[bytes, list[int]] = {}  # accepted, not yet acknowledged, by sender
+        self._sender = b""  # of the message in hand
+        self._unsaid: list[int] = []  # what of it is accepted and not yet acknowledged
         self._counters = PullerCounters()
         self._seen = RecentIds(REMEMBERED_IDS)
         self._log = SourceLog("trajectory")
@@ -94,7 +96,12 @@ class TrajectoryPuller:
         self._context = Context()
         # What is up to twice too large is still read, counted and refused by name; beyond, libzmq cuts the connection.
         self._socket, self.endpoint, self._gate = bind(
-            self._context, bind_host, security, high_water=_SOCKET_HIGH_WATER, max_frame_bytes=2 * max_bytes
+            self._context,
+            bind_host,
+            security,
+            requests_high_water=_SOCKET_HIGH_WATER,
+            replies_high_water=_REPLIES_HIGH_WATER,
+            max_frame_bytes=2 * max_bytes,
         )
         self._thread = threading.Thread(target=self._run, name="trajectory-puller", daemon=True)
         self._thread.start()
@@ -144,18 +151,17 @@ class TrajectoryPuller:
             self._wakened.close()
 
     def _read(self) -> None:
-        """Take what has arrived, at most a batch, and acknowledge it."""
-        try:
-            for _ in range(_MESSAGES_PER_ACK):
+        """Take what has arrived.
+
+        Each message is acknowledged by itself: its sender prepares the next while this end decodes what it holds.
+        """
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MESSAGES_PER_TURN):
                 self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-        except zmq.Again:
-            pass
-        finally:
-            self._acknowledge()
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Decode and deliver one message, which holds one or more trajectories."""
-        identity = frames[0].bytes
+        self._sender = frames[0].bytes
         seqs: tuple[int, ...] = ()
         try:
             seqs = wire.unpack_seqs(frames[1].buffer)
@@ -165,11 +171,14 @@ class TrajectoryPuller:
         except CodecError as error:
             self._refuse(frames, seqs, error)
             return
-        for seq, trajectory in zip(seqs, decoded, strict=True):
-            if isinstance(trajectory, CodecError):
-                self._refuse(frames, (seq,), trajectory)
-            elif self._accept(trajectory):
-                self._unsaid.setdefault(identity, []).append(seq)
+        try:
+            for seq, trajectory in zip(seqs, decoded, strict=True):
+                if isinstance(trajectory, CodecError):
+                    self._refuse(frames, (seq,), trajectory)
+                elif self._accept(trajectory):
+                    self._unsaid.append(seq)
+        finally:
+            self._acknowledge()
 
     def _accept(self, trajectory: Trajectory) -> bool:
         """Deliver what is not a duplicate; True if it is to be acknowledged."""
@@ -209,15 +218,15 @@ class TrajectoryPuller:
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
         for seq in seqs:
-            self._reply(frames[0].bytes, wire.pack_nack(seq, str(error)))
+            self._reply(wire.pack_nack(seq, str(error)))
 
     def _acknowledge(self) -> None:
-        for identity, seqs in self._unsaid.items():
-            self._reply(identity, wire.pack_acks(seqs))
-        self._unsaid.clear()
+        if self._unsaid:
+            self._reply(wire.pack_acks(self._unsaid))
+            self._unsaid.clear()
 
-    def _reply(self, identity: bytes, frame: bytes) -> None:
+    def _reply(self, frame: bytes) -> None:
         try:
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+            self._socket.send_multipart([self._sender, frame], zmq.NOBLOCK)
         except zmq.Again:
             _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")

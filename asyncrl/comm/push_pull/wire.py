@@ -20,7 +20,7 @@ from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
 
 _REFUSAL = struct.Struct("<cQ")
 _ACK, _NACK = b"A", b"N"
-BATCH_BYTES = 128 * 1024  # of arrays in one message: beyond it what is paid per message no longer shows
+BATCH_BYTES = 512 * 1024  # of arrays in one message: beyond it what is paid per message no longer shows
 _MAX_REASON = 500  # bytes of a refusal's reason
 DEFAULT_MAX_BYTES = 256 << 20
 """Limit of one trajectory in bytes: 20 million tokens."""

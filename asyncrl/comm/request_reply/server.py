@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 ImmediateMethod = Callable[[Message], Awaitable[Message]]
 QueuedMethod = Callable[[Message], Message]
 
-_SOCKET_HIGH_WATER = 1000  # replies in libzmq's own buffer per client
+_SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
 _CLOSE_LINGER_MS = 500  # for replies given just before `close`
 
 
@@ -77,7 +77,12 @@ class RequestServer:
         self.malformed = 0
         self._context = Context()
         self._socket, self.endpoint, self._gate = bind(
-            self._context, bind_host, security, high_water=_SOCKET_HIGH_WATER, max_frame_bytes=2 * max_bytes
+            self._context,
+            bind_host,
+            security,
+            requests_high_water=_SOCKET_HIGH_WATER,
+            replies_high_water=_SOCKET_HIGH_WATER,
+            max_frame_bytes=2 * max_bytes,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="request-server", daemon=True)
