@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import CodecError
+from asyncrl.comm.codec import CodecError, Frame
 from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, wire
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.trajectory_codec import encode_trajectories
@@ -337,7 +337,14 @@ async def test_garbage_is_counted_logged_once_and_survived(
     puller: TrajectoryPuller, caplog: pytest.LogCaptureFixture
 ) -> None:
     seq = b"\0" * 8
-    garbage = [[b""], [b"x" * 100], [seq], [seq, b"header"], [seq, b"a", b"b", b"c"], [seq * 2, *encoded_trajectory()]]
+    garbage: list[list[Frame]] = [
+        [b""],
+        [b"x" * 100],
+        [seq],
+        [seq, b"header"],
+        [seq, b"a", b"b", b"c"],
+        [seq * 2, *encoded_trajectory()],
+    ]
     with caplog.at_level(logging.WARNING), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
         socket.connect(puller.endpoint)
@@ -350,7 +357,7 @@ async def test_garbage_is_counted_logged_once_and_survived(
     assert len([record for record in caplog.records if "dropped" in record.getMessage()]) == 1
 
 
-def encoded_trajectory() -> list[bytes]:
+def encoded_trajectory() -> list[Frame]:
     return encode_trajectories([make_trajectory("unasked")])
 
 
