@@ -1,9 +1,11 @@
-"""Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, one after the other.
+"""Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--steps 60] [--quick] [--json PATH] [setting=value ...]
+    python benchmarks/overlap.py [--steps 40] [--rounds 3] [--quick] [--json PATH] [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
-alone). So that run gives both times; the other gives the step. Figures are medians over the steps after a warm-up.
+alone). So that run gives both times; the other gives the step. Figures of a run are medians over the steps after a
+warm-up. Every round is a pair of runs, one right after the other, and gives its own ratios, so that a machine whose
+speed changes from minute to minute disturbs them little; the figures at the end are medians over the rounds.
 
     overlap efficiency = max(generation alone, training alone) / step with η = 4
 
@@ -23,6 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from asyncrl.config.load import load_supervised
+from asyncrl.system.base_model import ensure_base_model
 
 WARM_UP_STEPS = 8
 SETTINGS = ["eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart"]
@@ -80,28 +85,29 @@ def _control_cpu(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
     return time.monotonic(), seconds
 
 
-def table(sync: Measured, overlapped: Measured) -> str:
-    """The figures for a person."""
-    generation, training = sync.wait_data, sync.train + sync.publish
+def table(rounds: list[tuple[Measured, Measured]]) -> str:
+    """The figures for a person: every round, then the medians."""
     lines = [
-        f"{'':24}{'η = 0':>10}{f'η = {overlapped.eta}':>10}",
-        f"{'step':24}{sync.step:>9.3f}s{overlapped.step:>9.3f}s",
-        f"{'  waiting for data':24}{sync.wait_data:>9.3f}s{overlapped.wait_data:>9.3f}s",
-        f"{'  training':24}{sync.train:>9.3f}s{overlapped.train:>9.3f}s",
-        f"{'  publishing':24}{sync.publish:>9.3f}s{overlapped.publish:>9.3f}s",
-        f"{'trained tokens/s':24}{sync.tokens_per_s:>10,.0f}{overlapped.tokens_per_s:>10,.0f}",
-        "",
-        f"generation alone {generation:.3f} s, training alone {training:.3f} s",
+        f"{'round':>5}{'generation':>12}{'training':>10}{'step, η = 0':>13}{f'step, η = {rounds[0][1].eta}':>13}"
+        f"{'tokens/s':>18}{'speed-up':>10}{'efficiency':>12}{'control':>9}"
     ]
-    for name, value in figures(sync, overlapped).items():
+    for number, (sync, overlapped) in enumerate(rounds, 1):
+        found = figures(sync, overlapped)
+        lines.append(
+            f"{number:>5}{sync.wait_data:>10.3f} s{sync.train + sync.publish:>8.3f} s{sync.step:>11.3f} s"
+            f"{overlapped.step:>11.3f} s{f'{sync.tokens_per_s:,.0f} / {overlapped.tokens_per_s:,.0f}':>18}"
+            f"{found['speed-up']:>10.2f}{found['efficiency']:>12.2f}{found['control']:>9.3f}"
+        )
+    lines.append("")
+    for name, value in medians(rounds).items():
         ok = value <= TARGETS[name] if name == "control" else value >= TARGETS[name]
         bound = "at most" if name == "control" else "at least"
-        lines.append(f"{name:12}{value:>7.2f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
+        lines.append(f"{name:12}{value:>7.3f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
     return "\n".join(lines)
 
 
 def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
-    """What the targets are about."""
+    """What the targets are about, of one round."""
     return {
         "speed-up": sync.step / overlapped.step,
         "efficiency": max(sync.wait_data, sync.train + sync.publish) / overlapped.step,
@@ -109,21 +115,35 @@ def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
     }
 
 
+def medians(rounds: list[tuple[Measured, Measured]]) -> dict[str, float]:
+    """Each figure's median over the rounds."""
+    found = [figures(*pair) for pair in rounds]
+    return {name: statistics.median(each[name] for each in found) for name in TARGETS}
+
+
 def main() -> None:
-    """Run both, print the table."""
+    """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="20 steps")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
     parser.add_argument("--eta", type=int, default=4)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
-    steps = 20 if args.quick else args.steps
+    args = parser.parse_intermixed_args()
+    steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
+    overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        sync, overlapped = (run(eta, steps, Path(folder), args.overrides) for eta in (0, args.eta))
-    print(table(sync, overlapped))
+        for _ in range(count):
+            sync, overlapped = (run(eta, steps, Path(folder), overrides) for eta in (0, args.eta))
+            rounds.append((sync, overlapped))
+            found = figures(sync, overlapped)
+            print(f"round {len(rounds)} of {count}:", {k: round(v, 3) for k, v in found.items()}, file=sys.stderr)
+    print(table(rounds))
     if args.json:
-        args.json.write_text(json.dumps([asdict(sync), asdict(overlapped), figures(sync, overlapped)], indent=1))
+        pairs = [{"eta0": asdict(sync), "overlapped": asdict(overlapped)} for sync, overlapped in rounds]
+        args.json.write_text(json.dumps({"rounds": pairs, "medians": medians(rounds)}, indent=1))
 
 
 if __name__ == "__main__":
