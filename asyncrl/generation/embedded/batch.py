@@ -334,6 +334,7 @@ class Batch:
     def weights_changed(self) -> None:
         """Keys and values cached so far belong to older weights: nobody may copy them any more."""
         self.weights_epoch += 1
+        self.runner.weights_changed()
         if not self.running:
             self.runner.cache.scrub()
 

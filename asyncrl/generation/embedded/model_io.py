@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.generation.embedded.attention import causal_bias, decode_bias, install_attention
 from asyncrl.generation.embedded.cache import SlotCache
-from asyncrl.generation.embedded.program import AttentionMasks, DecodeProgram
+from asyncrl.generation.embedded.linears import PackedLinears
+from asyncrl.generation.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
 
 PREFILL_TOKENS = 8192
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations."""
@@ -65,8 +67,19 @@ class ModelRunner:
         self.vocab_size = int(text_config.vocab_size)
         self.cache = SlotCache(int(text_config.num_hidden_layers), model.device, max_total_tokens)
         self._pattern = AttentionPattern.of(text_config.to_dict())
-        self._program = DecodeProgram(model)
+        self._linears = PackedLinears.of(model)
+        self._program = DecodeProgram(model, self._linears.weights)
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
+
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights before."""
+        self._linears = PackedLinears.of(self.model)
+
+    def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """One eager forward of the model."""
+        with self._linears if self._linears.packed else nullcontext():
+            logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
+        return logits
 
     def prefill(self, prompts: list[tuple[int, ...]], slots: list[int], members: list[int]) -> None:
         """Compute the prompts' keys and values and store prompt `members[i]` in slot `slots[i]`."""
@@ -75,8 +88,8 @@ class ModelRunner:
         self.cache.begin_prefill(
             torch.tensor(slots, device=self.device), torch.tensor(members, device=self.device), length
         )
-        self.model(
-            input_ids=padded,
+        self._logits(
+            padded,
             attention_mask=self._prefill_mask(length),
             position_ids=torch.arange(length, device=self.device)[None].expand(len(prompts), -1),
             past_key_values=self.cache,
@@ -97,22 +110,23 @@ class ModelRunner:
         slots = self.cache.decode_slots()
         if slots is None:
             return self._decode_eagerly(tokens_R, positions_R, masks)
-        index = self.cache.write_index(slots[0].shape[1])
-        logits = self._program(tokens_R, positions_R, index, masks, slots)
+        step = DecodeInputs(
+            tokens_R, positions_R, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
+        )
+        logits = self._program(step)
         if logits is None:
             logits = self._decode_eagerly(tokens_R, positions_R, masks)
-            self._program.check(tokens_R, positions_R, index, masks, slots, logits)
+            self._program.check(step, logits)
         return logits
 
     def _decode_eagerly(self, tokens_R: Tensor, positions_R: Tensor, masks: AttentionMasks) -> Tensor:
-        logits: Tensor = self.model(
-            input_ids=tokens_R[:, None],
+        return self._logits(
+            tokens_R[:, None],
             attention_mask=masks.argument(),
             position_ids=positions_R[:, None],
             past_key_values=self.cache,
             use_cache=True,
-        ).logits
-        return logits[:, 0]
+        )[:, 0]
 
     def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
         """None lets the attention be plainly causal; sliding layers need their window drawn."""
@@ -125,8 +139,6 @@ class ModelRunner:
         """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token."""
         ids = torch.tensor([prompt], device=self.device)
         length = len(prompt)
-        logits = (
-            self.model(input_ids=ids, attention_mask=self._prefill_mask(length), use_cache=False).logits[0, :-1].float()
-        )
+        logits = self._logits(ids, attention_mask=self._prefill_mask(length), use_cache=False)[0, :-1].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
         return [None, *chosen][start:]

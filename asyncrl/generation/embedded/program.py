@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 
 from asyncrl.generation.embedded.attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
+from asyncrl.generation.embedded.linears import PackedLinears
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,43 @@ class AttentionMasks:
         return self.full if self.windowed is None else self.windowed
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What a decode step takes: a token a row, its position, where its key goes, and what the layers read."""
+
+    tokens_R: Tensor
+    positions_R: Tensor
+    index: Tensor
+    """Flat positions of the slots to write to, see `SlotCache.write_index`."""
+    masks: AttentionMasks
+    packed: tuple[Tensor, ...]
+    """See `PackedLinears`."""
+    slots: list[Tensor]
+    """Keys and values of every layer."""
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Which masks there are: every combination has its own program."""
+        return (self.masks.full is not None, self.masks.windowed is not None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and keys."""
+        return (self.tokens_R.shape[0], self.slots[0].shape[2])
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """The program's arguments."""
+        masks = [mask for mask in (self.masks.full, self.masks.windowed) if mask is not None]
+        return (
+            self.tokens_R[:, None],
+            self.positions_R[:, None],
+            self.index,
+            *masks,
+            *self.packed,
+            *self.slots,
+        )
+
+
 class _SlotTensors:
     """Stands in for the cache while recording: writes to slot tensors that are inputs of the program."""
 
@@ -71,24 +109,27 @@ class _SlotTensors:
 class _DecodeStep(nn.Module):
     """A decode forward with everything that changes between steps as an argument."""
 
-    def __init__(self, model: PreTrainedModel, masks: AttentionMasks) -> None:
+    def __init__(self, model: PreTrainedModel, masks: AttentionMasks, weights: Sequence[Tensor]) -> None:
         super().__init__()
         self.model = model
         self._has_full, self._has_windowed = masks.full is not None, masks.windowed is not None
         self._mixed = masks.mixed
+        self._weights = tuple(weights)
 
     def forward(self, tokens_R1: Tensor, positions_R1: Tensor, index: Tensor, *tensors: Tensor) -> Tensor:
-        """Logits `[R, 1, V]`; `tensors` are the masks there are, then keys and values of every layer."""
+        """Logits `[R, 1, V]`; `tensors` are the masks there are, the packed weights, keys and values of every layer."""
         rest = list(tensors)
         full = rest.pop(0) if self._has_full else None
         windowed = rest.pop(0) if self._has_windowed else None
-        logits: Tensor = self.model(
-            input_ids=tokens_R1,
-            attention_mask=AttentionMasks(full, windowed, self._mixed).argument(),
-            position_ids=positions_R1,
-            past_key_values=_SlotTensors(index, tuple(rest)),
-            use_cache=True,
-        ).logits
+        count = len(self._weights)
+        with PackedLinears(self._weights, rest[:count]):
+            logits: Tensor = self.model(
+                input_ids=tokens_R1,
+                attention_mask=AttentionMasks(full, windowed, self._mixed).argument(),
+                position_ids=positions_R1,
+                past_key_values=_SlotTensors(index, tuple(rest[count:])),
+                use_cache=True,
+            ).logits
         return logits
 
 
@@ -113,71 +154,51 @@ def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]
 
 
 class DecodeProgram:
-    """Runs recorded decode steps, one program for each set of masks; `None` answers mean "do it eagerly"."""
+    """Runs recorded decode steps, one program for each set of masks; `None` answers mean "do it eagerly".
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    Args:
+        model: what is recorded.
+        weights: the parameters that every step brings packed.
+    """
+
+    def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor]) -> None:
+        self._model, self._weights = model, weights
         self._programs: dict[tuple[bool, bool], Recorded] = {}
         self._checked: dict[tuple[bool, bool], set[tuple[int, int]]] = {}
         self._usable = model.device.type == "cpu"
 
-    def __call__(
-        self, tokens_R: Tensor, positions_R: Tensor, index: Tensor, masks: AttentionMasks, slots: list[Tensor]
-    ) -> Tensor | None:
+    def __call__(self, step: DecodeInputs) -> Tensor | None:
         """Logits `[R, V]`, or None where this shape has to be computed eagerly (then see `check`)."""
-        kind = (masks.full is not None, masks.windowed is not None)
-        checked = self._checked.setdefault(kind, set())
-        if not self._usable or (
-            len(checked) < CHECKED_SHAPES and (tokens_R.shape[0], slots[0].shape[2]) not in checked
-        ):
+        checked = self._checked.setdefault(step.kind, set())
+        if not self._usable or (len(checked) < CHECKED_SHAPES and step.shape not in checked):
             return None
-        program = self._programs.get(kind)
-        if program is None:
-            return None
-        return program(*self._arguments(tokens_R, positions_R, index, masks, slots))[:, 0]
+        program = self._programs.get(step.kind)
+        return None if program is None else program(*step.flat())[:, 0]
 
-    def check(
-        self,
-        tokens_R: Tensor,
-        positions_R: Tensor,
-        index: Tensor,
-        masks: AttentionMasks,
-        slots: list[Tensor],
-        expected_RV: Tensor,
-    ) -> None:
+    def check(self, step: DecodeInputs, expected_RV: Tensor) -> None:
         """Record the step if it is not yet, and compare it with what the eager forward gave for the same input.
 
         The step writes the same keys and values once more, so that repeating it is harmless.
         """
         if not self._usable:
             return
-        kind = (masks.full is not None, masks.windowed is not None)
-        arguments = self._arguments(tokens_R, positions_R, index, masks, slots)
-        if kind not in self._programs:
-            program = self._record(masks, arguments)
-            if program is None:
-                return
-            self._programs[kind] = program
-        logits = self._programs[kind](*arguments)[:, 0]
+        program = self._programs.get(step.kind) or self._record(step)
+        if program is None:
+            return
+        self._programs[step.kind] = program
+        logits = program(*step.flat())[:, 0]
         tolerance = TOLERANCE.get(expected_RV.dtype, COARSE_TOLERANCE) * max(1.0, expected_RV.abs().max().item())
         difference = (logits - expected_RV).abs().max().item()
         if not difference <= tolerance:
-            self._give_up(f"it differs from the eager forward by {difference:.2e} at shape {tuple(slots[0].shape)}")
+            self._give_up(f"it differs from the eager forward by {difference:.2e} at shape {step.shape}")
             return
-        self._checked[kind].add((tokens_R.shape[0], slots[0].shape[2]))
+        self._checked[step.kind].add(step.shape)
 
-    @staticmethod
-    def _arguments(
-        tokens_R: Tensor, positions_R: Tensor, index: Tensor, masks: AttentionMasks, slots: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        present = [mask for mask in (masks.full, masks.windowed) if mask is not None]
-        return (tokens_R[:, None], positions_R[:, None], index, *present, *slots)
-
-    def _record(self, masks: AttentionMasks, arguments: tuple[Tensor, ...]) -> Recorded | None:
+    def _record(self, step: DecodeInputs) -> Recorded | None:
         try:
             with _recording(self._model) as caught:
                 program: Recorded = torch.jit.trace(  # type: ignore[no-untyped-call]
-                    _DecodeStep(self._model, masks), arguments, check_trace=False
+                    _DecodeStep(self._model, step.masks, self._weights), step.flat(), check_trace=False
                 )
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
             self._give_up(f"recording failed: {error!r:.300}")
