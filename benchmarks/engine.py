@@ -1,39 +1,43 @@
 """Generated tokens per second: the embedded engine in process and over HTTP, and what else can generate on a CPU.
 
-    python benchmarks/engine.py [--quick] [--json PATH]
+    python benchmarks/engine.py [--quick] [--hidden 96 256] [--loads "ragged 32"] [--rounds 5] [--json PATH]
 
-Contenders, one compute thread each, taking turns in one run, best of the rounds:
+Contenders, one compute thread each, in fp32:
 
 - `engine`: the embedded engine, called in process, log-probabilities included;
-- `engine http`: the same behind its HTTP server in a process of its own, one batch request, reply parsed;
+- `http`: the same behind its HTTP server in a process of its own, one batch request, reply parsed;
 - `generate`: transformers' `model.generate`, all requests as one left-padded static batch, no log-probabilities;
-- `continuous`: transformers' continuous batching, its block pool sized for the load;
-- `sglang`: a real SGLang server on CPU, where ASYNCRL_SGLANG_PYTHON names an interpreter that has it.
+- `continuous`: transformers' continuous batching, its block pool sized for the load, log-probabilities included;
+- `sglang`: a real SGLang server in a process of its own, asked what `http` is asked, with the settings that asyncrl
+  gives it on a CPU and room for the whole load at once. The environment variable ASYNCRL_SGLANG_PYTHON names an
+  interpreter that has it (`launchers/install_sglang_cpu.sh`); without it the table says "not installed". Its HTTP
+  server has a core beside that of its computation, where there is one.
 
 Loads: equal answers of 64 tokens (32 and 128 requests), ragged answers of 16 to 112 tokens (32 and 128 requests), and
-the demo's 32 prompts x 8 samples. Prompts have 8 to 24 tokens. Only tokens asked for count. The ratios are engine /
-contender.
+the demo's 32 prompts x 8 samples. Prompts have 8 to 24 tokens. Only tokens asked for count.
+
+The contenders take turns in every round, in one order and then in the other; one round warms up. Rates are medians over the rounds, ratios medians of
+the rounds' ratios: engine / contender, for `http` http / engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import logging
 import os
 import random
-import signal
-import socket
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -41,22 +45,30 @@ import orjson
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.generation.embedded.engine import Engine
 from asyncrl.generation.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.generation.sglang.host import SGLangHost, wait_ready
+from asyncrl.generation.sglang.ports import reserve_ports
+from asyncrl.generation.sglang.process import ProcessTree
 
 Contender = Callable[["Load"], int]
+HOST = "127.0.0.1"
 START_LIMIT_S = 180.0
+STOP_GRACE_S = 5.0
 CALL_LIMIT_S = 600.0
+CONTEXT = 256
 PAGE_TOKENS = 32
+CONTENDERS = ("engine", "http", "generate", "continuous", "sglang")
 TARGETS = {
     ("equal", "generate"): 1.0,
     ("ragged", "generate"): 1.5,
     ("ragged", "continuous"): 2.0,
     ("ragged", "sglang"): 2.0,
-    ("equal", "engine http"): 1 / 0.85,
-    ("ragged", "engine http"): 1 / 0.85,
+    ("equal", "http"): 0.85,
+    ("ragged", "http"): 0.85,
 }
-"""Engine / contender: at least this, but for `engine http`, where it is at most this."""
+"""The least ratio, by kind of load and contender."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +91,19 @@ class Shape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads,
-            max_position_embeddings=256,
+            max_position_embeddings=CONTEXT,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
         )
         return Qwen2ForCausalLM(config).eval()
+
+
+SHAPES = {
+    96: Shape("hidden 96, 2 layers", 96, 2, 4, 17),
+    256: Shape("hidden 256, 4 layers", 256, 4, 4, 512),
+}
 
 
 @dataclass(frozen=True)
@@ -102,24 +120,23 @@ class Load:
         return sum(self.lengths)
 
 
-def make_loads(vocab: int, quick: bool) -> list[Load]:
-    """The loads of the benchmark."""
-    rng = random.Random(0)
+LOADS = {
+    "equal 32": (32, 1, 64, 64),
+    "ragged 32": (32, 1, 16, 112),
+    "equal 128": (128, 1, 64, 64),
+    "ragged 128": (128, 1, 16, 112),
+    "demo 32x8": (32, 8, 20, 60),
+}
+"""Prompts, samples of each, least and most new tokens."""
 
-    def load(name: str, prompts: int, group: int, low: int, high: int) -> Load:
-        heads = [tuple(rng.randrange(1, vocab) for _ in range(rng.randint(8, 24))) for _ in range(prompts)]
-        lengths = tuple(rng.randint(low, high) for _ in range(prompts * group))
-        return Load(name, tuple(head for head in heads for _ in range(group)), lengths)
 
-    loads = [load("equal 32", 32, 1, 64, 64), load("ragged 32", 32, 1, 16, 112)]
-    if quick:
-        return loads
-    return [
-        *loads,
-        load("equal 128", 128, 1, 64, 64),
-        load("ragged 128", 128, 1, 16, 112),
-        load("demo 32x8", 32, 8, 20, 60),
-    ]
+def make_load(name: str, vocab: int) -> Load:
+    """The load of that name, the same at every call."""
+    count, group, low, high = LOADS[name]
+    rng = random.Random(name)
+    prompts = [tuple(rng.randrange(1, vocab) for _ in range(rng.randint(8, 24))) for _ in range(count)]
+    lengths = tuple(rng.randint(low, high) for _ in range(count * group))
+    return Load(name, tuple(prompt for prompt in prompts for _ in range(group)), lengths)
 
 
 def in_process(model: PreTrainedModel, rows: int) -> Contender:
@@ -205,151 +222,133 @@ def transformers_continuous(model: PreTrainedModel) -> Contender:
     return run
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def server(command: list[str], port: int, environment: dict[str, str]) -> Iterator[str]:
-    """Run a server until the block ends; yields its address once it is healthy."""
-    url = f"http://127.0.0.1:{port}"
-    child = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+@asynccontextmanager
+async def embedded_server(folder: Path, rows: int) -> AsyncIterator[str]:
+    """The embedded engine's server as a child process; yields its address."""
+    ports = reserve_ports(HOST)
+    argv = [sys.executable, "-m", "asyncrl.generation.embedded", "--model-path", str(folder), "--port", str(ports.http)]
+    argv += ["--threads", "1", "--max-running-requests", str(rows), "--skip-tokenizer-init"]
+    tree = ProcessTree(argv, {}, grace_s=STOP_GRACE_S, log=logging.getLogger("embedded"), redact=None)
+    await tree.start()
     try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not healthy(url):
-            if child.poll() is not None:
-                raise RuntimeError(f"{command[2]} ended with code {child.returncode} before it was healthy")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{command[2]} was not healthy within {START_LIMIT_S:.0f} s")
-            time.sleep(0.2)
+        url = f"http://{HOST}:{ports.http}"
+        await wait_ready(url, None, START_LIMIT_S)
         yield url
     finally:
-        os.killpg(child.pid, signal.SIGTERM)
-        child.wait(timeout=30)
+        await tree.stop()
+        ports.release()
 
 
-def healthy(url: str) -> bool:
-    """Whether the server answers its health check."""
+@asynccontextmanager
+async def sglang_server(python: str, folder: Path, rows: int) -> AsyncIterator[str]:
+    """A real SGLang server as asyncrl starts it, able to run `rows` requests at once; yields its address."""
+    config = ExperimentConfig()
+    config.model.path = str(folder)
+    config.generation.context_length = CONTEXT
+    config.generation.max_running_requests = rows
+    config.generation.max_total_tokens = rows * CONTEXT
+    config.generation.sglang.python = python
+    host = SGLangHost(config, index=0, run_dir=folder, device="cpu", token=None, log=logging.getLogger("sglang"))
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
+        yield (await host.start()).url
+    finally:
+        await host.stop()
 
 
-def embedded_command(folder: str, port: int, rows: int) -> list[str]:
-    """Start command of the embedded server."""
-    return [
-        *(sys.executable, "-m", "asyncrl.generation.embedded", "--model-path", folder, "--port", str(port)),
-        *("--threads", "1", "--max-running-requests", str(rows), "--skip-tokenizer-init"),
-    ]
-
-
-def sglang_command(python: str, folder: str, port: int, rows: int) -> list[str]:
-    """Start command of a real SGLang server without a GPU."""
-    return [
-        *(python, "-m", "sglang.launch_server", "--model-path", folder, "--host", "127.0.0.1", "--port", str(port)),
-        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init", "--skip-server-warmup"),
-        *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536", "--max-running-requests", str(rows)),
-        *("--dtype", "float32", "--sleep-on-idle"),
-    ]
-
-
-SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def contenders(stack: ExitStack, shape: Shape, rows: int) -> dict[str, Contender]:
+async def contenders(stack: AsyncExitStack, shape: Shape, rows: int) -> dict[str, Contender]:
     """Every contender that this machine has, ready to run."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     shape.build().save_pretrained(folder)
-    port = free_port()
-    url = stack.enter_context(server(embedded_command(folder, port, rows), port, {}))
     found = {
         "engine": in_process(shape.build(), rows),
-        "engine http": over_http(url),
+        "http": over_http(await stack.enter_async_context(embedded_server(folder, rows))),
         "generate": static_batch(shape.build()),
         "continuous": transformers_continuous(shape.build()),
     }
     python = os.environ.get("ASYNCRL_SGLANG_PYTHON")
     if python:
-        port = free_port()
-        found["sglang"] = over_http(
-            stack.enter_context(server(sglang_command(python, folder, port, rows), port, SGLANG_ENVIRONMENT))
-        )
-    else:
-        print("sglang: left out, ASYNCRL_SGLANG_PYTHON is not set")
+        found["sglang"] = over_http(await stack.enter_async_context(sglang_server(python, folder, rows)))
     return found
 
 
-def measure(shape: Shape, quick: bool, rounds: int) -> list[dict[str, Any]]:
-    """Best tokens per second of every contender at every load."""
-    loads = make_loads(shape.vocab, quick)
-    best: dict[tuple[str, str], float] = {}
-    with ExitStack() as stack:
-        runners = contenders(stack, shape, rows=max(len(load.prompts) for load in loads))
-        for _ in range(rounds):
+@dataclass(frozen=True)
+class Row:
+    """What one contender did with one load, as medians over the rounds; None where it is not installed."""
+
+    model: str
+    load: str
+    contender: str
+    tokens_per_s: float | None
+    ratio: float | None
+
+    @property
+    def target(self) -> float | None:
+        """The least ratio asked for, where one is."""
+        return TARGETS.get((self.load.split()[0], self.contender))
+
+    def __str__(self) -> str:
+        """A line of the table."""
+        begin = f"{self.load:<12} {self.contender:<12}"
+        if self.tokens_per_s is None or self.ratio is None:
+            return f"{begin} not installed"
+        line = f"{begin} {self.tokens_per_s:>10.0f} {self.ratio:>8.2f}"
+        if self.target is not None:
+            line += f"  >= {self.target:.2f} {'met' if self.ratio >= self.target else 'MISSED'}"
+        return line
+
+
+async def measure(shape: Shape, loads: list[Load], rounds: int) -> list[Row]:
+    """Run every load by every contender, `rounds` times after one to warm up."""
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    async with AsyncExitStack() as stack:
+        runners = await contenders(stack, shape, rows=max(len(load.prompts) for load in loads))
+        for number in range(rounds + 1):
             for load in loads:
-                for name, run in runners.items():
+                for name, run in list(runners.items())[:: 1 if number % 2 else -1]:
                     begin = time.perf_counter()
                     made = run(load)
-                    seconds = time.perf_counter() - begin
+                    took = time.perf_counter() - begin
                     assert made == load.tokens, f"{name} made {made} tokens of {load.tokens}"
-                    best[load.name, name] = max(best.get((load.name, name), 0.0), made / seconds)
-    return [
-        {
-            "model": shape.name,
-            "load": load,
-            "contender": name,
-            "tokens_per_s": rate,
-            "ratio": best[load, "engine"] / rate,
-        }
-        for (load, name), rate in best.items()
-    ]
+                    if number > 0:
+                        seconds[load.name, name].append(took)
+    return [summary(shape, load, name, seconds) for load in loads for name in CONTENDERS]
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """Whether the row meets its target, where it has one."""
-    target = TARGETS.get((row["load"].split()[0], row["contender"]))
-    if target is None:
-        return ""
-    if row["contender"] == "engine http":
-        return f"<= {target:.2f} {'ok' if row['ratio'] <= target else 'MISSED'}"
-    return f">= {target:.2f} {'ok' if row['ratio'] >= target else 'MISSED'}"
+def summary(shape: Shape, load: Load, name: str, seconds: dict[tuple[str, str], list[float]]) -> Row:
+    """The row of contender `name` from the rounds' times."""
+    own, reference = seconds.get((load.name, name)), seconds[load.name, "engine"]
+    if own is None:
+        return Row(shape.name, load.name, name, None, None)
+    ratio = statistics.median(mine / engine for mine, engine in zip(own, reference, strict=True))
+    return Row(
+        shape.name, load.name, name, load.tokens / statistics.median(own), 1 / ratio if name == "http" else ratio
+    )
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, nargs="+", choices=SHAPES, default=list(SHAPES), help="models")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD")
     parser.add_argument("--quick", action="store_true", help="the small model, 32 requests, 2 rounds")
     parser.add_argument("--json", type=Path, metavar="PATH")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.hidden, arguments.loads, arguments.rounds = [96], ["equal 32", "ragged 32"], 2
     torch.set_num_threads(1)
-    shapes = [Shape("hidden 96, 2 layers", 96, 2, 4, 17)]
-    if not arguments.quick:
-        shapes.append(Shape("hidden 256, 4 layers", 256, 4, 4, 512))
-    rows = []
-    for shape in shapes:
-        measured = measure(shape, arguments.quick, 2 if arguments.quick else arguments.rounds)
-        print(f"\n{shape.name}\n{'load':<12} {'contender':<12} {'tokens/s':>10} {'engine/it':>10}  target")
-        for row in sorted(measured, key=lambda row: str(row["load"])):
-            print(
-                f"{row['load']:<12} {row['contender']:<12} {row['tokens_per_s']:>10.0f} {row['ratio']:>10.2f}  "
-                f"{verdict(row)}"
-            )
+    rows: list[Row] = []
+    for hidden in arguments.hidden:
+        shape = SHAPES[hidden]
+        measured = asyncio.run(
+            measure(shape, [make_load(name, shape.vocab) for name in arguments.loads], arguments.rounds)
+        )
+        print(f"\n{shape.name}\n{'load':<12} {'contender':<12} {'tokens/s':>10} {'ratio':>8}  target")
+        print(*measured, sep="\n", flush=True)
         rows += measured
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"threads": 1, "rows": rows}, indent=1))
+        record = {"threads": 1, "rounds": arguments.rounds, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
