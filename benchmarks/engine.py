@@ -16,8 +16,8 @@ Contenders, one compute thread each, in fp32:
 Loads: equal answers of 64 tokens (32 and 128 requests), ragged answers of 16 to 112 tokens (32 and 128 requests), and
 the demo's 32 prompts x 8 samples. Prompts have 8 to 24 tokens. Only tokens asked for count.
 
-The contenders take turns in every round, in one order and then in the other; one round warms up. Rates are medians over the rounds, ratios medians of
-the rounds' ratios: engine / contender, for `http` http / engine.
+The contenders take turns in every round, in one order and then in the other; one round warms up. Rates are medians
+over the rounds, ratios medians of the rounds' ratios: engine / contender, for `http` http / engine.
 """
 
 from __future__ import annotations

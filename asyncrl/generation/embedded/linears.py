@@ -1,10 +1,11 @@
 """Linear layers over weights in oneDNN's own blocked layout, without touching the model.
 
-A decode step is mostly products of a few rows with large weights. Torch hands fp32 products to MKL, which repacks the
-weight at every call and leaves AVX-512 unused on some CPUs; oneDNN takes it packed once, there at twice the speed. While a `PackedLinears` is in force (it is
-a context manager), `F.linear` with a weight that it has packed goes to oneDNN; everything else is as it was.
+A decode step is mostly products of a few rows with large weights. Torch hands fp32 products to MKL with the weight as
+it is; oneDNN takes it packed once, and was up to twice as fast where it was measured (AMD Zen 5, 8 to 128 rows). While
+a `PackedLinears` is in force (it is a context manager), `F.linear` with a weight that it has packed goes to oneDNN;
+everything else is as it was.
 
-The copies cost the memory of the weights once more and are made anew after a weight update (`repack`).
+The copies cost the memory of the weights once more and are made anew after a weight update.
 """
 
 from __future__ import annotations
