@@ -134,6 +134,14 @@ class ManagerConfig:
         "takes a second to abort; SGLang 0.5.20 or newer), or waits for their end (finish)",
         choices=("interrupt", "retract", "finish"),
     )
+    weight_transport: str = setting(
+        "disk",
+        "how servers get a version: from its folder (disk), or from the trainer's memory, which keeps a copy of each "
+        "version that is in use and writes folders only with checkpoints and at the end; tensor: shared memory, one "
+        "machine; distributed: a process group of trainer and server, NCCL between GPUs, else gloo. Other than disk "
+        "needs generation.backend=sglang",
+        choices=("disk", "tensor", "distributed"),
+    )
     update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
     rollout_lease_s: float = setting(30.0, "rollouts of a worker silent for so long are dropped", unit="s", minimum=1.0)

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl.algorithms import catalog
 from asyncrl.algorithms.signatures import KINDS
@@ -283,6 +284,41 @@ def _generation_backend(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
+"""SGLang flags by which an engine has more ranks than `tensor_parallel`."""
+
+
+def _weight_transport(config: ExperimentConfig) -> Iterator[str]:
+    transport, generation = config.manager.weight_transport, config.generation
+    if transport == "disk":
+        return
+    if generation.backend != "sglang":
+        yield (
+            f"manager.weight_transport={transport!r}: generation.backend={generation.backend!r} takes weights from "
+            "disk only; use weight_transport=disk or backend=sglang"
+        )
+    host = config.system.host
+    here = {host, *_LOOPBACK}
+    elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
+    if elsewhere and transport == "tensor":
+        yield (
+            f"manager.weight_transport='tensor': server {elsewhere[0]!r} is not on system.host={host!r}, and memory is "
+            "shared on one machine only; use distributed or disk"
+        )
+    if elsewhere and transport == "distributed" and host in _LOOPBACK:
+        yield (
+            f"manager.weight_transport='distributed': server {elsewhere[0]!r} cannot reach the trainer at "
+            f"system.host={host!r}; set it to this machine's address on their network"
+        )
+    for key, value in generation.sglang.args.items():
+        if key.lstrip("-").replace("-", "_") in _PER_ENGINE and value != 1:
+            yield (
+                f"manager.weight_transport={transport!r}: generation.sglang.args.{key}={value!r} makes ranks that are "
+                "not sent to; start more servers with generation.servers, or use weight_transport=disk"
+            )
+
+
 def _logging(config: ExperimentConfig) -> Iterator[str]:
     project = config.logging.wandb_project
     if project and importlib.util.find_spec("wandb") is None:
@@ -301,4 +337,4 @@ def _system(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
 
 
-_RULES = (_batches, _sampling, _model, _plugins, _algorithms, _generation_backend, _logging, _system)
+_RULES = (_batches, _sampling, _model, _plugins, _algorithms, _generation_backend, _weight_transport, _logging, _system)

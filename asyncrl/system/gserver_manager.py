@@ -23,6 +23,7 @@ from asyncrl.system.manager_http import ManagerHttp
 from asyncrl.system.manager_metrics import manager_registry
 from asyncrl.system.manager_service import ManagerService
 from asyncrl.system.server_fleet import ServerFleet
+from asyncrl.system.weight_delivery import DiskDelivery, TrainerDelivery
 from asyncrl.system.weight_update import Fleet, Target, UpdateMode
 from asyncrl.system.worker import AsyncWorker, WorkerSpec
 from asyncrl.training.weights_manifest import Manifest, ManifestError, verify
@@ -59,10 +60,12 @@ class GserverManager(AsyncWorker):
         """Serve until a stop is requested."""
         token = None if self.secret is None else self.secret.token
         servers_http = JsonHttp(token)
+        trainer = TrainerDelivery(self.resolver, None if self.secret is None else self.secret.sockets())
         self._fleet = ServerFleet(
             self._decisions,
             self._service,
             servers_http,
+            DiskDelivery() if self.config.manager.weight_transport == "disk" else trainer,
             health_interval_s=self.config.manager.health_interval_s,
             update_timeout_s=self.config.manager.update_timeout_s,
             checks=() if self._canary is None else (self._canary,),
@@ -91,6 +94,7 @@ class GserverManager(AsyncWorker):
         finally:
             await http.close()
             await servers_http.close()
+            trainer.close()
 
     def status(self) -> dict[str, Any]:
         """The reply of `/status`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+_SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_LINES = 12
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -116,7 +117,10 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(pid: int) -> list[str]:
-    """Kill everything that process `pid` started, directly or not; returns what was killed, as `pid name`."""
+    """Kill everything that process `pid` started, directly or not; returns what was killed, as `pid name`.
+
+    Torch's keeper of shared memory is left to itself: it frees what the others had, and ends once they have.
+    """
     try:
         descendants = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -125,7 +129,8 @@ def kill_descendants(pid: int) -> list[str]:
     for process in descendants:
         try:
             label = f"{process.pid} {process.name()}"
-            if process.status() != psutil.STATUS_ZOMBIE:
+            keeper = process.name().startswith(_SHARED_MEMORY_KEEPER)
+            if process.status() != psutil.STATUS_ZOMBIE and not keeper:
                 process.kill()
                 killed.append(label)
         except psutil.NoSuchProcess:

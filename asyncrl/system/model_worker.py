@@ -31,7 +31,9 @@ from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.validate import data_parallel_ranks
 from asyncrl.dataflow.builtin import load_graph
 from asyncrl.generation.host import context_length
-from asyncrl.system.run_files import WEIGHTS_DIR
+from asyncrl.system.run_files import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.system.weight_delivery import SENDER
+from asyncrl.system.weight_sender import HeldWeights, WeightSender
 from asyncrl.system.worker import Worker, WorkerSpec
 from asyncrl.training import checkpoint, weights
 from asyncrl.training.calls import CallContext, ModelFunction, find_function, run_call
@@ -46,6 +48,7 @@ from asyncrl.training.world import training_world
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
+_CLOSE_S = 5.0  # how long the end waits for weights on their way
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -113,13 +116,24 @@ class ModelWorker(Worker):
             "save_checkpoint": self._save_checkpoint,
             "load_checkpoint": self._load_checkpoint,
         }
+        self._held = HeldWeights()
+        self._sender: WeightSender | None = None
         self._server = RequestServer(
             system.host,
             security,
-            immediate={"poll_buffer": self._poll_buffer, "discard": self._discard, "status": self._status},
+            immediate={
+                "poll_buffer": self._poll_buffer,
+                "discard": self._discard,
+                "status": self._status,
+                "send_weights": self._send_weights,
+            },
             queued={name: _as_method(name, handler) for name, handler in queued.items()},
         )
         self._open.callback(self._server.close)
+        if self.index == SENDER and self.config.manager.weight_transport != "disk":
+            token = None if self.secret is None else self.secret.token
+            self._sender = WeightSender(self.config, self._held, token, self._device)
+            self._open.callback(self._close_sender, self._sender)
         self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
         self._open.callback(self._puller.close)
         address = json.dumps({"endpoint": self._server.endpoint, "pid": os.getpid()})
@@ -172,7 +186,22 @@ class ModelWorker(Worker):
             },
         )
 
+    async def _send_weights(self, request: Message) -> Message:
+        """Bring a paused server to a version that is held in memory."""
+        if self._sender is None:
+            raise RuntimeError("this process sends no weights; set manager.weight_transport, and ask model_worker/0")
+        meta = request.meta
+        await self._sender.send(meta["server"], meta["url"], meta["version"], meta["timeout_s"])
+        return Message("send_weights")
+
     # The main thread.
+
+    def _close_sender(self, sender: WeightSender) -> None:
+        closing = asyncio.run_coroutine_threadsafe(sender.close(), self._server.loop)
+        try:
+            closing.result(_CLOSE_S)
+        except TimeoutError:
+            self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
     def _begin_step(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Bring this rank's rollouts of the step here and pack them."""
@@ -212,17 +241,25 @@ class ModelWorker(Worker):
         return {}
 
     def _publish(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        role, version = meta["role"], meta["version"]
+        """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
+        role, version, ranks = meta["role"], meta["version"], self._rank.ranks
         policy = self._rank.policy(role)
-        published = weights.publish(
-            policy.model,
-            self.run_dir / WEIGHTS_DIR,
-            role=role,
-            version=version,
-            ranks=self._rank.ranks,
-            shared=self._shared.setdefault(role, SharedFiles(policy.model, self._assets)),
-            canary=self._canary(policy),
-        )
+        canary = self._canary(policy)
+        if self._sender is not None:
+            self._held.hold(version, weights.published_tensors(policy.model))
+        if meta["to_disk"]:
+            published = weights.publish(
+                policy.model,
+                self.run_dir / WEIGHTS_DIR,
+                role=role,
+                version=version,
+                ranks=ranks,
+                shared=self._shared.setdefault(role, SharedFiles(policy.model, self._assets)),
+                canary=canary,
+            )
+        else:
+            root = self.run_dir / ANNOUNCED_DIR
+            published = weights.announce(policy.model, root, role=role, version=version, ranks=ranks, canary=canary)
         return {"path": str(published.path), "bytes": published.bytes, "seconds": published.seconds}
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
@@ -237,7 +274,9 @@ class ModelWorker(Worker):
     def _collect_weights(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         removed: list[int] = []
         if self.index == 0:
-            removed = weights.collect(self.run_dir / WEIGHTS_DIR, meta["role"], meta["keep"])
+            for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
+                removed += weights.collect(self.run_dir / root, meta["role"], meta["keep"])
+            self._held.keep(meta["keep"])
         return {"removed": removed}
 
     def _save_checkpoint(self, meta: Mapping[str, Any]) -> dict[str, Any]:

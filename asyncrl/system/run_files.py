@@ -14,6 +14,8 @@ from asyncrl.dataflow.peers import GateBooks
 from asyncrl.dataflow.used_prompts import UsedPrompts
 
 CHECKPOINTS_DIR, WEIGHTS_DIR, LOGS_DIR = "checkpoints", "weights", "logs"
+ANNOUNCED_DIR = "announced"
+"""Manifests and canaries of versions that servers get from the trainer's memory."""
 DATA_STATE_FILE = "data_state.json"
 
 

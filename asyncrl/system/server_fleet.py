@@ -20,6 +20,7 @@ from asyncrl.generation.http import HttpError, HttpTimeout, HttpUnreachable, Jso
 from asyncrl.system.manager_service import ManagerService
 from asyncrl.system.server_update import ServedCheck, carry_out
 from asyncrl.system.signal_wait import Signal
+from asyncrl.system.weight_delivery import WeightDelivery
 from asyncrl.system.weight_update import BeginUpdate, CancelUpdate, CheckHealth, Fleet, ServerState, Target
 
 HEALTH_TIMEOUT_S = 5.0
@@ -40,6 +41,7 @@ class ServerFleet:
         fleet: the decisions.
         service: whose router and gate are kept up to date.
         http: connections to the servers.
+        delivery: how they get weights.
         health_interval_s: time between two health checks of a server.
         update_timeout_s: limit of an update.
         health_timeout_s: limit of a health check.
@@ -51,6 +53,7 @@ class ServerFleet:
         fleet: Fleet,
         service: ManagerService,
         http: JsonHttp,
+        delivery: WeightDelivery,
         *,
         health_interval_s: float,
         update_timeout_s: float,
@@ -61,6 +64,7 @@ class ServerFleet:
         self.fleet = fleet
         self._service = service
         self._http = http
+        self._delivery = delivery
         self._health_interval_s = health_interval_s
         self._health_timeout_s = health_timeout_s
         self._update_timeout_s = update_timeout_s
@@ -156,7 +160,13 @@ class ServerFleet:
         client = GenerationServerClient(self._http, order.url)
         kept = order.pause == "retract"
         try:
-            await carry_out(order, client, timeout_s=self._update_timeout_s, checks=() if kept else self._checks)
+            await carry_out(
+                order,
+                client,
+                self._delivery,
+                timeout_s=self._update_timeout_s,
+                checks=() if kept else self._checks,
+            )
         except HttpError as error:
             if self.fleet.failed(order.server, order.attempt, str(error), time.monotonic()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.generation.client import GenerationServerClient
 from asyncrl.generation.http import HttpError
+from asyncrl.system.weight_delivery import WeightDelivery
 from asyncrl.system.weight_update import BeginUpdate, Target
 
 ServedCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
@@ -15,7 +16,12 @@ they are not what they should be.
 
 
 async def carry_out(
-    order: BeginUpdate, client: GenerationServerClient, *, timeout_s: float, checks: Sequence[ServedCheck] = ()
+    order: BeginUpdate,
+    client: GenerationServerClient,
+    delivery: WeightDelivery,
+    *,
+    timeout_s: float,
+    checks: Sequence[ServedCheck] = (),
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
 
@@ -26,7 +32,7 @@ async def carry_out(
         HttpError: a step or a check failed.
     """
     await client.pause(order.pause, timeout_s=timeout_s)
-    await client.update_weights(order.target.path, order.target.version, timeout_s=timeout_s)
+    await delivery.deliver(order, client, timeout_s)
     await client.resume()
     try:  # a server answers nothing while it is paused, so it cannot be checked before
         for check in checks:

@@ -96,6 +96,7 @@ class TrainLoop:
         self._untold_drops: list[Drop] = []
         self._trained_before = 0
         self._saved_version: int | None = None
+        self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
         self._model_in_step = False
 
     async def run(self) -> None:
@@ -129,7 +130,7 @@ class TrainLoop:
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
         await self._all("collect_weights", {"role": ACTOR, "keep": [self.version]})
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
-            self.peers.board.announce_version(self.version, await self._publish())
+            self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
         self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self.buffer.used.epoch)
         self._collector.start()
         if self.version == 0:
@@ -144,7 +145,7 @@ class TrainLoop:
         has_data = self._now()
         stats = await self._train(batch)
         trained = self._now()
-        path = await self._publish()
+        path = await self._publish(to_disk=self._complete or self._wants_folder)
         published = self._now()
         await self._clock.published(self.version, path)
         announced = self._now()
@@ -160,7 +161,7 @@ class TrainLoop:
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept the manager from hearing of it
             self._journal.step(self.version, batch, stats | times, self._status, self._now())
-        if self.config.checkpoint.interval and self.version % self.config.checkpoint.interval == 0:
+        if self._checkpoint_is_due:
             await self._save()
 
     async def _next_batch(self) -> Batch:
@@ -205,11 +206,15 @@ class TrainLoop:
         self._model_in_step = False
         return stats
 
-    async def _publish(self) -> str:
-        """Write the actor's weights as the current version; returns their folder. Versions nobody reads are removed."""
-        in_use = {self.version, self.version - 1, *self._clock.put_off, *self._status.versions_in_use}
+    async def _publish(self, *, to_disk: bool) -> str:
+        """Make the actor's weights available as the current version; returns its folder, which holds the weights
+        themselves if `to_disk`. Versions nobody reads are removed, but for the newest on disk.
+        """
+        if to_disk:
+            self._on_disk = self.version
+        in_use = {self.version, self.version - 1, self._on_disk, *self._clock.put_off, *self._status.versions_in_use}
         replies = await asyncio.gather(
-            self._all("publish", {"role": ACTOR, "version": self.version}),
+            self._all("publish", {"role": ACTOR, "version": self.version, "to_disk": to_disk}),
             self._all("collect_weights", {"role": ACTOR, "keep": sorted(in_use)}),
         )
         return str(replies[0][0]["path"])
@@ -241,6 +246,8 @@ class TrainLoop:
             await self._last_evaluation()
         else:
             await self._clock.close()
+        if self._on_disk != self.version:
+            await self._publish(to_disk=True)  # the policy that the run leaves behind
         if self._saved_version != self.version:
             await self._save()
         books = await self._last_books()
@@ -303,6 +310,16 @@ class TrainLoop:
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
+
+    @property
+    def _checkpoint_is_due(self) -> bool:
+        interval = self.config.checkpoint.interval
+        return bool(interval) and self.version % interval == 0
+
+    @property
+    def _wants_folder(self) -> bool:
+        """Whether servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
+        return self.config.manager.weight_transport == "disk" or self._checkpoint_is_due
 
     @property
     def _complete(self) -> bool:

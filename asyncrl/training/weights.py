@@ -101,6 +101,38 @@ def publish(
     return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
 
 
+def announce(
+    model: PreTrainedModel, root: Path, *, role: str, version: int, ranks: Ranks, canary: Canary | None
+) -> Published:
+    """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
+    which names no weight files, and the canary. Called by all ranks; returns on all once it is visible.
+
+    Raises:
+        PeerFailed: rank 0 could not write it.
+        OSError: this rank could not.
+    """
+    started = time.perf_counter()
+    final = version_dir(root, role, version)
+    tensors = published_tensors(model)
+
+    def write() -> None:
+        if ranks.rank == 0:
+            directory = atomic_dir.begin(final)
+            files = {}
+            if canary is not None:
+                atomic_dir.write_file(directory / CANARY_FILE, encode_canary(canary))
+                files[CANARY_FILE] = file_entry(directory / CANARY_FILE)
+            entries = {
+                name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], "")
+                for name, tensor in tensors.items()
+            }
+            write_manifest(directory, Manifest(role, version, files, entries))
+            atomic_dir.commit(final)
+
+    ranks.together(write, f"announcing {final}")
+    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+
+
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that a checkpoint of `model` holds: parameters and persistent buffers, tied ones once."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())

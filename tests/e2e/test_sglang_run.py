@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,47 @@ import pytest
 PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
 
+needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON names no interpreter with SGLang")
+
+
 @pytest.mark.slow
 @pytest.mark.sglang
-@pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON names no interpreter with SGLang")
+@needs_sglang
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_a_run_takes_its_weights_from_the_trainers_memory(start_run: Any, transport: str) -> None:
+    """Two ranks, of which one sends; no version but the last is written to disk."""
+    shared_memory = set(Path("/dev/shm").iterdir())
+    run = start_run(
+        generation__backend="sglang",
+        generation__sglang__python=PYTHON,
+        generation__device="cpu",
+        manager__weight_transport=transport,
+        trainer__parallel="d2",
+        total_train_steps=3,
+        max_head_offpolicyness=1,
+        checkpoint__interval=0,
+        eval__interval=0,
+    )
+    assert run.wait(240) == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows) <= 1  # so version 2 was served before step 3
+    assert max(row["ppo/behave_kl"] for row in rows) < 1e-2
+    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+    for version in (1, 2):
+        assert f"generation server 0 agrees with the trainer on v{version}" in log, log
+        assert f"generation server 0 serves v{version}" in log, log
+    assert [path.name for path in (run.run_dir / "weights" / "actor").glob("v*")] == ["v3"]
+    assert (run.run_dir / "weights" / "actor" / "v3" / "model.safetensors").is_file()
+    books = run.summary()["books"]
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert run.survivors() == []
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@needs_sglang
 def test_a_run_on_sglang_trains_keeps_its_bound_and_leaves_nothing(start_run: Any) -> None:
     run = start_run(
         generation__backend="sglang",

@@ -32,11 +32,15 @@ from asyncrl.config.run_config import SECRET_FILE, write_run_config
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.generation.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
 from asyncrl.generation.http import JsonHttp
-from asyncrl.generation.sglang.ports import reserve_ports
 from asyncrl.generation.sglang.preflight import IncompatibleWeights, check_weights, read_signature
-from asyncrl.generation.sglang.transfer import ProcessGroupTransport, SharedMemoryTransport, WeightTransport
-from asyncrl.generation.sglang.transfer import Target as Receiver
+from asyncrl.generation.sglang.transfer import (
+    ProcessGroupTransport,
+    Receiver,
+    SharedMemoryTransport,
+    WeightTransport,
+)
 from asyncrl.system.server_update import carry_out
+from asyncrl.system.weight_delivery import DiskDelivery
 from asyncrl.system.weight_update import BeginUpdate, Target
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
@@ -722,7 +726,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         for _ in range(RUNNING)
     ]
     order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause="retract")
-    await carry_out(order, client, timeout_s=LIMIT_S)
+    await carry_out(order, client, DiskDelivery(), timeout_s=LIMIT_S)
     for stream in running:
         spans = (await stream.result())["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["0", "1"]
@@ -769,23 +773,27 @@ async def test_a_refused_update_leaves_the_weights_unknown_until_a_whole_one_suc
 
 
 @pytest.fixture(params=["shared memory", "process group"])
-def transport(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Callable[[JsonHttp, int], WeightTransport]]:
+def transport(request: pytest.FixtureRequest, backend: Backend) -> Callable[[JsonHttp, int], WeightTransport]:
     """Makes a transport to the server, for buckets of a given size."""
     if backend.kind != "sglang":
         pytest.skip("the embedded engine takes weights from disk only")
-    ports = reserve_ports("127.0.0.1")
 
     def make(http: JsonHttp, bucket_bytes: int) -> WeightTransport:
-        targets = [Receiver(backend.url)]
+        receiver = Receiver(backend.url)
         if request.param == "shared memory":
-            return SharedMemoryTransport(targets, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
-        address = ("127.0.0.1", ports.rendezvous)
+            return SharedMemoryTransport(receiver, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
+        group = f"test-{next(Server._ids)}"
         return ProcessGroupTransport(
-            targets, http, address=address, backend="gloo", timeout_s=LIMIT_S, bucket_bytes=bucket_bytes
+            receiver,
+            http,
+            host="127.0.0.1",
+            backend="gloo",
+            timeout_s=LIMIT_S,
+            group=group,
+            bucket_bytes=bucket_bytes,
         )
 
-    yield make
-    ports.release()
+    return make
 
 
 async def test_weights_from_memory_are_those_from_disk(
@@ -801,7 +809,9 @@ async def test_weights_from_memory_are_those_from_disk(
     for version, model in ((1, "next"), (2, "base"), (3, "next")):
         weights = Qwen2ForCausalLM.from_pretrained(server.backend.models[model]).state_dict()
         tensors = [(name, tensor) for name, tensor in weights.items() if name != "lm_head.weight"]
+        await client.pause("retract")
         await channel.send(tensors, version)
+        await client.resume()
         assert await client.served_version() == version
         (completion,) = await client.generate(
             [GenerateItem(wire_rid(f"m{next(Server._ids)}", 0), PROMPT, 20)], PLAIN, timeout_s=LIMIT_S

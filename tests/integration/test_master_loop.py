@@ -245,6 +245,34 @@ async def test_trains_every_step_and_leaves_rows_with_all_required_keys(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("transport", "on_disk"), [("disk", [True] * 5), ("tensor", [False, True, False, True, True])])
+async def test_weights_are_written_for_servers_that_read_them_with_checkpoints_and_at_the_end(
+    tmp_path: Path, transport: str, on_disk: list[bool]
+) -> None:
+    config = make_config(total_train_steps=5, checkpoint__interval=2)
+    config.manager.weight_transport = transport
+    run = Run(tmp_path, config)
+    await run.deliver(range(20), oldest=4)
+    await run.loop.run()
+    published = [meta for _, method, meta in run.workers.log if method == "publish"]
+    assert [(meta["version"], meta["to_disk"]) for meta in published] == list(enumerate(on_disk, start=1))
+    kept = [meta["keep"] for _, method, meta in run.workers.log if method == "collect_weights"]
+    assert transport == "disk" or kept[3] == [2, 3], "the newest folder goes only when there is a newer one"
+
+
+async def test_a_run_that_is_stopped_leaves_its_last_weights_on_disk(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=9, checkpoint__interval=0)
+    config.manager.weight_transport = "tensor"
+    run = Run(tmp_path, config)
+    await run.deliver(range(4), oldest=0)
+    async with running(run) as task:
+        await until(lambda: run.board.versions == [1])
+        run.stop.set()
+        await task
+    published = [(meta["version"], meta["to_disk"]) for _, method, meta in run.workers.log if method == "publish"]
+    assert published == [(1, False), (1, True)]
+
+
 async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1), FakeWorkers(count=2))
     for worker, orders in ((0, (5, 0)), (1, (3, 1))):

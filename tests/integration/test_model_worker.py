@@ -138,7 +138,7 @@ class Workers:
         return stats
 
     async def publish(self, version: int) -> str:
-        replies = await self.all("publish", {"role": "actor", "version": version})
+        replies = await self.all("publish", {"role": "actor", "version": version, "to_disk": True})
         return str(replies[0]["path"])
 
     async def close(self) -> list[int]:

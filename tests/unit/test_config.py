@@ -29,6 +29,11 @@ def message_of(*overrides: str) -> str:
     return str(caught.value)
 
 
+def adopting(url: str) -> list[str]:
+    """Overrides for an SGLang server that runs already."""
+    return ["generation.backend=sglang", f"generation.sglang.urls=[{url}]"]
+
+
 @pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
 def test_every_built_in_experiment_is_valid_as_it_stands(name: str) -> None:
     validate(load_experiment(name, []))
@@ -94,6 +99,17 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["algorithm.policy_loss.params.clipp=1"], ["'clipp'"]),
         (["algorithm.plugins=[no_such_package]"], ["algorithm.plugins", "'no_such_package'", "PYTHONPATH"]),
         (["generation.backend=sglang", "generation.sglang.python=/no/python"], ["/no/python", "not an executable"]),
+        (["manager.update_mode=in_place"], ["manager.update_mode='in_place'", "interrupt, retract, finish"]),
+        (["manager.weight_transport=tensor"], ["manager.weight_transport='tensor'", "backend='embedded'", "disk"]),
+        (
+            [*adopting("http://10.1.1.1:1"), "manager.weight_transport=tensor"],
+            ["'http://10.1.1.1:1'", "distributed or disk"],
+        ),
+        ([*adopting("http://10.1.1.1:1"), "manager.weight_transport=distributed"], ["cannot reach", "system.host"]),
+        (
+            [*adopting("http://127.0.0.1:1"), "manager.weight_transport=tensor", "generation.sglang.args.dp_size=2"],
+            ["generation.sglang.args.dp_size=2", "generation.servers"],
+        ),
         (["system.name_resolve=etcd3"], ["system.name_resolve_root", "host:port"]),
         (["trial_name=../up"], ["trial_name='../up'", "folder"]),
         (["fileroot=/proc/1/x"], ["fileroot='/proc/1/x'"]),
@@ -103,6 +119,19 @@ def test_a_bad_value_or_combination_names_setting_value_and_mend(overrides: list
     message = message_of(*overrides)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("transport", "url", "host"),
+    [
+        ("tensor", "http://localhost:1", "127.0.0.1"),
+        ("distributed", "http://127.0.0.1:1", "127.0.0.1"),
+        ("distributed", "http://10.1.1.1:1", "10.1.1.2"),
+    ],
+)
+def test_weights_can_be_sent_where_trainer_and_servers_reach_each_other(transport: str, url: str, host: str) -> None:
+    config = load(*adopting(url), f"manager.weight_transport={transport}", f"system.host={host}")
+    assert config.manager.weight_transport == transport
 
 
 def test_all_wrong_settings_are_told_at_once() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.datasets.tokenizer import load_tokenizer
 from asyncrl.training import atomic_dir, weights
+from asyncrl.training.canary import CANARY_FILE, Canary, read_canary
 from asyncrl.training.models import load_causal_lm
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.shared_files import SharedFiles
@@ -109,6 +110,19 @@ def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tm
     assert weights.collect(tmp_path, "actor", {2, 3}) == [1]
     assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == [".shared", "v2", "v3"]
     assert weights.collect(tmp_path, "critic", set()) == []
+
+
+def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: Path, tmp_path: Path) -> None:
+    path, _ = publish(qwen_dir, tmp_path / "weights")
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    canary = Canary((1, 2), (0.0, -1.0))
+    root = tmp_path / "announced"
+    announced = weights.announce(model, root, role="actor", version=2, ranks=Ranks(), canary=canary)
+    manifest = verify(announced.path)
+    manifest.check_same_tensors(verify(path))
+    assert manifest.files.keys() == {CANARY_FILE}
+    assert read_canary(announced.path) == canary
+    assert weights.collect(root, "actor", {3}) == [2]
 
 
 def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_path: Path) -> None:

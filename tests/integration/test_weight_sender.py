@@ -1,0 +1,195 @@
+"""Weights from the trainer's memory to servers: what is held, the connections, and the manager's side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.comm import names
+from asyncrl.comm.codec import Message
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.generation.client import GenerationServerClient, UpdateFailed
+from asyncrl.generation.http import JsonHttp
+from asyncrl.generation.sglang.transfer import NamedTensors, WeightTransport
+from asyncrl.system import weight_sender
+from asyncrl.system.server_update import carry_out
+from asyncrl.system.weight_delivery import TrainerDelivery
+from asyncrl.system.weight_sender import HeldWeights, NotHeld, WeightSender
+from asyncrl.system.weight_update import BeginUpdate, Target
+
+LIMIT_S = 10.0
+
+
+def test_a_held_version_is_a_copy_and_is_forgotten_when_nobody_wants_it() -> None:
+    held, weight = HeldWeights(), torch.ones(2)
+    for version in (1, 2, 3):
+        held.hold(version, {"w": weight})
+        weight += 1
+    ((name, kept),) = held.get(2)
+    assert (name, kept.tolist()) == ("w", [2.0, 2.0])
+    held.keep([3, 7])
+    with pytest.raises(NotHeld, match=r"v2 is not held in memory \(held: \[3\]\)"):
+        held.get(2)
+    assert kept.tolist() == [2.0, 2.0]  # what a send under way has of it
+
+
+class Connection(WeightTransport):
+    """Notes what happens to it; a send waits for `gate`, and fails where told to."""
+
+    made: list[Connection]
+    gate: asyncio.Event
+    begun: asyncio.Queue[str]
+    broken = False
+
+    def __init__(self, receiver: Any, http: JsonHttp, **_: Any) -> None:
+        super().__init__(receiver, http, timeout_s=LIMIT_S)
+        self.url = receiver.url
+        self.events: list[str] = []
+        self.made.append(self)
+
+    async def open(self) -> None:
+        self.events.append("open")
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+    async def send(self, tensors: NamedTensors, version: int) -> None:
+        self.events.append(f"send {version}")
+        self.begun.put_nowait(self.url)
+        await self.gate.wait()
+        if self.broken:
+            raise UpdateFailed("connection reset")
+
+    async def _send_bucket(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+async def sender(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WeightSender]:
+    """A sender of versions 1 and 2 over `Connection`s."""
+    Connection.made, Connection.gate, Connection.broken = [], asyncio.Event(), False
+    Connection.begun = asyncio.Queue()
+    Connection.gate.set()
+    monkeypatch.setattr(weight_sender, "SharedMemoryTransport", Connection)
+    config = ExperimentConfig()
+    config.manager.weight_transport = "tensor"
+    held = HeldWeights()
+    for version in (1, 2):
+        held.hold(version, {"w": torch.ones(1)})
+    sender = WeightSender(config, held, None, torch.device("cpu"))
+    yield sender
+    await sender.close()
+    assert all(connection.events[-1] == "close" for connection in Connection.made)
+
+
+async def test_a_connection_is_opened_once_and_serves_every_version(sender: WeightSender) -> None:
+    for version in (1, 2):
+        await sender.send(0, "http://a", version, LIMIT_S)
+    (connection,) = Connection.made
+    assert connection.events == ["open", "send 1", "send 2"]
+
+
+async def test_a_server_at_a_new_address_gets_a_new_connection(sender: WeightSender) -> None:
+    await sender.send(0, "http://a", 1, LIMIT_S)
+    await sender.send(0, "http://b", 1, LIMIT_S)
+    await asyncio.sleep(0)
+    assert [(c.url, c.events) for c in Connection.made] == [
+        ("http://a", ["open", "send 1", "close"]),
+        ("http://b", ["open", "send 1"]),
+    ]
+
+
+async def test_a_connection_that_failed_is_made_anew(sender: WeightSender) -> None:
+    Connection.broken = True
+    with pytest.raises(UpdateFailed, match="connection reset"):
+        await sender.send(0, "http://a", 1, LIMIT_S)
+    Connection.broken = False
+    await sender.send(0, "http://a", 1, LIMIT_S)
+    assert [connection.events[0] for connection in Connection.made] == ["open", "open"]
+
+
+async def test_a_slow_server_holds_no_other_and_its_next_send_waits(sender: WeightSender) -> None:
+    Connection.gate.clear()
+    slow = asyncio.create_task(sender.send(0, "http://a", 1, LIMIT_S))
+    again = asyncio.create_task(sender.send(0, "http://a", 2, LIMIT_S))
+    other = asyncio.create_task(sender.send(1, "http://b", 1, LIMIT_S))
+    async with asyncio.timeout(LIMIT_S):
+        assert {await Connection.begun.get() for _ in range(2)} == {"http://a", "http://b"}
+    assert Connection.made[0].events == ["open", "send 1"]
+    assert Connection.made[1].events == ["open", "send 1"]
+    Connection.gate.set()
+    await asyncio.gather(slow, again, other)
+    assert Connection.made[0].events == ["open", "send 1", "send 2"]
+
+
+class Trainer:
+    """ModelWorker 0 as the manager sees it: a fake server's weights change when it is told to send."""
+
+    def __init__(self, server: Any, folder: Path) -> None:
+        self.server = server
+        self.calls: list[dict[str, Any]] = []
+        self.refuse = False
+        self.requests = RequestServer("127.0.0.1", None, immediate={"send_weights": self.send})
+        self.resolver = make_resolver("file", str(folder))
+        address = json.dumps({"endpoint": self.requests.endpoint})
+        self.resolver.add(names.worker_key("model_worker", 0), address)
+
+    async def send(self, request: Message) -> Message:
+        self.calls.append(dict(request.meta))
+        if self.refuse:
+            raise NotHeld("v1 is not held in memory (held: [2])")
+        assert self.server.paused
+        self.server.version = str(request.meta["version"])
+        return Message("send_weights")
+
+    def close(self) -> None:
+        self.requests.close()
+        self.resolver.close()
+
+
+async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_server: Any, tmp_path: Path) -> None:
+    server = await start_fake_server()
+    trainer = Trainer(server, tmp_path)
+    delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
+    client = GenerationServerClient(http, server.url)
+    order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="retract")
+    await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+    assert trainer.calls == [{"server": 3, "url": server.url, "version": 1, "timeout_s": LIMIT_S}]
+    assert (server.version, server.paused) == ("1", False)
+    assert "update_weights_from_disk" not in server.calls
+
+    trainer.refuse = True
+    with pytest.raises(UpdateFailed, match=r"could not send v1 .* NotHeld: v1 is not held"):
+        await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+    assert server.paused, "its weights are unknown"
+
+    trainer.resolver.delete(names.worker_key("model_worker", 0))
+    with pytest.raises(UpdateFailed, match="did not send v1"):
+        await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+    delivery.close()
+    await http.close()
+    trainer.close()
+
+
+async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
+    start_fake_server: Any, tmp_path: Path
+) -> None:
+    server = await start_fake_server()
+    trainer = Trainer(server, tmp_path)
+    server.model_info_version = "0"
+    delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
+    client = GenerationServerClient(http, server.url)
+    await client.pause("abort")
+    with pytest.raises(UpdateFailed, match="sent version 1 but names 0"):
+        await delivery.deliver(BeginUpdate(0, server.url, 1, Target(1, ""), pause="abort"), client, LIMIT_S)
+    delivery.close()
+    await http.close()
+    trainer.close()
