@@ -40,7 +40,8 @@ ABOUT = """
 
 Every cell is a run of `python -m asyncrl.launch async_ppo`, one after the other, all with the same number of steps.
 Accuracy is greedy, on held-out problems, the mean of the last three evaluations. Wall-clock is from the start of the
-first step to the end of the last one. The mean age of the trained tokens is in versions.
+first step to the end of the last one. The mean age of the trained tokens is in versions; it stays well below η where
+generation is not fast enough to run that far ahead of training.
 """
 EVALUATIONS = 3
 """Evaluations whose mean is a cell's accuracy: one of 256 problems has a standard error of about 0.015."""
