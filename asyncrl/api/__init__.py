@@ -9,7 +9,7 @@ from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, 
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import RewardFunction
 from asyncrl.api.tokenizer import Tokenizer
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
 
 __all__ = [
     "Agent",
@@ -21,6 +21,7 @@ __all__ = [
     "Prompt",
     "RewardFunction",
     "Sample",
+    "SampleColumns",
     "SamplingParams",
     "StepResult",
     "Tokenizer",

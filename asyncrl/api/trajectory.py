@@ -3,18 +3,20 @@ probability."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One sequence of a group. Every array is aligned with `tokens` and has shape `[T]`.
 
-    T counts prompt, generated and environment tokens. Leave it unchanged once made: it is shared, not copied. (Not
-    `frozen`, which would more than double the cost of making one, paid for every sample that crosses a socket.)
+    T counts prompt, generated and environment tokens. The arrays are shared, not copied: leave them unchanged.
 
     Raises:
         ValueError: an array's length differs from that of `tokens`, or the sample is empty.
@@ -36,12 +38,10 @@ class Sample:
         length = len(self.tokens)
         if length == 0:
             raise ValueError("Sample.tokens is empty: a sample holds at least its prompt")
-        # Compared outright, named only on failure: this runs for every sample that crosses a socket.
-        if not self.loss_mask.shape == self.behave_logprobs.shape == self.versions.shape == (length,):
-            names = ("loss_mask", "behave_logprobs", "versions")
-            shapes = self.loss_mask.shape, self.behave_logprobs.shape, self.versions.shape
-            name, shape = next(pair for pair in zip(names, shapes, strict=True) if pair[1] != (length,))
-            raise ValueError(f"Sample.{name} has shape {shape}, expected ({length},) as Sample.tokens")
+        for name in ("loss_mask", "behave_logprobs", "versions"):
+            shape = getattr(self, name).shape
+            if shape != (length,):
+                raise ValueError(f"Sample.{name} has shape {shape}, expected ({length},) as Sample.tokens")
 
     @property
     def oldest_version(self) -> int:
@@ -55,20 +55,89 @@ class Sample:
         return int(self.loss_mask.sum())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleColumns(Sequence[Sample]):
+    """S samples with their T tokens end to end, as they travel and as training wants them.
+
+    As a sequence it makes each sample when asked for it, its arrays views into the columns.
+    """
+
+    tokens: NDArray[np.int32]
+    """`[T]`, as are the next three; see `Sample`."""
+    loss_mask: NDArray[np.uint8]
+    behave_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    """`[S]`: tokens of each sample, at least 1; their sum is T."""
+    rewards: NDArray[np.float64]
+    """`[S]`."""
+    truncated: NDArray[np.uint8]
+    """`[S]`, 0 or 1."""
+
+    @classmethod
+    def join(cls, samples: Sequence[Sample]) -> SampleColumns:
+        """The columns of `samples`, at least one; they are copied unless they are columns already."""
+        if isinstance(samples, SampleColumns):
+            return samples
+        return cls(
+            np.concatenate([sample.tokens for sample in samples]),
+            np.concatenate([sample.loss_mask for sample in samples]),
+            np.concatenate([sample.behave_logprobs for sample in samples]),
+            np.concatenate([sample.versions for sample in samples]),
+            np.array([len(sample.tokens) for sample in samples], np.int64),
+            np.array([sample.reward for sample in samples], np.float64),
+            np.array([sample.truncated for sample in samples], np.uint8),
+        )
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """`[S]`: position in T of each sample's first token."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Sample]:
+        ends = list(accumulate(self.lengths.tolist()))
+        by_sample = zip([0, *ends], ends, self.rewards.tolist(), self.truncated.tolist(), strict=False)
+        for start, end, reward, truncated in by_sample:
+            yield Sample(
+                self.tokens[start:end],
+                self.loss_mask[start:end],
+                self.behave_logprobs[start:end],
+                self.versions[start:end],
+                reward,
+                bool(truncated),
+            )
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
+    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
+        return tuple(self)[index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A rollout: the samples of one prompt.
 
     `rollout_id` names this attempt and is unique in the run; `prompt_id` names the prompt within its epoch, so that a
     prompt which is dropped and tried again keeps its `prompt_id`. `order` is the prompt's position in the data order
-    (epoch included); training batches are put in this order, whatever order the rollouts finished in.
+    (epoch included); training batches are put in this order, whatever order the rollouts finished in. One that came
+    over a socket has its samples in columns.
     """
 
     rollout_id: str
     prompt_id: str
     order: int
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> SampleColumns:
+        """The samples, at least one, in columns; joined at each call if they are not so already."""
+        return SampleColumns.join(self.samples)
 
     @property
     def oldest_version(self) -> int:

@@ -6,9 +6,9 @@ same reason everything is in columns, of which types and bounds are checked whol
 Arrays; T are the tokens and S the samples of all trajectories, in order:
 
     tokens           int32    [T]  at least 0
-    versions         int32    [T]  at least -1
-    behave_logprobs  float32  [T]  finite
     loss_mask        uint8    [T]  0 or 1
+    behave_logprobs  float32  [T]  finite
+    versions         int32    [T]  at least -1
     lengths          int64    [S]  tokens of each sample, at least 1
     rewards          float64  [S]  finite
     truncated        uint8    [S]  0 or 1
@@ -17,7 +17,8 @@ Meta: the lists `rollout_ids`, `prompt_ids`, `orders`, `metrics` and `sizes` (nu
 entry per trajectory.
 
 The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
-the sender, so an agent's fault is raised where it was made. Decoded samples are read-only views into the message.
+the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message,
+and samples are made of them only for who asks for samples.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import SampleColumns, Trajectory
 from asyncrl.comm.codec import DEFAULT_MAX_BYTES, JSON, Array, CodecError, Frame, Message, decode, encode_joined
 
 KIND = "trajectories"
@@ -39,7 +40,7 @@ _DType: TypeAlias = np.dtype[Any]
 _INT32: _DType = np.dtype(np.int32)
 _FLOAT32: _DType = np.dtype(np.float32)
 _UINT8: _DType = np.dtype(np.uint8)
-_TOKEN_ARRAYS = {"tokens": _INT32, "versions": _INT32, "behave_logprobs": _FLOAT32, "loss_mask": _UINT8}
+_TOKEN_ARRAYS = {"tokens": _INT32, "loss_mask": _UINT8, "behave_logprobs": _FLOAT32, "versions": _INT32}
 _SAMPLE_ARRAYS: dict[str, _DType] = {
     "lengths": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
@@ -67,7 +68,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
     Raises:
         CodecError: it has no samples, an id is no short string, or an array cannot take the dtype of the wire.
     """
-    samples = trajectory.samples
+    samples = tuple(trajectory.samples)
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
@@ -79,13 +80,13 @@ def prepare(trajectory: Trajectory) -> Prepared:
     truncated = [bool(sample.truncated) for sample in samples]
     part: Array
     parts = (
-        [part if (part := sample.tokens).dtype == _INT32 else _convert("tokens", part) for sample in samples],
-        [part if (part := sample.versions).dtype == _INT32 else _convert("versions", part) for sample in samples],
+        [part if (part := sample.tokens).dtype is _INT32 else _convert("tokens", part) for sample in samples],
+        [part if (part := sample.loss_mask).dtype is _UINT8 else _convert("loss_mask", part) for sample in samples],
         [
-            part if (part := sample.behave_logprobs).dtype == _FLOAT32 else _convert("behave_logprobs", part)
+            part if (part := sample.behave_logprobs).dtype is _FLOAT32 else _convert("behave_logprobs", part)
             for sample in samples
         ],
-        [part if (part := sample.loss_mask).dtype == _UINT8 else _convert("loss_mask", part) for sample in samples],
+        [part if (part := sample.versions).dtype is _INT32 else _convert("versions", part) for sample in samples],
     )
     return Prepared(trajectory, metrics, parts, (lengths, rewards, truncated), _BYTES_PER_TOKEN * sum(lengths))
 
@@ -142,33 +143,35 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes` as a whole.
     """
-    columns = _columns(decode(frames, max_bytes=max_bytes))
-    samples = _samples(columns)
-    sound = _fault(columns.by_token, columns.by_sample) is None  # one look at all; only if that finds a fault, at each
+    fields, columns = _columns(decode(frames, max_bytes=max_bytes))
+    token_ends = list(accumulate(columns.lengths.tolist()))
+    sound = _fault(columns) is None  # one look at all; only if that finds a fault, at each
     decoded: list[Trajectory | CodecError] = []
-    end = 0
-    for rollout_id, prompt_id, order, metrics, size in zip(*columns.by_trajectory, strict=True):
+    end = last = 0
+    for rollout_id, prompt_id, order, metrics, size in zip(*fields, strict=True):
         start, end = end, end + size
+        first, last = last, token_ends[end - 1]
+        samples = SampleColumns(
+            columns.tokens[first:last],
+            columns.loss_mask[first:last],
+            columns.behave_logprobs[first:last],
+            columns.versions[first:last],
+            columns.lengths[start:end],
+            columns.rewards[start:end],
+            columns.truncated[start:end],
+        )
         try:
             _check_fields(rollout_id, prompt_id, order, metrics)
-            if not sound:
-                _check_samples(columns, start, end)
-            decoded.append(Trajectory(rollout_id, prompt_id, order, tuple(samples[start:end]), metrics))
+            if not sound and (fault := _fault(samples)) is not None:
+                raise CodecError(fault)
+            decoded.append(Trajectory(rollout_id, prompt_id, order, samples, metrics))
         except CodecError as error:
             decoded.append(error)
     return decoded
 
 
-class _Columns(NamedTuple):
-    """A message of trajectories, of which dtypes and shapes are sound: they say what belongs to which trajectory."""
-
-    by_trajectory: list[list[Any]]
-    by_sample: list[Array]
-    by_token: list[Array]
-    lengths: list[int]
-
-
-def _columns(message: Message) -> _Columns:
+def _columns(message: Message) -> tuple[list[list[Any]], SampleColumns]:
+    """The columns of meta and those of all samples, of sound dtypes and shapes: what is whose can be told from them."""
     if message.kind != KIND:
         raise CodecError(f"message is of kind {message.kind!r:.80}, expected {KIND!r}")
     meta, arrays = message.meta, message.arrays
@@ -185,7 +188,7 @@ def _columns(message: Message) -> _Columns:
     lengths: list[int] = by_sample[0].tolist()
     if min(lengths) < 1:
         raise CodecError(f"trajectory.lengths is {lengths!r:.80}: use positive integers")
-    return _Columns(by_trajectory, by_sample, _arrays(message, _TOKEN_ARRAYS, sum(lengths)), lengths)
+    return by_trajectory, SampleColumns(*_arrays(message, _TOKEN_ARRAYS, sum(lengths)), *by_sample)
 
 
 def _arrays(message: Message, dtypes: dict[str, _DType], length: int) -> list[Array]:
@@ -195,27 +198,6 @@ def _arrays(message: Message, dtypes: dict[str, _DType], length: int) -> list[Ar
         if array.dtype != dtype or array.shape != (length,):
             raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
     return [message.arrays[name] for name in dtypes]
-
-
-def _samples(columns: _Columns) -> list[Sample]:
-    """All samples, as views."""
-    tokens, versions, logprobs, mask = columns.by_token
-    _, rewards, truncated = columns.by_sample
-    ends = list(accumulate(columns.lengths))
-    return [
-        Sample(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], reward, cut)
-        for start, end, reward, cut in zip(
-            [0, *ends[:-1]], ends, rewards.tolist(), (truncated != 0).tolist(), strict=True
-        )
-    ]
-
-
-def _check_samples(columns: _Columns, start: int, end: int) -> None:
-    """Refuse samples `start` to `end` if one has a value out of bounds."""
-    first, length = sum(columns.lengths[:start]), sum(columns.lengths[start:end])
-    by_token = [column[first : first + length] for column in columns.by_token]
-    if (fault := _fault(by_token, [column[start:end] for column in columns.by_sample])) is not None:
-        raise CodecError(fault)
 
 
 def _convert(name: str, part: Array) -> Array:
@@ -237,20 +219,18 @@ def _check_fields(rollout_id: object, prompt_id: object, order: object, metrics:
         raise CodecError(f"trajectory.metrics is {metrics!r:.200}: use a map of names to numbers")
 
 
-def _fault(by_token: Sequence[Array], by_sample: Sequence[Array]) -> str | None:
+def _fault(samples: SampleColumns) -> str | None:
     """What is out of bounds in these samples; None if nothing is."""
-    tokens, versions, logprobs, mask = by_token
-    _, rewards, truncated = by_sample
-    if (low := np.minimum.reduce(tokens)) < 0:
+    if (low := np.minimum.reduce(samples.tokens)) < 0:
         return f"trajectory.tokens has {low}: token ids are at least 0"
-    if (low := np.minimum.reduce(versions)) < -1:
-        return f"trajectory.versions has {low}: versions are at least 0, or -1 where nothing was generated"
-    if (high := np.maximum.reduce(mask)) > 1:
+    if (high := np.maximum.reduce(samples.loss_mask)) > 1:
         return f"trajectory.loss_mask has {high}: use 0 or 1"
-    if not np.isfinite(logprobs).all():
+    if not np.isfinite(samples.behave_logprobs).all():
         return "trajectory.behave_logprobs holds a NaN or an infinity"
-    if not np.isfinite(rewards).all():
-        return f"trajectory.rewards is {rewards.tolist()!r:.80}: use finite numbers"
-    if (high := np.maximum.reduce(truncated)) > 1:
+    if (low := np.minimum.reduce(samples.versions)) < -1:
+        return f"trajectory.versions has {low}: versions are at least 0, or -1 where nothing was generated"
+    if not np.isfinite(samples.rewards).all():
+        return f"trajectory.rewards is {samples.rewards.tolist()!r:.80}: use finite numbers"
+    if (high := np.maximum.reduce(samples.truncated)) > 1:
         return f"trajectory.truncated has {high}: use 0 or 1"
     return None

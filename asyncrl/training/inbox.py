@@ -83,17 +83,17 @@ class Inbox:
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
     """What the master is told of a trajectory: no token, plain data."""
-    samples = trajectory.samples
-    generated = [sample.versions[sample.loss_mask.astype(bool)] for sample in samples]
-    versions, counts = np.unique(np.concatenate(generated), return_counts=True)
+    columns = trajectory.columns
+    generated = columns.loss_mask.astype(bool)
+    versions, counts = np.unique(columns.versions[generated], return_counts=True)
     return {
         "rollout_id": trajectory.rollout_id,
         "prompt_id": trajectory.prompt_id,
         "order": trajectory.order,
         "oldest_version": int(versions[0]) if len(versions) else -1,
         "version_tokens": {str(version): int(count) for version, count in zip(versions, counts, strict=True)},
-        "lengths": [len(sample.tokens) for sample in samples],
-        "generated": [len(part) for part in generated],
-        "rewards": [float(sample.reward) for sample in samples],
-        "truncated": [bool(sample.truncated) for sample in samples],
+        "lengths": columns.lengths.tolist(),
+        "generated": np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist(),
+        "rewards": columns.rewards.tolist(),
+        "truncated": columns.truncated.astype(bool).tolist(),
     }

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.api.trajectory import Trajectory
+from asyncrl.api.trajectory import SampleColumns, Trajectory
 from asyncrl.dataflow.graph import BATCH_KEYS
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -157,26 +157,27 @@ def build_step_batch(
     Raises:
         ValueError: a trajectory has no samples, or a sample's first token claims to be generated.
     """
-    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    groups: list[SampleColumns] = []
     for trajectory in trajectories:
-        if not trajectory.samples or any(sample.loss_mask[0] for sample in trajectory.samples):
+        if not trajectory.samples or (group := trajectory.columns).loss_mask[group.starts].any():
             raise ValueError(
                 f"rollout {trajectory.rollout_id!r} has no samples, or one without a prompt token; "
                 "an agent's samples begin with their prompt"
             )
-    sizes = [len(trajectory.samples) for trajectory in trajectories]
-    versions: NDArray[np.int64] = _join([sample.versions for sample in samples], np.int64)
-    mask: NDArray[np.bool_] = _join([sample.loss_mask for sample in samples], np.bool_) & (versions >= min_version)
+        groups.append(group)
+    sizes = np.array([len(group) for group in groups], dtype=np.int64)
+    versions: NDArray[np.int64] = _join([group.versions for group in groups], np.int64)
+    mask: NDArray[np.bool_] = _join([group.loss_mask for group in groups], np.bool_) & (versions >= min_version)
     columns = {
-        "tokens": _join([sample.tokens for sample in samples], np.int64),
+        "tokens": _join([group.tokens for group in groups], np.int64),
         "loss_mask": mask,
-        "behave_logprobs": _join([sample.behave_logprobs for sample in samples], np.float32),
+        "behave_logprobs": _join([group.behave_logprobs for group in groups], np.float32),
         "versions": versions,
-        "rewards": np.array([sample.reward for sample in samples], dtype=np.float64),
-        "truncated": np.array([sample.truncated for sample in samples], dtype=np.bool_),
-        "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
-        "group_ids": np.repeat(np.arange(len(sizes)), np.array(sizes, dtype=np.int64)),
-        "minibatches": np.repeat(np.array(minibatches, dtype=np.int64), np.array(sizes, dtype=np.int64)),
+        "rewards": _join([group.rewards for group in groups], np.float64),
+        "truncated": _join([group.truncated for group in groups], np.bool_),
+        "lengths": _join([group.lengths for group in groups], np.int64),
+        "group_ids": np.repeat(np.arange(len(sizes)), sizes),
+        "minibatches": np.repeat(np.array(minibatches, dtype=np.int64), sizes),
     }
     return StepBatch(
         {key: torch.from_numpy(column).to(device or torch.device("cpu")) for key, column in columns.items()},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from asyncrl.api import Sample, Trajectory
+from asyncrl.api import Sample, SampleColumns, Trajectory
 
 
 def make(length: int = 3, **lengths: int) -> Sample:
@@ -34,3 +36,32 @@ def test_the_oldest_version_is_that_of_the_oldest_generated_token() -> None:
     assert (sample.oldest_version, sample.generated_length) == (2, 2)
     assert Trajectory("r", "e0-1", 1, (sample, make())).oldest_version == 2
     assert Trajectory("r", "e0-1", 1, ()).oldest_version == -1
+
+
+def test_columns_hold_the_samples_end_to_end_and_make_them_again() -> None:
+    group = (make(length=2), dataclasses.replace(make(), reward=0.5, truncated=True), make(length=1))
+    columns = SampleColumns.join(group)
+    assert columns.tokens.tolist() == [0, 1, 0, 1, 2, 0]
+    assert (columns.lengths.tolist(), columns.starts.tolist()) == ([2, 3, 1], [0, 2, 5])
+    assert len(columns) == 3
+    for made, sample in zip(columns, group, strict=True):
+        assert (made.reward, made.truncated) == (sample.reward, sample.truncated)
+        for name in ("tokens", "loss_mask", "behave_logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(sample, name), strict=True)
+            assert np.shares_memory(getattr(made, name), getattr(columns, name))
+    assert columns[-1].tokens.tolist() == [0]
+    assert [len(sample.tokens) for sample in columns[1:]] == [3, 1]
+
+
+def test_columns_are_joined_once() -> None:
+    columns = SampleColumns.join((make(), make()))
+    assert SampleColumns.join(columns) is columns
+    assert Trajectory("r", "e0-1", 1, columns).columns is columns
+
+
+def test_samples_and_trajectories_cannot_be_changed() -> None:
+    trajectory = Trajectory("r", "e0-1", 1, (make(),))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trajectory.samples[0].reward = 2.0  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trajectory.order = 2  # type: ignore[misc]

@@ -75,6 +75,21 @@ def test_decoded_samples_are_views_into_the_message() -> None:
                 assert not array.flags.writeable
 
 
+def test_decoded_samples_are_in_columns() -> None:
+    sent = [make_trajectory([5, 6, 7], seed=1), make_trajectory([8], seed=2)]
+    for arrived, original in zip(roundtrip(*sent), sent, strict=True):
+        assert arrived.columns is arrived.samples
+        joined = original.columns
+        for name in ("tokens", "loss_mask", "behave_logprobs", "versions", "lengths", "rewards", "truncated"):
+            np.testing.assert_array_equal(getattr(arrived.columns, name), getattr(joined, name), strict=True)
+
+
+def test_what_was_decoded_can_be_sent_on() -> None:
+    sent = make_trajectory([5, 6])
+    (passed_on,) = roundtrip(*roundtrip(sent))
+    assert_same(passed_on, sent)
+
+
 def test_the_number_of_arrays_does_not_depend_on_the_number_of_trajectories_or_samples() -> None:
     many = decode(encode_trajectories([make_trajectory([4] * 50)] * 10))
     assert many.arrays.keys() == decode(encode_trajectories([make_trajectory([4])])).arrays.keys()
