@@ -278,6 +278,19 @@ async def test_a_cancelled_push_is_still_delivered(puller: TrajectoryPuller) -> 
     assert await pusher.close(PATIENCE_S) == []
 
 
+async def test_a_push_cancelled_before_there_is_room_is_not_sent(puller: TrajectoryPuller) -> None:
+    pusher = make_pusher(high_water=1)
+    first, second, third = (asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(3))
+    await asyncio.sleep(0)
+    assert pusher.unacked_ids == ["rollout-0"]
+    second.cancel()
+    pusher.set_addresses([puller.endpoint])
+    await asyncio.gather(first, third)
+    assert fetch(puller, 2) == ["rollout-0", "rollout-2"]
+    assert puller.queued == 0
+    assert await pusher.close(PATIENCE_S) == []
+
+
 async def test_closing_fails_the_pushes_that_wait_and_refuses_further_ones(silent: zmq.Socket[bytes]) -> None:
     pusher = make_pusher(endpoint(silent), high_water=1)
     pushing = [asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,9 +36,10 @@ class PushTimeout(Exception):
 
 @dataclass(slots=True)
 class _Push:
-    """A call of `push` that waits for its acknowledgement until `deadline`, in seconds of the loop's clock."""
+    """A call of `push` that waits until `deadline`, in seconds of the loop's clock."""
 
     rollout_id: str
+    content: Prepared
     deadline: float
     accepted: asyncio.Future[None]
 
@@ -74,8 +76,8 @@ class TrajectoryPusher:
         self._outbox: Outbox[Prepared] = Outbox((), high_water=high_water, resend_after_s=resend_after_s)
         self._links: dict[str, PeerLink] = {}
         self._writable: dict[str, PeerLink] = {}
-        self._pushes: dict[int, _Push] = {}
-        self._places = asyncio.Semaphore(high_water)
+        self._pushes: dict[int, _Push] = {}  # those in the outbox, by its number
+        self._waiting: deque[_Push] = deque()  # those without a place in it
         self._drained = asyncio.Event()
         self._drained.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -123,15 +125,14 @@ class TrajectoryPusher:
             raise CodecError(
                 f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {self._max_bytes}"
             )
+        if self._closed:
+            raise PushTimeout(f"{self._identity} was closed")
         deadline = self._loop.time() + timeout_s
-        if self._closed or self._places.locked():
-            await self._wait_for_place(deadline, trajectory.rollout_id)
+        push = _Push(trajectory.rollout_id, prepared, deadline, self._loop.create_future())
+        if self._waiting or self._outbox.full:
+            self._waiting.append(push)
         else:
-            await self._places.acquire()
-        entry = self._outbox.add(trajectory.rollout_id, prepared)
-        push = self._pushes[entry.seq] = _Push(trajectory.rollout_id, deadline, self._loop.create_future())
-        self._drained.clear()
-        self._pump_soon()
+            self._hold(push)
         if self._timer_due > deadline:
             self._set_timer(deadline)
         await push.accepted
@@ -143,6 +144,8 @@ class TrajectoryPusher:
         """
         if not self._closed:
             self._closed = True
+            self._fail(self._waiting)
+            self._waiting.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
@@ -153,24 +156,21 @@ class TrajectoryPusher:
             self._writable.clear()
             for link in self._links.values():
                 link.close()
-            for push in self._pushes.values():
-                if not push.accepted.done():
-                    push.accepted.set_exception(PushTimeout(f"{self._identity} was closed"))
-            self._places.release()
+            self._fail(self._pushes.values())
             self._context.term()
         return self._outbox.labels
 
-    async def _wait_for_place(self, deadline: float, rollout_id: str) -> None:
-        """Take one of the `high_water` places; it is given back when the trajectory is acknowledged."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                if not self._closed:
-                    await self._places.acquire()
-        except TimeoutError:
-            raise self._timeout(rollout_id, "a place among those held") from None
-        if self._closed:
-            self._places.release()  # the next one that waits gets the same answer
-            raise PushTimeout(f"{self._identity} was closed")
+    def _fail(self, pushes: Iterable[_Push]) -> None:
+        """Tell these that the pusher was closed."""
+        for push in pushes:
+            if not push.accepted.done():
+                push.accepted.set_exception(PushTimeout(f"{self._identity} was closed"))
+
+    def _hold(self, push: _Push) -> None:
+        """Put what is pushed in the outbox, which has room."""
+        self._pushes[self._outbox.add(push.rollout_id, push.content).seq] = push
+        self._drained.clear()
+        self._pump_soon()
 
     def _timeout(self, rollout_id: str, awaited: str) -> PushTimeout:
         return PushTimeout(
@@ -230,19 +230,29 @@ class TrajectoryPusher:
         """Give up on pushes and send again what is due: one timer, for one per push would cost as much as sending."""
         self._timer, self._timer_due = None, math.inf
         now = self._loop.time()
-        waiting = [push for push in self._pushes.values() if not push.accepted.done()]
-        for push in waiting:
-            if push.deadline <= now:
-                push.accepted.set_exception(self._timeout(push.rollout_id, "an acknowledgement"))
+        due = self._give_up(self._pushes.values(), now, "an acknowledgement")
+        due = min(due, self._give_up(self._waiting, now, "a place among those held"))
+        self._waiting = deque(push for push in self._waiting if not push.accepted.done())
         if expired := self._outbox.expire(now):
             _log.warning(
                 "%s: %d trajectories without acknowledgement, sending them again; the first is %r, at %s",
                 self._identity, len(expired), expired[0].label, expired[0].peer,
             )  # fmt: skip
         self._pump()
-        due = min((push.deadline for push in waiting if push.deadline > now), default=math.inf)
         if due < self._timer_due:
             self._set_timer(due)
+
+    def _give_up(self, pushes: Iterable[_Push], now: float, awaited: str) -> float:
+        """End those past their deadline; the earliest deadline of the others."""
+        due = math.inf
+        for push in pushes:
+            if push.accepted.done():
+                continue
+            if push.deadline <= now:
+                push.accepted.set_exception(self._timeout(push.rollout_id, awaited))
+            else:
+                due = min(due, push.deadline)
+        return due
 
     def _on_writable(self, link: PeerLink) -> None:
         self._writable[link.address] = link
@@ -262,6 +272,10 @@ class TrajectoryPusher:
         for seq in seqs:
             if (entry := self._outbox.acked(seq)) is not None:
                 self._settle(entry, refusal)
+        while self._waiting and not self._outbox.full:
+            push = self._waiting.popleft()
+            if not push.accepted.done():
+                self._hold(push)
         if not self._outbox:
             self._drained.set()
 
@@ -272,4 +286,3 @@ class TrajectoryPusher:
                 accepted.set_result(None)
             else:
                 accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {refusal}"))
-        self._places.release()

@@ -64,3 +64,5 @@ def test_the_master_reads_the_metadata(make_trajectories: MakeTrajectories) -> N
     assert record.generated_tokens == sum(sample.generated_length for sample in trajectory.samples)
     assert sum(record.version_tokens.values()) == record.generated_tokens
     assert record.rewards == tuple(sample.reward for sample in trajectory.samples)
+    assert metadata(trajectory)["generated"] == [sample.generated_length for sample in trajectory.samples]
+    assert metadata(trajectory)["truncated"] == [sample.truncated for sample in trajectory.samples]
