@@ -125,6 +125,11 @@ class LoopSocket:
             self._scheduled = True
             self._loop.call_soon(self._look)
 
+    def events(self) -> int:
+        """The socket's events now."""
+        events: Any = self.socket.EVENTS
+        return int(events)
+
     def close(self, linger_ms: int = 0) -> None:
         """Leave the loop and close the socket; libzmq has `linger_ms` milliseconds to send what it holds."""
         if not self.socket.closed:
@@ -135,9 +140,8 @@ class LoopSocket:
         self._scheduled = False
         if self.socket.closed:
             return
-        events: Any = self.socket.EVENTS
-        if events:
-            self._on_ready(int(events))
+        if events := self.events():
+            self._on_ready(events)
 
 
 class PeerLink:
@@ -177,10 +181,14 @@ class PeerLink:
         self._open()
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand `frames` to the connection; False if it takes nothing now (`on_writable` tells when it does)."""
-        self.writable = self._connected and send(self._main.socket, frames)
+        """Hand `frames` to the connection; False if it takes nothing now.
+
+        `writable` then tells whether it takes another message; if not, `on_writable` is called when it does.
+        """
+        sent = self._connected and send(self._main.socket, frames)
+        self.writable = sent and bool(self._main.events() & zmq.POLLOUT)
         self._main.recheck()
-        return self.writable
+        return sent
 
     def close(self) -> None:
         """Disconnect; what libzmq has not sent is discarded."""

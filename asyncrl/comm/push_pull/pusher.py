@@ -213,12 +213,13 @@ class TrajectoryPusher:
     def _send(self, link: PeerLink, entries: list[Entry[Prepared]]) -> None:
         sent = 0
         for batch in wire.batches(entries):
-            if not link.send(wire.pack(batch)):
-                del self._writable[link.address]
-                self._outbox.untake(entries[sent:])
-                return
+            if not link.writable or not link.send(wire.pack(batch)):
+                break
             sent += len(batch)
             self.resent += sum(entry.sends > 1 for entry in batch)
+        self._outbox.untake(entries[sent:])
+        if not link.writable:
+            del self._writable[link.address]
 
     def _set_timer(self, due: float) -> None:
         if self._timer is not None:
