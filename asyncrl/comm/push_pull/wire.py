@@ -5,8 +5,9 @@
                         [ "N" + seq + reason ]                  invalid: no use in sending it again
 
 `seq` is the pusher's own number of a trajectory, an unsigned 64-bit little-endian number. Trajectories that are pushed
-at about the same time share a message, because most of what a small one costs is paid per message. A message of more
-than BATCH_BYTES holds a single trajectory, so that a refusal for size hits nobody else.
+at about the same time share a message, because most of what a small one costs is paid per message: up to
+BATCH_TRAJECTORIES and BATCH_BYTES. A message of more than BATCH_BYTES holds a single trajectory, so that a refusal for
+size hits nobody else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
 
 _REFUSAL = struct.Struct("<cQ")
 _ACK, _NACK = b"A", b"N"
-BATCH_BYTES = 512 * 1024  # of arrays in one message: beyond it what is paid per message no longer shows
+BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows
+BATCH_TRAJECTORIES = 32  # in one message: an eighth of what a pusher holds by default, so that both ends have work
 _MAX_REASON = 500  # bytes of a refusal's reason
 DEFAULT_MAX_BYTES = 256 << 20
 """Limit of one trajectory in bytes: 20 million tokens."""
@@ -31,7 +33,7 @@ def batches(entries: Sequence[Entry[Prepared]]) -> Iterator[list[Entry[Prepared]
     batch: list[Entry[Prepared]] = []
     size = 0
     for entry in entries:
-        if batch and size + entry.content.nbytes > BATCH_BYTES:
+        if batch and (size + entry.content.nbytes > BATCH_BYTES or len(batch) == BATCH_TRAJECTORIES):
             yield batch
             batch, size = [], 0
         batch.append(entry)
