@@ -135,8 +135,9 @@ def main() -> None:
     overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(count):
-            sync, overlapped = (run(eta, steps, Path(folder), overrides) for eta in (0, args.eta))
+        for number in range(count):
+            root = Path(folder) / f"round{number}"
+            sync, overlapped = (run(eta, steps, root, overrides) for eta in (0, args.eta))
             rounds.append((sync, overlapped))
             found = figures(sync, overlapped)
             print(f"round {len(rounds)} of {count}:", {k: round(v, 3) for k, v in found.items()}, file=sys.stderr)
