@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.generation.embedded.model_io import PREFILL_TOKENS, ModelRunner
+from asyncrl.generation.embedded.model_io import ModelRunner
 from asyncrl.generation.embedded.rows import IDLE_STEPS, RowTable
 from asyncrl.generation.embedded.scheduler import Scheduler
 from asyncrl.generation.embedded.sequence import Sequence
@@ -190,10 +190,10 @@ class Batch:
         self.cached_tokens += len(sequence.prefix)
 
     def _prefill(self, groups: list[tuple[tuple[int, ...], list[Sequence]]]) -> None:
-        """Prefill distinct prefixes, shortest first, as many at a time as `PREFILL_TOKENS` allows."""
+        """Prefill distinct prefixes, shortest first, as many at a time as `prefill_tokens` allows."""
         while groups:
             count = 1
-            while count < len(groups) and (count + 1) * len(groups[count][0]) <= PREFILL_TOKENS:
+            while count < len(groups) and (count + 1) * len(groups[count][0]) <= self.runner.prefill_tokens:
                 count += 1
             now, groups = groups[:count], groups[count:]
             slots, members = [], []
