@@ -78,6 +78,7 @@ def test_losses_are_those_of_the_reference_loop(
         group_size=CONFIG.group_size,
         trainer__ppo_minibatches=CONFIG.ppo_minibatches,
         optimizer__lr=CONFIG.lr,
+        optimizer__schedule="constant",
         algorithm__policy_loss__params=f"{{clip_low: {CLIP}, clip_high: {CLIP}}}",
         rollout__sampling__max_new_tokens=CONFIG.sampling.max_new_tokens,
         rollout__sampling__temperature=CONFIG.sampling.temperature,
