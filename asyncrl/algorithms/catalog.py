@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, Entry]:
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}{_nearest(kind, KINDS)}; kinds are {', '.join(KINDS)}")
     entries: dict[str, Entry] = {}
-    for entry in (*_own(), *(e for plugin in plugins for e in _of_module(plugin))):
+    for entry in (e for module in (_PACKAGE, *plugins) for e in _of_module(module)):
         if entry.kind != kind:
             continue
         if entry.name in entries:
@@ -123,19 +123,21 @@ def _locate(module: str) -> Path | None:
     return None
 
 
-def _of_module(module: str) -> Iterator[Entry]:
+def _of_module(module: str) -> tuple[Entry, ...]:
     path = _locate(module)
     if path is None:
         raise ValueError(f"plug-in module {module!r} was not found; install it or add its folder to PYTHONPATH")
-    if path.is_file():
-        yield from registrations(path, module)
-        return
-    for source in sorted(path.rglob("*.py")):
-        parts = source.relative_to(path).with_suffix("").parts
-        inside = parts[:-1] if parts[-1] == "__init__" else parts
-        yield from registrations(source, ".".join((module, *inside)))
+    return _entries(path, module)
 
 
 @functools.cache
-def _own() -> tuple[Entry, ...]:
-    return tuple(_of_module(_PACKAGE))
+def _entries(path: Path, module: str) -> tuple[Entry, ...]:
+    """What is registered in the file or package at `path`: read once, however many choices are looked up in it."""
+    if path.is_file():
+        return tuple(registrations(path, module))
+    found: list[Entry] = []
+    for source in sorted(path.rglob("*.py")):
+        parts = source.relative_to(path).with_suffix("").parts
+        inside = parts[:-1] if parts[-1] == "__init__" else parts
+        found += registrations(source, ".".join((module, *inside)))
+    return tuple(found)

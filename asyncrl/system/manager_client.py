@@ -26,7 +26,7 @@ CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 60.0
 NEWS_DELAY_S = 0.01
-"""After the end of almost every rollout or request another call is about to follow: for the next one."""
+"""How long news waits for a call to travel with; where a rollout ends, the call for the next one follows at once."""
 CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
 _FIRST_BACKOFF_S = 0.05
@@ -230,7 +230,7 @@ class ManagerClient:
         return GateStatus(gate["closed_s"], frozenset(v for v in in_use if v is not None), description)
 
     async def close(self) -> None:
-        """Send what is still to be released, then close the connections."""
+        """Tell what ended and is not told yet, then close the connections."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
