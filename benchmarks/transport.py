@@ -13,11 +13,12 @@ plain      the bytes alone: one PUSH socket sends the two frames of one encoded 
            acknowledgement. The sender lends the payload of 16k tokens to libzmq and lets it copy that of 1k tokens:
            each is the faster way.
 
-Alike on both sides: one sending and one receiving process, made afresh for each run; the allocator's settings, which
-are those of asyncrl's workers; CURVE keys; one I/O thread per context; IN_FLIGHT trajectories at most (asyncrl: sent
-and not acknowledged; plain: the high-water mark of each of the two sockets). The rate is counted at the receiver, from
-the first arrival to the last. The two take turns, the first changing from round to round; the ratio is the median of
-the rounds' ratios, so that other load on the machine touches both. CPU is that of all threads of both processes.
+Alike on both sides: one sending and one receiving process, made afresh for each run; the settings of the allocator, of
+the garbage collector (what is loaded is frozen) and of numpy's threads (one; others would spin while the clock runs),
+which are those of asyncrl's workers; CURVE keys; one I/O thread per context; IN_FLIGHT trajectories at most (asyncrl:
+sent and not acknowledged; plain: the high-water mark of each of the two sockets). The rate is counted at the receiver,
+from the first arrival to the last. The two take turns, the first changing from round to round; the ratio is the median
+of the rounds' ratios, so that other load on the machine touches both. CPU is that of all threads of both processes.
 
 The target holds for encryption off; a row below it says MISSED.
 """
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -55,7 +57,7 @@ HOST = "127.0.0.1"
 TARGET_RATIO = 0.7
 IN_FLIGHT = 256  # the pusher's default high-water mark
 LIMIT_S = 60.0
-ROUNDS = 5
+ROUNDS = 7
 CASES = ((1024, 1, 20_000), (1024, 8, 20_000), (16_384, 1, 4_000), (16_384, 8, 4_000))  # tokens, samples, trajectories
 HEADER = (
     f"{'tokens':>7} {'samples':>7} {'curve':>5} | {'asyncrl/s':>9} {'plain/s':>9} {'ratio':>6} | "
@@ -192,15 +194,22 @@ def measure(case: Case, receiver: Receiver, sender: Sender) -> Reading:
     spawn = multiprocessing.get_context("spawn")
     receiving, receiver_end = spawn.Pipe()
     sending, sender_end = spawn.Pipe()
-    receiving_process = spawn.Process(target=receiver, args=(case, receiver_end), daemon=True)
+    receiving_process = spawn.Process(target=_run, args=(receiver, case, receiver_end), daemon=True)
     receiving_process.start()
-    sending_process = spawn.Process(target=sender, args=(case, _receive(receiving), sender_end), daemon=True)
+    arguments = (sender, case, _receive(receiving), sender_end)
+    sending_process = spawn.Process(target=_run, args=arguments, daemon=True)
     sending_process.start()
     rate, receiver_cpu_s = _receive(receiving)
     sender_cpu_s = _receive(sending)
     for process in (receiving_process, sending_process):
         process.join(LIMIT_S)
     return Reading(rate, 1e6 * (receiver_cpu_s + sender_cpu_s) / case.count)
+
+
+def _run(role: Callable[..., None], *arguments: Any) -> None:
+    gc.collect()
+    gc.freeze()
+    role(*arguments)
 
 
 def _receive(connection: Connection) -> Any:
@@ -243,7 +252,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     rounds, share = (1, 10) if arguments.quick else (ROUNDS, 1)
-    os.environ.update(MALLOC)  # for the processes started from here
+    os.environ.update(MALLOC | {"OMP_NUM_THREADS": "1"})  # for the processes started from here
     print(f"{HEADER} >= {TARGET_RATIO}")
     rows = []
     for encrypted in (False, True):

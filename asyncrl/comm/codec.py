@@ -37,6 +37,7 @@ MAX_ARRAYS = 4096
 MAX_DIMS = 8
 _MAX_ITEMS = 1 << 40  # of one array, far beyond any message and far below what numpy can address
 _ALIGNMENT = 8  # bytes: the widest item, so that every view is aligned
+_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     code: np.dtype(code)
@@ -63,6 +64,15 @@ class Message:
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """An array given in parts, which have its dtype and one after the other fill its shape."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    parts: Sequence[Array | bytes]
+
+
 def encode(message: Message, *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
     """The frames of `message`.
 
@@ -70,51 +80,44 @@ def encode(message: Message, *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Fram
         CodecError: `meta` holds something that is not plain data, an array's dtype is not a number or bool, or the
             message is larger than `max_bytes`.
     """
-    columns = {name: (array.shape, [array.reshape(-1)]) for name, array in message.arrays.items()}
-    return _encode(message.kind, message.meta, columns, max_bytes)
+    columns = {
+        name: Column(array.dtype, array.shape, [np.ascontiguousarray(array)]) for name, array in message.arrays.items()
+    }
+    return encode_joined(message.kind, message.meta, columns, max_bytes=max_bytes)
 
 
 def encode_joined(
-    kind: str, meta: Mapping[str, JSON], parts: Mapping[str, Sequence[Array]], *, max_bytes: int = DEFAULT_MAX_BYTES
+    kind: str, meta: Mapping[str, JSON], columns: Mapping[str, Column], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> list[Frame]:
     """The frames of a message whose arrays are given in parts, to be joined end to end: one copy instead of two.
-
-    Every array needs at least one part; its parts have one dimension and one dtype.
 
     Raises:
         CodecError: as `encode`.
     """
-    columns = {name: ((sum(map(len, array)),), array) for name, array in parts.items()}
-    return _encode(kind, meta, columns, max_bytes)
-
-
-def _encode(
-    kind: str,
-    meta: Mapping[str, JSON],
-    columns: Mapping[str, tuple[tuple[int, ...], Sequence[Array]]],
-    max_bytes: int,
-) -> list[Frame]:
     specs: list[tuple[str, str, tuple[int, ...]]] = []
-    places: list[tuple[int, int]] = []
+    parts: list[Any] = []
     size = 0
-    for name, (shape, parts) in columns.items():
-        dtype = parts[0].dtype
-        code = _CODES.get(dtype)
+    for name, column in columns.items():
+        code = _CODES.get(column.dtype)
         if code is None:
-            raise CodecError(f"array {name!r} of message {kind!r} has dtype {dtype}: {_dtype_hint()}")
-        specs.append((name, code, shape))
-        places.append((size, end := size + math.prod(shape) * dtype.itemsize))
-        size = end + -end % _ALIGNMENT
+            raise CodecError(f"array {name!r} of message {kind!r} has dtype {column.dtype}: {_dtype_hint()}")
+        specs.append((name, code, column.shape))
+        nbytes = math.prod(column.shape) * column.dtype.itemsize
+        parts += column.parts
+        parts.append(_PADDING[-nbytes % _ALIGNMENT])
+        size += nbytes + -nbytes % _ALIGNMENT
     header = _encode_header(kind, meta, specs)
     if len(header) + size > max_bytes:
         raise CodecError(f"message {kind!r} takes {len(header) + size} bytes, limit {max_bytes}: split it")
-    if not columns:
-        return [header]
-    payload = np.empty(size, np.uint8)
-    for (start, end), (_, parts) in zip(places, columns.values(), strict=True):
-        np.concatenate(parts, out=payload[start:end].view(parts[0].dtype))
-        payload[end : end + -end % _ALIGNMENT] = 0
-    return [header, payload.data]
+    return [header, _join(parts)] if columns else [header]
+
+
+def _join(parts: list[Any]) -> bytes:
+    """These arrays and bytes end to end; `bytes.join` takes a third of the time of `np.concatenate`."""
+    try:
+        return b"".join(parts)
+    except TypeError:  # a part is a view with gaps
+        return b"".join(part.tobytes() if isinstance(part, np.ndarray) else part for part in parts)
 
 
 def _encode_header(kind: str, meta: Mapping[str, JSON], specs: list[tuple[str, str, tuple[int, ...]]]) -> bytes:

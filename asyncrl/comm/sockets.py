@@ -22,7 +22,7 @@ RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks get their turn
 _LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
-_SEND = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
+_NO_WAIT = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ZERO_COPY_BYTES = 1 << 20
 """From this size on libzmq borrows a buffer. Below, a memcpy is cheaper than its way back through pyzmq's collector
@@ -88,10 +88,26 @@ def send(socket: Socket, frames: Sequence[Frame]) -> bool:
     try:
         for frame in leading:
             socket.send(frame, _SEND_MORE)
-        socket.send(last, _SEND, copy=len(last) < ZERO_COPY_BYTES)
+        socket.send(last, _NO_WAIT, copy=len(last) < ZERO_COPY_BYTES)
     except zmq.Again:
         return False
     return True
+
+
+def receive(socket: Socket) -> list[zmq.Frame] | None:
+    """The next message without waiting or copying; None if there is none.
+
+    `recv_multipart` asks the socket after every frame whether there are more, which costs more than the frame.
+    """
+    try:
+        frame = socket.recv(_NO_WAIT, copy=False)
+    except zmq.Again:
+        return None
+    frames = [frame]
+    while frame.more:
+        frame = socket.recv(_NO_WAIT, copy=False)
+        frames.append(frame)
+    return frames
 
 
 def peer_address(frames: Sequence[zmq.Frame]) -> str:
@@ -127,7 +143,7 @@ class LoopSocket:
 
     def events(self) -> int:
         """The socket's events now."""
-        events: Any = self.socket.EVENTS
+        events: Any = self.socket.get(zmq.EVENTS)  # half the time of the attribute
         return int(events)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -228,9 +244,7 @@ class PeerLink:
         for _ in range(limit):
             if socket.closed:  # by the receiver of a message
                 return
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if (frames := receive(socket)) is None:
                 return
             self._on_message(self, [frame.buffer for frame in frames])
 

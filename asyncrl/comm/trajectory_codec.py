@@ -24,15 +24,17 @@ and samples are made of them only for who asks for samples.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, cycle
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, Trajectory
-from asyncrl.comm.codec import DEFAULT_MAX_BYTES, JSON, Array, CodecError, Frame, Message, decode, encode_joined
+from asyncrl.comm.codec import DEFAULT_MAX_BYTES, JSON, Array, CodecError, Column, Frame, Message, decode, encode_joined
 
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
@@ -46,6 +48,8 @@ _SAMPLE_ARRAYS: dict[str, _DType] = {
     "rewards": np.dtype(np.float64),
     "truncated": _UINT8,
 }
+_TOKEN_DTYPES = [*_TOKEN_ARRAYS.values()]
+_token_arrays = attrgetter(*_TOKEN_ARRAYS)
 _META = ("rollout_ids", "prompt_ids", "orders", "metrics", "sizes")
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _TOKEN_ARRAYS.values())
 _INT, _NUMBERS = frozenset((int,)), frozenset((int, float))
@@ -57,8 +61,11 @@ class Prepared:
 
     trajectory: Trajectory
     metrics: dict[str, float]
-    token_parts: tuple[list[Array], ...]
-    sample_values: tuple[list[int], list[float], list[bool]]
+    parts: list[Array]
+    """tokens, loss_mask, behave_logprobs, versions of a sample, then those of the next."""
+    lengths: list[int]
+    rewards: list[float]
+    truncated: list[bool] | list[int]
     nbytes: int
 
 
@@ -68,27 +75,27 @@ def prepare(trajectory: Trajectory) -> Prepared:
     Raises:
         CodecError: it has no samples, an id is no short string, or an array cannot take the dtype of the wire.
     """
-    samples = tuple(trajectory.samples)
+    samples = trajectory.samples
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     _check_fields(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics)
-    lengths = [len(sample.tokens) for sample in samples]
-    rewards = [float(sample.reward) for sample in samples]
+    parts: list[Array] = []
+    if isinstance(samples, SampleColumns):
+        parts += _token_arrays(samples)
+        lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
+    else:
+        lengths, rewards, truncated = [], [], []
+        for sample in samples:
+            parts += _token_arrays(sample)
+            lengths.append(len(sample.tokens))
+            rewards.append(float(sample.reward))
+            truncated.append(bool(sample.truncated))
+    if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
+        parts = [_convert(name, part) for name, part in zip(cycle(_TOKEN_ARRAYS), parts, strict=False)]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
-    truncated = [bool(sample.truncated) for sample in samples]
-    part: Array
-    parts = (
-        [part if (part := sample.tokens).dtype is _INT32 else _convert("tokens", part) for sample in samples],
-        [part if (part := sample.loss_mask).dtype is _UINT8 else _convert("loss_mask", part) for sample in samples],
-        [
-            part if (part := sample.behave_logprobs).dtype is _FLOAT32 else _convert("behave_logprobs", part)
-            for sample in samples
-        ],
-        [part if (part := sample.versions).dtype is _INT32 else _convert("versions", part) for sample in samples],
-    )
-    return Prepared(trajectory, metrics, parts, (lengths, rewards, truncated), _BYTES_PER_TOKEN * sum(lengths))
+    return Prepared(trajectory, metrics, parts, lengths, rewards, truncated, _BYTES_PER_TOKEN * sum(lengths))
 
 
 def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
@@ -103,15 +110,25 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         "prompt_ids": [trajectory.prompt_id for trajectory in trajectories],
         "orders": [trajectory.order for trajectory in trajectories],
         "metrics": [each.metrics for each in prepared],
-        "sizes": [len(trajectory.samples) for trajectory in trajectories],
+        "sizes": [len(each.lengths) for each in prepared],
     }
-    columns: dict[str, Sequence[Array]] = {
-        name: list(chain.from_iterable(parts))
-        for name, parts in zip(_TOKEN_ARRAYS, zip(*(each.token_parts for each in prepared), strict=True), strict=True)
+    parts = [*chain.from_iterable([each.parts for each in prepared])]
+    lengths = [*chain.from_iterable([each.lengths for each in prepared])]
+    rewards = chain.from_iterable([each.rewards for each in prepared])
+    truncated = chain.from_iterable([each.truncated for each in prepared])
+    by_token, by_sample = (sum(lengths),), (len(lengths),)
+    packed = (
+        struct.pack(f"<{len(lengths)}q", *lengths),
+        struct.pack(f"<{len(lengths)}d", *rewards),
+        bytes(truncated),
+    )
+    columns = {
+        name: Column(dtype, by_token, parts[i :: len(_TOKEN_ARRAYS)])
+        for i, (name, dtype) in enumerate(_TOKEN_ARRAYS.items())
+    } | {
+        name: Column(dtype, by_sample, [values])
+        for (name, dtype), values in zip(_SAMPLE_ARRAYS.items(), packed, strict=True)
     }
-    by_sample = zip(*(each.sample_values for each in prepared), strict=True)
-    for (name, dtype), values in zip(_SAMPLE_ARRAYS.items(), by_sample, strict=True):
-        columns[name] = [np.array(list(chain.from_iterable(values)), dtype)]
     return encode_joined(KIND, meta, columns, max_bytes=max_bytes)
 
 

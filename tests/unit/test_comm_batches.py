@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Trajectory
 from asyncrl.comm.outbox import Entry
-from asyncrl.comm.push_pull.wire import BATCH_BYTES, BATCH_TRAJECTORIES, batches
+from asyncrl.comm.push_pull.wire import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
 from asyncrl.comm.trajectory_codec import Prepared
-
-
-def entry(seq: int, nbytes: int) -> Entry[Prepared]:
-    trajectory = Trajectory(f"rollout-{seq}", "prompt", 0, ())
-    return Entry(seq, trajectory.rollout_id, Prepared(trajectory, {}, (), ([], [], []), nbytes))
 
 
 def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
-    entries = [entry(seq, size) for seq, size in enumerate(sizes)]
-    return [[each.content.nbytes for each in batch] for batch in batches(entries)]
+    batches = [Batch()]
+    for seq, nbytes in enumerate(sizes):
+        trajectory = Trajectory(f"rollout-{seq}", "prompt", 0, ())
+        entry = Entry(seq, trajectory.rollout_id, Prepared(trajectory, {}, [], [], [], [], nbytes))
+        if not batches[-1].add(entry):
+            batches.append(Batch())
+            assert batches[-1].add(entry)
+    return [[each.content.nbytes for each in batch.entries] for batch in batches]
 
 
 def test_small_ones_share_a_message_up_to_its_number() -> None:
@@ -36,7 +37,7 @@ def test_one_over_the_bytes_of_a_message_travels_alone() -> None:
     assert sizes_of(5, large, 5, 5) == [[5], [large], [5, 5]]
 
 
-@given(st.lists(st.integers(1, 2 * BATCH_BYTES), max_size=100))
+@given(st.lists(st.integers(1, 2 * BATCH_BYTES), min_size=1, max_size=100))
 def test_each_is_sent_once_in_order_within_the_bounds(sizes: list[int]) -> None:
     cut = sizes_of(*sizes)
     assert [size for batch in cut for size in batch] == sizes

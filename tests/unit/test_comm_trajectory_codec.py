@@ -75,6 +75,11 @@ def test_decoded_samples_are_views_into_the_message() -> None:
                 assert not array.flags.writeable
 
 
+def test_columns_are_encoded_as_the_samples_they_hold() -> None:
+    frames = encode_trajectories([make_trajectory([5, 6, 7]), make_trajectory([8], seed=1)])
+    assert [bytes(frame) for frame in encode_trajectories(decode_trajectories(frames))] == [*map(bytes, frames)]
+
+
 def test_decoded_samples_are_in_columns() -> None:
     sent = [make_trajectory([5, 6, 7], seed=1), make_trajectory([8], seed=2)]
     for arrived, original in zip(roundtrip(*sent), sent, strict=True):

@@ -18,7 +18,7 @@ from asyncrl.comm.gate import SourceLog
 from asyncrl.comm.outbox import RecentIds
 from asyncrl.comm.push_pull import wire
 from asyncrl.comm.security import SocketSecurity
-from asyncrl.comm.sockets import Context, bind, peer_address
+from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
 
 _log = logging.getLogger(__name__)
@@ -155,9 +155,10 @@ class TrajectoryPuller:
 
         Each message is acknowledged by itself: its sender prepares the next while this end decodes what it holds.
         """
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_MESSAGES_PER_TURN):
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        for _ in range(_MESSAGES_PER_TURN):
+            if (frames := receive(self._socket)) is None:
+                return
+            self._take(frames)
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Decode and deliver one message, which holds one or more trajectories."""
@@ -226,7 +227,5 @@ class TrajectoryPuller:
             self._unsaid.clear()
 
     def _reply(self, frame: bytes) -> None:
-        try:
-            self._socket.send_multipart([self._sender, frame], zmq.NOBLOCK)
-        except zmq.Again:
+        if not send(self._socket, [self._sender, frame]):
             _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")

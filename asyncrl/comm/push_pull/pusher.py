@@ -199,27 +199,30 @@ class TrajectoryPusher:
         """Send what waits, as far as the pullers' connections take it."""
         self._pump_scheduled = False
         now = self._loop.time()
-        while True:
-            batches: dict[str, list[Entry[Prepared]]] = {}
-            while (taken := self._outbox.take(self._writable, now)) is not None:
-                batches.setdefault(taken[1], []).append(taken[0])
-            if not batches:
-                break
-            for address, entries in batches.items():
-                self._send(self._links[address], entries)
+        filling: dict[str, wire.Batch] = {}  # by puller
+        while (taken := self._outbox.take(self._writable, now)) is not None:
+            entry, address = taken
+            batch = filling.get(address)
+            if batch is None or not batch.add(entry):
+                if batch is not None:
+                    self._send(address, batch)  # if the puller now takes no more, at most this entry was taken in vain
+                filling[address] = batch = wire.Batch()
+                batch.add(entry)
+        for address, batch in filling.items():
+            self._send(address, batch)
         if (due := self._outbox.next_due()) is not None and self._timer_due > due:
             self._set_timer(due)
 
-    def _send(self, link: PeerLink, entries: list[Entry[Prepared]]) -> None:
-        sent = 0
-        for batch in wire.batches(entries):
-            if not link.writable or not link.send(wire.pack(batch)):
-                break
-            sent += len(batch)
-            self.resent += sum(entry.sends > 1 for entry in batch)
-        self._outbox.untake(entries[sent:])
+    def _send(self, address: str, batch: wire.Batch) -> None:
+        link = self._links[address]
+        if link.writable and link.send(wire.pack(batch.entries)):
+            self.resent += sum(entry.sends > 1 for entry in batch.entries)
+        else:
+            self._outbox.untake(batch.entries)
         if not link.writable:
-            del self._writable[link.address]
+            self._writable.pop(address, None)
+            if self._writable:
+                self._pump_soon()  # others may take what this one did not
 
     def _set_timer(self, due: float) -> None:
         if self._timer is not None:

@@ -13,7 +13,7 @@ size hits nobody else.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from asyncrl.comm.codec import CodecError, Frame
 from asyncrl.comm.outbox import Entry
@@ -22,24 +22,27 @@ from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
 _REFUSAL = struct.Struct("<cQ")
 _ACK, _NACK = b"A", b"N"
 BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows
-BATCH_TRAJECTORIES = 32  # in one message: an eighth of what a pusher holds by default, so that both ends have work
+BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
 _MAX_REASON = 500  # bytes of a refusal's reason
 DEFAULT_MAX_BYTES = 256 << 20
 """Limit of one trajectory in bytes: 20 million tokens."""
 
 
-def batches(entries: Sequence[Entry[Prepared]]) -> Iterator[list[Entry[Prepared]]]:
-    """`entries` cut into what shares a message."""
-    batch: list[Entry[Prepared]] = []
-    size = 0
-    for entry in entries:
-        if batch and (size + entry.content.nbytes > BATCH_BYTES or len(batch) == BATCH_TRAJECTORIES):
-            yield batch
-            batch, size = [], 0
-        batch.append(entry)
-        size += entry.content.nbytes
-    if batch:
-        yield batch
+class Batch:
+    """What is to share one message."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry[Prepared]] = []
+        self._nbytes = 0
+
+    def add(self, entry: Entry[Prepared]) -> bool:
+        """Take `entry` in; False if it has no room here. An empty batch has room for every one."""
+        nbytes = self._nbytes + entry.content.nbytes
+        if self.entries and (nbytes > BATCH_BYTES or len(self.entries) == BATCH_TRAJECTORIES):
+            return False
+        self.entries.append(entry)
+        self._nbytes = nbytes
+        return True
 
 
 def pack(entries: Sequence[Entry[Prepared]]) -> list[Frame]:

@@ -15,7 +15,7 @@ from asyncrl.comm.codec import CodecError, Frame, Message, decode, encode
 from asyncrl.comm.gate import SourceLog
 from asyncrl.comm.request_reply import wire
 from asyncrl.comm.security import SocketSecurity
-from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, send
+from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, receive, send
 
 _log = logging.getLogger(__name__)
 
@@ -141,9 +141,7 @@ class RequestServer:
         if not events & zmq.POLLIN:
             return
         for _ in range(MESSAGES_PER_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if (frames := receive(self._socket)) is None:
                 return
             self._on_request(frames)
         self._link.recheck()
