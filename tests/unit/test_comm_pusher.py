@@ -18,7 +18,10 @@ COUNT = 4 * wire.BATCH_TRAJECTORIES
 
 
 class NarrowLink:
-    """In place of a PeerLink: takes one message, then nothing until it was acknowledged; at "full", none at all."""
+    """In place of a PeerLink: takes one message, then nothing until it was acknowledged.
+
+    That at "full" takes none at all, that at "wide" always takes another.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class NarrowLink:
         self._loop.call_soon(self._open)
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        self.writable = False
+        self.writable = self.address == "wide"
         if self.address == "full":
             return False
         self.messages.append(wire.unpack_seqs(memoryview(frames[0])))
@@ -54,7 +57,8 @@ class NarrowLink:
 
     def _acknowledge(self) -> None:
         self._on_message(self, [memoryview(wire.pack_acks(self.messages[-1]))])
-        self._open()
+        if not self.writable:
+            self._open()
 
 
 def trajectory(number: int) -> Trajectory:
@@ -87,7 +91,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 
 async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
-    sender = TrajectoryPusher(["narrow", "full"], None, identity="test")
+    sender = TrajectoryPusher(["wide", "full"], None, identity="test")
     async with asyncio.timeout(10):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
     assert await sender.close(1.0) == []
