@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 WRITING_SUFFIX = ".writing"
@@ -79,10 +80,24 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_files(paths: Iterable[Path]) -> None:
+@contextmanager
+def syncing(paths: Sequence[Path]) -> Iterator[None]:
+    """Force files to the disk together, while the body runs; they are there when it is left."""
+    if not paths:
+        yield
+        return
+    with ThreadPoolExecutor(min(len(paths), _SYNCS_AT_ONCE)) as pool:
+        synced = [pool.submit(sync_file, path) for path in paths]
+        yield
+        for sync in synced:
+            sync.result()
+
+
+def sync_files(paths: Sequence[Path]) -> None:
     """Force several files to the disk together."""
-    with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
-        list(pool.map(sync_file, paths))
+    with syncing(paths[1:]):
+        for path in paths[:1]:
+            sync_file(path)
 
 
 def sync_directory(path: Path) -> None:

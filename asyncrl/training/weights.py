@@ -3,26 +3,31 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, canary.json, manifest.json
 
-Every rank holds all weights, so each writes its share of the shards at the same time; rank 0 then adds what is not
-weights (`SharedFiles` once, as hard links) and the manifest, and renames the directory into place (`atomic_dir`). What
-a reader sees is whole.
+Every rank holds all weights, so all take part, in four steps, each of which begins when all have done the one before:
 
-The bytes go from the tensors' memory to the page cache once, and are read once, for the checksum, while the disk takes
-them: a version is synced before it is visible, as the last one is the run's result.
+    begin    rank 0 creates the directory aside (`atomic_dir`)
+    write    every rank writes its share of the shards and computes their checksums
+    seal     every rank syncs its shards; rank 0 meanwhile writes and syncs what is not weights: the index, the canary,
+             hard links to what no version changes (`SharedFiles`), the manifest
+    commit   rank 0 renames the directory into place
 
-Ranks tell each other what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as the
-generation servers read it.
+So what a reader sees is whole and on the disk, the last version being the run's result. The bytes go from the tensors'
+memory to the page cache once, and are summed there at the same time.
+
+The other ranks tell rank 0 what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
+the generation servers read it.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import orjson
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -38,7 +43,6 @@ from asyncrl.training.weights_manifest import (
     Manifest,
     ManifestError,
     TensorEntry,
-    file_entry,
     verify,
     write_manifest,
 )
@@ -93,11 +97,13 @@ def publish(
     tensors = published_tensors(model)
     whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
     if whole.item() < ranks.world:
-        shards = plan_shards(tensors, ranks.world, max_shard_bytes)
         beside = shared or SharedFiles(model)
-        ranks.together(lambda: _begin(final, ranks), f"creating {final}")
-        ranks.together(lambda: _write_share(final, shards, canary, ranks), f"writing {final}")
-        ranks.together(lambda: _finish(final, shards, role, version, beside, ranks), f"publishing {final}")
+        shards = plan_shards(tensors, ranks.world, max_shard_bytes)
+        writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
+        ranks.together(writing.begin, f"creating {final}")
+        ranks.together(writing.write, f"writing {final}")
+        ranks.together(lambda: writing.seal(beside, canary), f"syncing {final}")
+        ranks.together(writing.commit, f"publishing {final}")
     return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
 
 
@@ -120,8 +126,7 @@ def announce(
             directory = atomic_dir.begin(final)
             files = {}
             if canary is not None:
-                atomic_dir.write_file(directory / CANARY_FILE, encode_canary(canary))
-                files[CANARY_FILE] = file_entry(directory / CANARY_FILE)
+                files[CANARY_FILE] = _write_file(directory / CANARY_FILE, encode_canary(canary))
             entries = {
                 name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], "")
                 for name, tensor in tensors.items()
@@ -210,79 +215,77 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _begin(final: Path, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        atomic_dir.begin(final)
-
-
 def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_share(
-    final: Path, shards: Sequence[tuple[int, dict[str, Tensor]]], canary: Canary | None, ranks: Ranks
-) -> None:
-    directory = atomic_dir.aside(final)
-    written: list[Path] = []
-    for index, (rank, tensors) in enumerate(shards):
-        if rank == ranks.rank:
-            written.append(directory / _shard_name(index, len(shards)))
-            write_tensors(written[-1], tensors)
-    if ranks.rank == 0:
-        if len(shards) > 1:
-            written.append(directory / _INDEX_FILE)
-            written[-1].write_text(_index(shards))
-        if canary is not None:
-            written.append(directory / CANARY_FILE)
-            written[-1].write_bytes(encode_canary(canary))
-    part = json.dumps({name: asdict(entry) for name, entry in _seal(written).items()})
-    _part(directory, ranks.rank).write_text(part)  # gone before the rename, so it need not reach the disk
-
-
-def _seal(files: Sequence[Path]) -> dict[str, FileEntry]:
-    """Force `files` to the disk and compute their checksums meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        syncing = pool.submit(atomic_dir.sync_files, files)
-        entries = {path.name: file_entry(path) for path in files}
-        syncing.result()
-    return entries
-
-
-def _index(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> str:
-    total = sum(tensor.nbytes for _, tensors in shards for tensor in tensors.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": _file_of(shards)}, indent=1)
-
-
-def _file_of(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, str]:
-    """The file of every tensor."""
-    return {name: _shard_name(index, len(shards)) for index, (_, tensors) in enumerate(shards) for name in tensors}
-
-
-def _part(directory: Path, rank: int) -> Path:
-    return directory / f"part-{rank}.json"
-
-
-def _finish(
-    final: Path,
-    shards: Sequence[tuple[int, dict[str, Tensor]]],
-    role: str,
-    version: int,
-    shared: SharedFiles,
-    ranks: Ranks,
-) -> None:
-    if ranks.rank != 0:
-        return
-    directory = atomic_dir.aside(final)
-    files = shared.link_into(directory)
-    for rank in range(ranks.world):
-        part = _part(directory, rank)
-        files |= {name: FileEntry(**entry) for name, entry in json.loads(part.read_bytes()).items()}
-        part.unlink()
-    file_of = _file_of(shards)
-    entries = {
-        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], file_of[name])
-        for _, tensors in shards
+def _tensor_entries(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], _shard_name(index, len(shards)))
+        for index, (_, tensors) in enumerate(shards)
         for name, tensor in tensors.items()
     }
-    write_manifest(directory, Manifest(role, version, files, entries))
-    atomic_dir.commit(final)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """One rank's part in writing the version `final`; see the module's docstring for the order of its steps."""
+
+    final: Path
+    manifest: Manifest
+    """Without files."""
+    shards: Sequence[tuple[int, dict[str, Tensor]]]
+    ranks: Ranks
+    written: dict[str, FileEntry] = field(default_factory=dict)
+    """This rank's shards."""
+
+    @property
+    def directory(self) -> Path:
+        return atomic_dir.aside(self.final)
+
+    def begin(self) -> None:
+        if self.ranks.rank == 0:
+            atomic_dir.begin(self.final)
+
+    def write(self) -> None:
+        for index, (rank, tensors) in enumerate(self.shards):
+            if rank == self.ranks.rank:
+                name = _shard_name(index, len(self.shards))
+                self.written[name] = write_tensors(self.directory / name, tensors)
+        if self.ranks.rank > 0:  # gone before the rename, so it need not reach the disk
+            self._part(self.ranks.rank).write_bytes(orjson.dumps(self.written))
+
+    def seal(self, shared: SharedFiles, canary: Canary | None) -> None:
+        with atomic_dir.syncing([self.directory / name for name in self.written]):
+            if self.ranks.rank == 0:
+                self._write_rest(shared, canary)
+
+    def commit(self) -> None:
+        if self.ranks.rank == 0:
+            atomic_dir.commit(self.final)
+
+    def _write_rest(self, shared: SharedFiles, canary: Canary | None) -> None:
+        files = shared.link_into(self.directory) | self.written
+        for rank in range(1, self.ranks.world):
+            part = self._part(rank)
+            files |= {name: FileEntry(**entry) for name, entry in orjson.loads(part.read_bytes()).items()}
+            part.unlink()
+        if len(self.shards) > 1:
+            files[_INDEX_FILE] = _write_file(self.directory / _INDEX_FILE, self._index())
+        if canary is not None:
+            files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
+        write_manifest(self.directory, replace(self.manifest, files=files))
+
+    def _index(self) -> bytes:
+        total = sum(tensor.nbytes for _, tensors in self.shards for tensor in tensors.values())
+        file_of = {name: entry.file for name, entry in self.manifest.tensors.items()}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=1).encode()
+
+    def _part(self, rank: int) -> Path:
+        return self.directory / f"part-{rank}.json"
+
+
+def _write_file(path: Path, data: bytes) -> FileEntry:
+    """Write and sync one small file."""
+    atomic_dir.write_file(path, data)
+    return FileEntry.of(len(data), zlib.crc32(data))
