@@ -8,7 +8,8 @@ The format (https://huggingface.co/docs/safetensors): eight bytes with the heade
 JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors lie in the order of
 falling element size, so that each is aligned.
 
-The file's checksum is computed from the same memory by a second thread while this one writes.
+The checksum comes from the same memory, or from the file where that memory was a copy. It is left to the caller, who
+may compute it while the disk takes the file; beside the writing itself it would only slow that down.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from asyncrl.training.weights_manifest import FileEntry
+from asyncrl.training.weights_manifest import FileEntry, file_entry
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -37,11 +38,27 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _ALIGNMENT = 8
-_SUM_BYTES = 1 << 20  # summed at a time: handing less to the other thread costs more than summing it
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write `tensors`, whatever their device and strides, to the new file `path`, not synced; its size and checksum.
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file, and the memory that it was written from; None where that was not the tensors' own."""
+
+    path: Path
+    parts: Sequence[memoryview] | None
+
+    def entry(self) -> FileEntry:
+        """Size and checksum; the tensors must not have changed since."""
+        if self.parts is None:
+            return file_entry(self.path)
+        sum_ = 0
+        for part in self.parts:
+            sum_ = zlib.crc32(part, sum_)
+        return FileEntry.of(sum(map(len, self.parts)), sum_)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Write `tensors`, whatever their device and strides, to the new file `path`; not synced.
 
     Raises:
         OSError: it cannot be written.
@@ -64,58 +81,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
         }
     encoded = orjson.dumps(header)
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    with FileIO(path, "x") as file, _Sum() as sum_:
-        head = memoryview(struct.pack("<Q", len(encoded)) + encoded)
-        _write(file, head)
-        sum_.add(head)
+    parts = [memoryview(struct.pack("<Q", len(encoded)) + encoded)]
+    with FileIO(path, "x") as file:
+        _write(file, parts[0])
         for _, tensor in ordered:
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().data
             _write(file, data)
-            sum_.add(data)
-        return FileEntry.of(len(head) + end, sum_.result())
+            if flat.data_ptr() == tensor.data_ptr():
+                parts.append(data)
+    return WrittenFile(path, parts if len(parts) == 1 + len(ordered) else None)
 
 
 def _write(file: FileIO, data: memoryview) -> None:
     """Write all of `data`: one call writes at most 2 GiB."""
     while data:
         data = data[file.write(data) :]
-
-
-class _Sum:
-    """The CRC-32 of what is added, computed on a thread of its own, which is never more than two lots behind: what it
-    still has to sum stays in memory.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._waiting: list[memoryview] = []
-        self._waiting_bytes = 0
-        self._before: Future[int] | None = None
-
-    def __enter__(self) -> _Sum:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def add(self, data: memoryview) -> None:
-        """Sum `data` too; it must not change any more."""
-        self._waiting.append(data)
-        self._waiting_bytes += len(data)
-        if self._waiting_bytes >= _SUM_BYTES:
-            self._before = self._pool.submit(_crc32, self._waiting, self._so_far())
-            self._waiting, self._waiting_bytes = [], 0
-
-    def result(self) -> int:
-        """The sum of all that was added."""
-        return _crc32(self._waiting, self._so_far())
-
-    def _so_far(self) -> int:
-        return 0 if self._before is None else self._before.result()
-
-
-def _crc32(parts: Sequence[memoryview], before: int) -> int:
-    for part in parts:
-        before = zlib.crc32(part, before)
-    return before

@@ -3,16 +3,15 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, canary.json, manifest.json
 
-Every rank holds all weights, so all take part, in four steps, each of which begins when all have done the one before:
+Every rank holds all weights, so all take part, in three steps, each of which begins when all have done the one before:
 
     begin    rank 0 creates the directory aside (`atomic_dir`)
-    write    every rank writes its share of the shards and computes their checksums
-    seal     every rank syncs its shards; rank 0 meanwhile writes and syncs what is not weights: the index, the canary,
-             hard links to what no version changes (`SharedFiles`), the manifest
-    commit   rank 0 renames the directory into place
+    write    every rank writes its share of the shards, syncs them and computes their checksums meanwhile
+    finish   rank 0 adds what is not weights: the index, the canary, hard links to what no version changes
+             (`SharedFiles`), the manifest; and renames the directory into place
 
 So what a reader sees is whole and on the disk, the last version being the run's result. The bytes go from the tensors'
-memory to the page cache once, and are summed there at the same time.
+memory to the page cache once, and are summed from there while the disk takes them.
 
 The other ranks tell rank 0 what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
 the generation servers read it.
@@ -102,8 +101,7 @@ def publish(
         writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
         ranks.together(writing.begin, f"creating {final}")
         ranks.together(writing.write, f"writing {final}")
-        ranks.together(lambda: writing.seal(beside, canary), f"syncing {final}")
-        ranks.together(writing.commit, f"publishing {final}")
+        ranks.together(lambda: writing.finish(beside, canary), f"publishing {final}")
     return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
 
 
@@ -248,23 +246,19 @@ class _Writing:
             atomic_dir.begin(self.final)
 
     def write(self) -> None:
-        for index, (rank, tensors) in enumerate(self.shards):
-            if rank == self.ranks.rank:
-                name = _shard_name(index, len(self.shards))
-                self.written[name] = write_tensors(self.directory / name, tensors)
+        files = [
+            write_tensors(self.directory / _shard_name(index, len(self.shards)), tensors)
+            for index, (rank, tensors) in enumerate(self.shards)
+            if rank == self.ranks.rank
+        ]
+        with atomic_dir.syncing([file.path for file in files]):
+            self.written = {file.path.name: file.entry() for file in files}
         if self.ranks.rank > 0:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(orjson.dumps(self.written))
 
-    def seal(self, shared: SharedFiles, canary: Canary | None) -> None:
-        with atomic_dir.syncing([self.directory / name for name in self.written]):
-            if self.ranks.rank == 0:
-                self._write_rest(shared, canary)
-
-    def commit(self) -> None:
-        if self.ranks.rank == 0:
-            atomic_dir.commit(self.final)
-
-    def _write_rest(self, shared: SharedFiles, canary: Canary | None) -> None:
+    def finish(self, shared: SharedFiles, canary: Canary | None) -> None:
+        if self.ranks.rank > 0:
+            return
         files = shared.link_into(self.directory) | self.written
         for rank in range(1, self.ranks.world):
             part = self._part(rank)
@@ -275,6 +269,7 @@ class _Writing:
         if canary is not None:
             files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
         write_manifest(self.directory, replace(self.manifest, files=files))
+        atomic_dir.commit(self.final)
 
     def _index(self) -> bytes:
         total = sum(tensor.nbytes for _, tensors in self.shards for tensor in tensors.values())
