@@ -11,8 +11,8 @@ What it sees to, so that no caller has to:
 - **Versions.** Per token from `weight_versions`; where the reply has none, all its tokens are of its
   `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so
   `manager.update_mode=retract` wants a server that `tells_token_versions`.
-- **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before
-  `/model_info` names the version.
+- **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before the server
+  names the version that it serves: in the reply, as the embedded engine does, or else by `/model_info`.
 - **Log-probabilities** are those of the distribution really sampled from (`asyncrl.generation.sglang.logprobs`).
 """
 
@@ -227,7 +227,8 @@ class GenerationServerClient:
             raise UpdateFailed(str(error)) from error
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise UpdateFailed(f"{self.url} did not take version {version}: {str(reply)[:300]}")
-        served = await self.served_version()
+        named = reply.get("weight_version")
+        served = await self.served_version() if named is None else parse_version(named)
         if served != version:
             raise UpdateFailed(f"{self.url} took version {version} but names {served}")
 

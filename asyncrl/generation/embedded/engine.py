@@ -98,6 +98,7 @@ class Engine:
         self.model_path = model_path
         self.model = model
         self.detokenize = detokenize
+        self._weights = model.state_dict(keep_vars=True)
         runner = ModelRunner(model, self.max_total_tokens)
         self.vocab_size = runner.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
@@ -233,7 +234,7 @@ class Engine:
         Raises:
             WeightUpdateError: (from here or from the future) refused; the old weights keep serving.
         """
-        staged = stage_weights(self.model, Path(path))
+        staged = stage_weights(self._weights, Path(path))
 
         def apply() -> int:
             frozen = len(self._batch.running)

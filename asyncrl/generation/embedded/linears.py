@@ -5,7 +5,8 @@ it is; oneDNN takes it packed once, and was up to twice as fast where it was mea
 a `PackedLinears` is in force (it is a context manager), `F.linear` with a weight that it has packed goes to oneDNN;
 everything else is as it was.
 
-The copies cost the memory of the weights once more and are made anew after a weight update.
+The copies cost the memory of the weights once more and are made anew after a weight update: some 0.1 ms for each
+weight, for what oneDNN prepares, beside the copying. A few dozen decode steps of many rows win it back.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class PackedLinears(TorchFunctionMode):
 
     def __init__(self, weights: Sequence[Tensor], packed: Sequence[Tensor]) -> None:
         super().__init__()
-        self.weights, self.packed = tuple(weights), tuple(packed)
-        self._by_id = {id(weight): copy for weight, copy in zip(weights, packed, strict=True)}
+        self.weights = tuple(weights)
+        self._hold(packed)
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedLinears:
@@ -52,7 +53,16 @@ class PackedLinears(TorchFunctionMode):
             for weight in found.values()
             if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LEAST_WEIGHT
         ]
-        return cls(weights, [torch.ops.mkldnn._reorder_linear_weight(weight.detach()) for weight in weights])
+        return cls(weights, [_pack(weight) for weight in weights])
+
+    def renew(self) -> None:
+        """Pack the weights as they are now, into the memory of the former copies, which are given up first."""
+        self.packed, self._by_id = (), {}
+        self._hold([_pack(weight) for weight in self.weights])
+
+    def _hold(self, packed: Sequence[Tensor]) -> None:
+        self.packed = tuple(packed)
+        self._by_id = {id(weight): copy for weight, copy in zip(self.weights, packed, strict=True)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,3 +73,8 @@ class PackedLinears(TorchFunctionMode):
             if packed is not None:
                 return _packed_linear(args[0], packed, args[2] if len(args) > 2 else None)
         return func(*args, **(kwargs or {}))
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed

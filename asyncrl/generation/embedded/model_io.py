@@ -75,7 +75,7 @@ class ModelRunner:
 
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""
-        self._linears = PackedLinears.of(self.model)
+        self._linears.renew()
 
     def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """One eager forward of the model."""

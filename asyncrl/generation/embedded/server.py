@@ -277,7 +277,8 @@ class GenerationApp:
         message = "Succeeded to update model weights."
         if version is not None:
             message += f" Weight version updated to {version}."
-        return _json({"success": True, "message": message, "num_paused_requests": frozen})
+        reply = {"success": True, "message": message, "num_paused_requests": frozen}
+        return _json(reply | {"weight_version": self._engine.weight_version})  # SGLang has to be asked for it
 
     async def _update_version(self, request: web.Request) -> web.Response:
         body = await _body(request)

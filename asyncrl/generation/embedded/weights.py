@@ -8,12 +8,12 @@ as a whole.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from asyncrl.generation.embedded.types import WeightUpdateError
 
@@ -57,17 +57,17 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def stage_weights(model: PreTrainedModel, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Pairs (parameter of the model, its new value), checked to be complete and of the right shapes.
 
-    Tied parameters appear under several names; one of them in the checkpoint is enough, and all that are there must
-    agree in shape.
+    `targets` are the model's parameters and buffers by name, as its `state_dict(keep_vars=True)` gives them. Tied
+    parameters appear under several names; one of them in the checkpoint is enough, and all that are there must agree in
+    shape.
 
     Raises:
         WeightUpdateError: the checkpoint does not fit the model; nothing was changed.
     """
     found = read_checkpoint(folder)
-    targets = model.state_dict(keep_vars=True)
     unknown = sorted(set(found) - set(targets))
     if unknown:
         raise WeightUpdateError(
