@@ -25,6 +25,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from asyncrl.training.early_writeback import EarlyWriteback
 from asyncrl.training.weights_manifest import FileEntry, file_entry
 
 DTYPE_NAMES = {
@@ -83,17 +84,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     parts = [memoryview(struct.pack("<Q", len(encoded)) + encoded)]
     with FileIO(path, "x") as file:
-        _write(file, parts[0])
+        writer = EarlyWriteback(file.fileno(), len(parts[0]) + end)
+        writer.write(parts[0])
         for _, tensor in ordered:
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().data
-            _write(file, data)
+            writer.write(data)
             if flat.data_ptr() == tensor.data_ptr():
                 parts.append(data)
     return WrittenFile(path, parts if len(parts) == 1 + len(ordered) else None)
-
-
-def _write(file: FileIO, data: memoryview) -> None:
-    """Write all of `data`: one call writes at most 2 GiB."""
-    while data:
-        data = data[file.write(data) :]

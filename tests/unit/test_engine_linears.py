@@ -87,6 +87,15 @@ def test_packed_weights_are_used_only_while_in_force() -> None:
     torch.testing.assert_close(layer(states), layer.bias.expand(3, -1))
 
 
+def test_renewed_copies_are_of_the_weights_as_they_are_now() -> None:
+    layer = nn.Linear(256, 256).requires_grad_(False)
+    linears = PackedLinears.of(layer)
+    layer.weight.fill_(0.5)
+    linears.renew()
+    with linears:
+        torch.testing.assert_close(layer(torch.ones(3, 256)), (128 + layer.bias).expand(3, -1))
+
+
 def test_small_weights_and_other_dtypes_are_left_alone() -> None:
     side = int(LEAST_WEIGHT**0.5)
     small = nn.Linear(side, side - 1)

@@ -40,6 +40,8 @@ class PackedLinears(TorchFunctionMode):
     def __init__(self, weights: Sequence[Tensor], packed: Sequence[Tensor]) -> None:
         super().__init__()
         self.weights = tuple(weights)
+        self.packed: tuple[Tensor, ...] = ()
+        self._by_id: dict[int, Tensor] = {}
         self._hold(packed)
 
     @classmethod

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.training import weights_manifest
 from asyncrl.training.weights_manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -53,6 +54,20 @@ def test_a_changed_byte_is_found_by_the_checksum_only(whole: Path) -> None:
     verify(whole, checksums=False)
     with pytest.raises(ManifestError, match="damaged"):
         verify(whole)
+
+
+def test_damage_is_found_in_large_files_too_however_many(tmp_path: Path) -> None:
+    for count in (1, 3):
+        names = [f"{index}.safetensors" for index in range(count)]
+        for name in names:
+            (tmp_path / name).write_bytes(bytes(weights_manifest._LARGE_BYTES))
+        write_manifest(tmp_path, Manifest("actor", 3, {name: file_entry(tmp_path / name) for name in names}))
+        verify(tmp_path)
+        with (tmp_path / names[-1]).open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"x")
+        with pytest.raises(ManifestError, match="damaged"):
+            verify(tmp_path)
 
 
 def test_no_manifest_means_not_written_whole(whole: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.training import tensor_file
+from asyncrl.training import early_writeback
 from asyncrl.training.tensor_file import DTYPE_NAMES, write_tensors
+from asyncrl.training.weights_manifest import file_entry
 
 
 def of_every_type() -> dict[str, Tensor]:
@@ -46,13 +50,49 @@ def test_transformers_finds_the_format_it_asks_for(tmp_path: Path) -> None:
 
 
 def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reluctant(tensor_file.FileIO):
-        def write(self, data: memoryview) -> int:  # type: ignore[override]
-            return super().write(data[:7])
-
-    monkeypatch.setattr(tensor_file, "FileIO", Reluctant)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     write_tensors(tmp_path / "x", {"w": torch.arange(100)})
     assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(100))
+
+
+@pytest.mark.parametrize("entries", [10, 700_000])  # below and above what is handed to the disk at a time
+def test_the_sum_is_that_of_the_file_whether_the_memory_was_the_tensors_own_or_a_copy(
+    tmp_path: Path, entries: int
+) -> None:
+    flat = torch.rand(2 * entries)
+    for name, tensor in (("own", flat), ("copied", flat.view(2, entries).T)):
+        written = write_tensors(tmp_path / name, {"w": tensor, "b": torch.ones(3)})
+        assert written.entry() == file_entry(tmp_path / name)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.ENOSPC))
+    with pytest.raises(OSError, match="reserving 88 bytes: No space left"):
+        write_tensors(tmp_path / "x", {"w": torch.ones(1)})
+
+
+def test_a_file_system_that_reserves_nothing_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.EOPNOTSUPP))
+    write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(500_000))
+
+
+class LibcThatFails:
+    """Every hint to the file system ends with `error`."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def fallocate(self, *_: int) -> int:
+        ctypes.set_errno(self._error)
+        return -1
+
+    sync_file_range = fallocate
 
 
 def test_a_type_that_the_format_lacks_is_named(tmp_path: Path) -> None:

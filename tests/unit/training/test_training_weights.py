@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from asyncrl.training.canary import CANARY_FILE, Canary, read_canary
 from asyncrl.training.models import load_causal_lm
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.shared_files import SharedFiles
-from asyncrl.training.weights_manifest import verify
+from asyncrl.training.weights_manifest import MANIFEST_FILE, Manifest, verify
 
 CPU = torch.device("cpu")
 
@@ -85,9 +86,19 @@ def test_a_torn_version_is_written_anew(qwen_dir: Path, tmp_path: Path) -> None:
     assert verify(path).version == 1
 
 
-@pytest.mark.parametrize("stage", ["begin", "sync_file", "commit"])
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (atomic_dir, "begin"),
+        (weights, "write_tensors"),
+        (atomic_dir, "sync_file"),
+        (weights, "write_manifest"),
+        (atomic_dir, "commit"),
+        (atomic_dir, "sync_directory"),
+    ],
+)
 def test_a_write_that_breaks_off_leaves_nothing_visible(
-    stage: str, qwen_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, stage: str, qwen_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(qwen_dir, tmp_path, 1)
 
@@ -95,12 +106,32 @@ def test_a_write_that_breaks_off_leaves_nothing_visible(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_dir, stage, break_off)
+        patch.setattr(module, stage, break_off)
         with pytest.raises(OSError, match="disk full"):
             publish(qwen_dir, tmp_path, 2)
     assert weights.list_versions(tmp_path, "actor") == [1]
     path, _ = publish(qwen_dir, tmp_path, 2)  # what was left behind is no obstacle
     assert verify(path).version == 2
+
+
+def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    tensors = list(weights.published_tensors(model).items())
+    shards = [(rank, dict(tensors[rank::2])) for rank in (0, 1)]
+    manifest = Manifest("actor", 1, {}, weights._tensor_entries(shards))
+    final = weights.version_dir(tmp_path, "actor", 1)
+    ranks = [weights._Writing(final, manifest, shards, Ranks(rank, 2)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.begin()
+    for rank in ranks:
+        rank.write()
+    assert weights.list_versions(tmp_path, "actor") == []
+    for rank in reversed(ranks):
+        rank.finish(SharedFiles(model), None)
+    whole = verify(final)
+    assert {path.name for path in final.iterdir()} == {*whole.files, MANIFEST_FILE}
+    loaded = AutoModelForCausalLM.from_pretrained(str(final)).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors)
 
 
 def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tmp_path: Path) -> None:
