@@ -9,8 +9,8 @@ What it sees to, so that no caller has to:
 - **Two shapes of abort.** A request aborted in the queue has no output and lacks fields that one aborted while
   running has.
 - **Versions.** Per token from `weight_versions`; where the reply has none, all its tokens are of its
-  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so
-  `manager.update_mode=retract` wants a server that `tells_token_versions`.
+  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so an
+  `manager.update_mode` that keeps it wants a server that `tells_token_versions`.
 - **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before the server
   names the version that it serves: in the reply, as the embedded engine does, or else by `/model_info`.
 - **Log-probabilities** are those of the distribution really sampled from (`asyncrl.generation.sglang.logprobs`).
@@ -206,6 +206,11 @@ class GenerationServerClient:
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
+    async def shares_prefixes(self) -> bool:
+        """Whether new requests take over what is cached of earlier ones (SGLang's radix cache)."""
+        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
+        return not (isinstance(info, dict) and info.get("disable_radix_cache"))
+
     async def pause(self, mode: PauseMode = "abort", *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating; `abort` finishes what runs now with what it has. Requests that arrive are held."""
         await self._http.call("POST", f"{self.url}/pause_generation", {"mode": mode}, timeout_s=timeout_s)
@@ -214,13 +219,14 @@ class GenerationServerClient:
         """Go on generating; harmless where it was not paused."""
         await self._http.call("POST", f"{self.url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
 
-    async def update_weights(self, path: str, version: int, *, timeout_s: float) -> None:
-        """Load the weights in `path` and serve them as `version`, with an empty cache.
+    async def update_weights(self, path: str, version: int, *, keep_cache: bool = False, timeout_s: float) -> None:
+        """Load the weights in `path` and serve them as `version`; with `keep_cache` requests that are paused in place
+        go on with what is cached for them.
 
         Raises:
             UpdateFailed: the server refused, or does not name the version afterwards.
         """
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep_cache}
         try:
             reply = await self._http.call("POST", f"{self.url}/update_weights_from_disk", body, timeout_s=timeout_s)
         except HttpRefused as error:

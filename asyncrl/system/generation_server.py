@@ -64,7 +64,7 @@ class GenerationServer(AsyncWorker):
             if stop.done():
                 return None
             served = starting.result()
-            await self._check_token_versions(served)
+            await self._check_kept_requests(served)
             self._register(served)
             failed = asyncio.ensure_future(host.failed())
             tasks.add(failed)  # type: ignore[arg-type]
@@ -76,26 +76,35 @@ class GenerationServer(AsyncWorker):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _check_token_versions(self, served: Served) -> None:
-        """Check that answers that span an update can be told apart token by token, where the run makes such.
+    async def _check_kept_requests(self, served: Served) -> None:
+        """Check that answers may span an update, where the run makes such.
 
         Raises:
-            EngineStartError: they cannot, or the server does not answer.
+            EngineStartError: the server's tokens cannot be told apart by their weights, or in place would spread keys
+                and values of old ones; or it does not answer.
         """
-        if self.config.manager.update_mode != "retract" or self.config.generation.backend != "sglang":
+        mode = self.config.manager.update_mode
+        if mode not in ("retract", "in_place") or self.config.generation.backend != "sglang":
             return
         http = JsonHttp(None if self.secret is None else self.secret.token)
         try:
             client = GenerationServerClient(http, served.url)
             told = await client.tells_token_versions(timeout_s=self.config.generation.start_timeout_s)
+            shares = mode == "in_place" and await client.shares_prefixes()
         except HttpError as error:
             raise EngineStartError(f"server {served.url} does not generate: {error}") from error
         finally:
             await http.close()
         if not told:
             raise EngineStartError(
-                f"manager.update_mode='retract': the answers of server {served.url} do not say which weights each "
+                f"manager.update_mode={mode!r}: the answers of server {served.url} do not say which weights each "
                 "token is of (no weight_versions); use SGLang 0.5.20 or newer, or update_mode=interrupt"
+            )
+        if shares:
+            raise EngineStartError(
+                f"manager.update_mode='in_place': server {served.url} shares cached prefixes among requests, and would "
+                "give new ones keys and values of ever older weights; start it with --disable-radix-cache, or use "
+                "update_mode=retract"
             )
 
     def _register(self, served: Served) -> None:

@@ -191,7 +191,13 @@ class ModelWorker(Worker):
         if self._sender is None:
             raise RuntimeError("this process sends no weights; set manager.weight_transport, and ask model_worker/0")
         meta = request.meta
-        await self._sender.send(meta["server"], meta["url"], meta["version"], meta["timeout_s"])
+        await self._sender.send(
+            meta["server"],
+            meta["url"],
+            meta["version"],
+            keep_cache=meta["keep_cache"],
+            timeout_s=meta["timeout_s"],
+        )
         return Message("send_weights")
 
     # The main thread.

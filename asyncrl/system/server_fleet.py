@@ -3,8 +3,8 @@
 The caller tells what it finds in name resolution (`registered`) and which weights are published (`publish`); `run`
 does the rest. Each server's update and health check is a task of its own, so that none waits for another.
 
-A server whose requests were kept (`update_mode=retract`) answers a check only after those in its queue, so it is
-checked while it serves already; otherwise its version, and with it the gate, would wait for the queue.
+A server whose requests were kept (`update_mode=retract`, `in_place`) answers a check only after those in its queue, so
+it is checked while it serves already; otherwise its version, and with it the gate, would wait for the queue.
 """
 
 from __future__ import annotations
@@ -158,14 +158,13 @@ class ServerFleet:
     async def _update(self, order: BeginUpdate) -> None:
         began = time.monotonic()
         client = GenerationServerClient(self._http, order.url)
-        kept = order.pause == "retract"
         try:
             await carry_out(
                 order,
                 client,
                 self._delivery,
                 timeout_s=self._update_timeout_s,
-                checks=() if kept else self._checks,
+                checks=() if order.keeps_requests else self._checks,
             )
         except HttpError as error:
             if self.fleet.failed(order.server, order.attempt, str(error), time.monotonic()):
@@ -174,7 +173,7 @@ class ServerFleet:
             if self.fleet.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (time.monotonic() - began)
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
-                if kept and self._checks:
+                if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)

@@ -45,7 +45,8 @@ class DiskDelivery:
 
     async def deliver(self, order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:
         """See `WeightDelivery`."""
-        await client.update_weights(order.target.path, order.target.version, timeout_s=timeout_s)
+        target = order.target
+        await client.update_weights(target.path, target.version, keep_cache=order.keeps_cache, timeout_s=timeout_s)
 
 
 class TrainerDelivery:
@@ -58,7 +59,13 @@ class TrainerDelivery:
     async def deliver(self, order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:
         """See `WeightDelivery`."""
         version = order.target.version
-        meta = {"server": order.server, "url": client.url, "version": version, "timeout_s": timeout_s}
+        meta = {
+            "server": order.server,
+            "url": client.url,
+            "version": version,
+            "keep_cache": order.keeps_cache,
+            "timeout_s": timeout_s,
+        }
         try:
             sender = await self._find()
             await sender.call("send_weights", meta, timeout_s=timeout_s)

@@ -89,8 +89,8 @@ class WeightSender:
         self._channels: dict[int, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def send(self, server: int, url: str, version: int, timeout_s: float) -> None:
-        """Send `version` to the paused server with index `server` at `url`.
+    async def send(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+        """Send `version` to the paused server with index `server` at `url`; `keep_cache` as of `WeightTransport.send`.
 
         Raises:
             NotHeld: the version is not held.
@@ -108,7 +108,7 @@ class WeightSender:
                 if not channel.opened:
                     await channel.transport.open()
                     channel.opened = True
-                await channel.transport.send(tensors, version)
+                await channel.transport.send(tensors, version, keep_cache=keep_cache)
             except BaseException:
                 self._give_up(server)
                 raise

@@ -24,8 +24,9 @@ States of a server::
 - A registration with a new address is a new process: it begins at the version of its registration. One whose
   registration is gone is removed at once.
 - `update_mode=interrupt`: what runs is answered at once with what it has; clients resubmit it. `retract`: it goes back
-  to the server's own queue and is prefilled again under the new weights; its client notices nothing. `finish`: the
-  server is drained first, but of several that could be drained one goes on serving, until another is back.
+  to the server's own queue and is prefilled again under the new weights; its client notices nothing. `in_place`: it is
+  frozen where it is and goes on with the keys and values of the old weights. `finish`: the server is drained first, but
+  of several that could be drained one goes on serving, until another is back.
 - Every update pauses the server, a drained one too: what arrives in spite of it is held, and never runs while weights
   are replaced. What may run on a quarantined server is of unknown weights, so that one is always interrupted.
 
@@ -39,7 +40,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-UpdateMode = Literal["interrupt", "retract", "finish"]
+from asyncrl.generation.client import PauseMode
+
+UpdateMode = Literal["interrupt", "retract", "in_place", "finish"]
+_PAUSES: dict[UpdateMode, PauseMode] = {
+    "interrupt": "abort",
+    "retract": "retract",
+    "in_place": "in_place",
+    "finish": "abort",  # of a drained server: what arrived in spite of it
+}
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -66,13 +75,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """Order: pause the server at `url` (`abort` ends what runs, `retract` keeps it) and bring it to `target`."""
+    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`."""
 
     server: int
     url: str
     attempt: int
     target: Target
-    pause: Literal["abort", "retract"]
+    pause: PauseMode
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether what runs goes on by itself after the update."""
+        return self.pause != "abort"
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether what runs goes on with the keys and values it has."""
+        return self.pause == "in_place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +301,14 @@ class Fleet:
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         assert self.target is not None
-        keep = self._mode == "retract" and life.state is not ServerState.QUARANTINED
+        pause = "abort" if life.state is ServerState.QUARANTINED else _PAUSES[self._mode]
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
         life.version = None
         life.goal = self.target
         life.due = now + self._timeout_s
-        return BeginUpdate(life.index, life.url, life.attempt, self.target, "retract" if keep else "abort")
+        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause)
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1

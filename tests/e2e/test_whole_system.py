@@ -105,10 +105,11 @@ class NotingAgent(SingleTurnAgent):
 """
 
 
-def test_with_retract_answers_go_on_across_updates_within_the_bound(start_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_kept_answers_go_on_across_updates_within_the_bound(mode: str, start_run: Any, tmp_path: Path) -> None:
     (tmp_path / "noting.py").write_text(NOTING_AGENT)
     run = start_run(
-        manager__update_mode="retract",
+        manager__update_mode=mode,
         agent__path=f"{tmp_path / 'noting.py'}:NotingAgent",
         agent__args=f"{{file: {tmp_path / 'versions'}}}",
         rollout__sampling__max_new_tokens=96,

@@ -29,6 +29,7 @@ class FakeGenerationServer:
     - `busy`: new requests wait in the queue instead of running.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more.
+    - `flushed`: whether each update emptied the cache.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
 
@@ -47,6 +48,7 @@ class FakeGenerationServer:
         self.paused = False
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
+        self.flushed: list[bool] = []
         self.generated_tokens = 0
         self.running: dict[str, asyncio.Event] = {}
         self._aborted: set[str] = set()
@@ -145,6 +147,7 @@ class FakeGenerationServer:
             await asyncio.get_running_loop().create_future()
         old = self.version
         self.version = body["weight_version"]
+        self.flushed.append(body["flush_cache"])
         self.model_info_version = old if self.update in ("refuse", "lie") else None
         success = self.update != "refuse"
         await self._tell()

@@ -30,7 +30,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.run_config import SECRET_FILE, write_run_config
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
+from asyncrl.generation.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
 from asyncrl.generation.http import JsonHttp
 from asyncrl.generation.sglang.preflight import IncompatibleWeights, check_weights, read_signature
 from asyncrl.generation.sglang.transfer import (
@@ -714,8 +714,9 @@ async def test_versions_are_told_token_by_token_across_an_update(
         assert_close(logprobs_of(result)[boundary:], expected)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_their_order(
-    server: Server, client: GenerationServerClient
+    mode: PauseMode, server: Server, client: GenerationServerClient
 ) -> None:
     """Twice as many as run together: the first half spans both versions, the second is of the new one alone."""
     running = [await server.start(LONG) for _ in range(RUNNING)]
@@ -725,7 +726,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         )
         for _ in range(RUNNING)
     ]
-    order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause="retract")
+    order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause=mode)
     await carry_out(order, client, DiskDelivery(), timeout_s=LIMIT_S)
     for stream in running:
         spans = (await stream.result())["meta_info"]["weight_versions"]
@@ -820,6 +821,25 @@ async def test_weights_from_memory_are_those_from_disk(
         assert_close(completion.logprobs, reference(models, model, completion.token_ids))
     spans = (await stream.result())["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
+    await channel.close()
+    await http.close()
+
+
+async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_so(
+    transport: Callable[[JsonHttp, int], WeightTransport], server: Server, client: GenerationServerClient
+) -> None:
+    http = JsonHttp(server.backend.token)
+    channel = transport(http, 4096)
+    await channel.open()
+    weights = Qwen2ForCausalLM.from_pretrained(server.backend.models["next"]).state_dict()
+    tensors = [(name, tensor) for name, tensor in weights.items() if name != "lm_head.weight"]
+    stream = await server.start(LONG)
+    await client.pause("in_place")
+    await channel.send(tensors, 1, keep_cache=True)
+    await client.resume()
+    meta = (await stream.result())["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["0", "1"]
+    assert meta["num_retractions"] == 0
     await channel.close()
     await http.close()
 

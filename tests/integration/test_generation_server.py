@@ -26,18 +26,21 @@ LIMIT_S = 60.0
 
 FAKE_SGLANG = textwrap.dedent(
     """
-    import http.server, sys
+    import http.server, json, os, sys
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def do_POST(self):
+        def reply(self, content):
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(b'{"output_ids": [0], "meta_info": {"weight_version": "0"}}')
+            self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self):
+            self.reply({"disable_radix_cache": "--disable-radix-cache" in sys.argv})
+
+        def do_POST(self):
+            spans = {"weight_versions": []} if "TELLS_VERSIONS" in os.environ else {}
+            self.reply({"output_ids": [0], "meta_info": {"weight_version": "0"} | spans})
 
     port = int(sys.argv[sys.argv.index("--port") + 1])
     http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -142,6 +145,20 @@ def test_a_server_whose_answers_name_no_versions_is_refused_where_answers_span_u
     assert start(config).wait(LIMIT_S) != 0
     assert "SGLang 0.5.20 or newer, or update_mode=interrupt" in status(resolver)["reason"]
     assert names.gen_server_key(0) not in resolver.get_subtree()
+
+
+def test_a_server_that_would_spread_keys_of_old_weights_is_refused_where_they_stay_in_place(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    config.manager.update_mode = "in_place"
+    config.generation.sglang.env = {"TELLS_VERSIONS": "1"}
+    config.generation.sglang.args = {"disable_radix_cache": False}
+    assert start(config).wait(LIMIT_S) != 0
+    assert "start it with --disable-radix-cache, or use update_mode=retract" in status(resolver)["reason"]
+    config.generation.sglang.args = {}
+    start(config)
+    assert resolver.watch(names.gen_server_key(0), LIMIT_S) is not None
 
 
 def test_torch_is_not_loaded_around_a_server_of_its_own(

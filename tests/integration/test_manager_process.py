@@ -288,10 +288,11 @@ async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path
     await run.close()
 
 
-async def test_retract_keeps_running_requests_on_their_server_across_an_update(
-    tmp_path: Path, start_fake_server: Any
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_running_requests_are_kept_on_their_server_across_an_update(
+    mode: str, tmp_path: Path, start_fake_server: Any
 ) -> None:
-    run = Run(tmp_path, config_of(update_mode="retract"))
+    run = Run(tmp_path, config_of(update_mode=mode))
     client = await run.client()
     server = await start_fake_server()
     server.hold_after = 2
@@ -306,6 +307,7 @@ async def test_retract_keeps_running_requests_on_their_server_across_an_update(
         result = await call
         assert (rollouts.stats.rounds, rollouts.stats.interrupted) == (1, 0)
     assert [completion.versions for completion in result.completions] == [[0, 0, 1, 1, 1, 1]] * 2
+    assert server.flushed == [mode == "retract"]
     await run.close()
 
 
@@ -329,7 +331,7 @@ async def test_a_canary_that_differs_later_takes_a_server_out_though_its_request
     await run.close()
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "retract"])
+@pytest.mark.parametrize("mode", ["interrupt", "retract", "in_place"])
 async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_path: Path, mode: str) -> None:
     """Two embedded engines, five versions of equal weights published meanwhile: the same tokens, of mixed versions."""
     run = Run(tmp_path, config_of(update_mode=mode))

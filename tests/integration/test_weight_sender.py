@@ -61,7 +61,7 @@ class Connection(WeightTransport):
     async def close(self) -> None:
         self.events.append("close")
 
-    async def send(self, tensors: NamedTensors, version: int) -> None:
+    async def send(self, tensors: NamedTensors, version: int, *, keep_cache: bool = False) -> None:
         self.events.append(f"send {version}")
         self.begun.put_nowait(self.url)
         await self.gate.wait()
@@ -92,14 +92,14 @@ async def sender(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WeightSender]
 
 async def test_a_connection_is_opened_once_and_serves_every_version(sender: WeightSender) -> None:
     for version in (1, 2):
-        await sender.send(0, "http://a", version, LIMIT_S)
+        await sender.send(0, "http://a", version, keep_cache=False, timeout_s=LIMIT_S)
     (connection,) = Connection.made
     assert connection.events == ["open", "send 1", "send 2"]
 
 
 async def test_a_server_at_a_new_address_gets_a_new_connection(sender: WeightSender) -> None:
-    await sender.send(0, "http://a", 1, LIMIT_S)
-    await sender.send(0, "http://b", 1, LIMIT_S)
+    await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
+    await sender.send(0, "http://b", 1, keep_cache=False, timeout_s=LIMIT_S)
     await asyncio.sleep(0)
     assert [(c.url, c.events) for c in Connection.made] == [
         ("http://a", ["open", "send 1", "close"]),
@@ -110,17 +110,17 @@ async def test_a_server_at_a_new_address_gets_a_new_connection(sender: WeightSen
 async def test_a_connection_that_failed_is_made_anew(sender: WeightSender) -> None:
     Connection.broken = True
     with pytest.raises(UpdateFailed, match="connection reset"):
-        await sender.send(0, "http://a", 1, LIMIT_S)
+        await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
     Connection.broken = False
-    await sender.send(0, "http://a", 1, LIMIT_S)
+    await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
     assert [connection.events[0] for connection in Connection.made] == ["open", "open"]
 
 
 async def test_a_slow_server_holds_no_other_and_its_next_send_waits(sender: WeightSender) -> None:
     Connection.gate.clear()
-    slow = asyncio.create_task(sender.send(0, "http://a", 1, LIMIT_S))
-    again = asyncio.create_task(sender.send(0, "http://a", 2, LIMIT_S))
-    other = asyncio.create_task(sender.send(1, "http://b", 1, LIMIT_S))
+    slow = asyncio.create_task(sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S))
+    again = asyncio.create_task(sender.send(0, "http://a", 2, keep_cache=False, timeout_s=LIMIT_S))
+    other = asyncio.create_task(sender.send(1, "http://b", 1, keep_cache=False, timeout_s=LIMIT_S))
     async with asyncio.timeout(LIMIT_S):
         assert {await Connection.begun.get() for _ in range(2)} == {"http://a", "http://b"}
     assert Connection.made[0].events == ["open", "send 1"]
@@ -160,9 +160,9 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     trainer = Trainer(server, tmp_path)
     delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
     client = GenerationServerClient(http, server.url)
-    order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="retract")
+    order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place")
     await carry_out(order, client, delivery, timeout_s=LIMIT_S)
-    assert trainer.calls == [{"server": 3, "url": server.url, "version": 1, "timeout_s": LIMIT_S}]
+    assert trainer.calls == [{"server": 3, "url": server.url, "version": 1, "keep_cache": True, "timeout_s": LIMIT_S}]
     assert (server.version, server.paused) == ("1", False)
     assert "update_weights_from_disk" not in server.calls
 

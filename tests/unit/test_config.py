@@ -99,7 +99,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["algorithm.policy_loss.params.clipp=1"], ["'clipp'"]),
         (["algorithm.plugins=[no_such_package]"], ["algorithm.plugins", "'no_such_package'", "PYTHONPATH"]),
         (["generation.backend=sglang", "generation.sglang.python=/no/python"], ["/no/python", "not an executable"]),
-        (["manager.update_mode=in_place"], ["manager.update_mode='in_place'", "interrupt, retract, finish"]),
+        (["manager.update_mode=inplace"], ["manager.update_mode='inplace'", "interrupt, retract, in_place, finish"]),
         (["manager.weight_transport=tensor"], ["manager.weight_transport='tensor'", "backend='embedded'", "disk"]),
         (
             [*adopting("http://10.1.1.1:1"), "manager.weight_transport=tensor"],

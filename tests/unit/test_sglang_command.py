@@ -79,6 +79,13 @@ def test_the_users_arguments_and_environment_win(model_dir: Path, ports: PortBlo
     assert built.env["OMP_NUM_THREADS"] == "8"
 
 
+def test_prefixes_are_not_shared_where_updates_leave_the_cache_in_place(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    assert "--disable-radix-cache" not in command(config, model_dir, ports).argv
+    config.manager.update_mode = "in_place"
+    assert "--disable-radix-cache" in command(config, model_dir, ports).argv
+
+
 @pytest.mark.parametrize("name", sorted(OWNED_FLAGS))
 def test_a_flag_that_another_setting_owns_is_refused_with_that_setting(
     name: str, model_dir: Path, ports: PortBlock

@@ -208,15 +208,19 @@ def test_health_reports_about_a_former_life_are_ignored() -> None:
     assert fleet.served_version == 0
 
 
-def test_retract_keeps_what_runs_and_does_not_wait_for_it() -> None:
-    fleet = fleet_of(2, mode="retract")
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
+    fleet = fleet_of(2, mode=mode)
     fleet.publish(target(1))
-    orders = updates(fleet.poll(0.0, {0: 5, 1: 5}))
-    assert [order.pause for order in orders.values()] == ["retract", "retract"]
+    orders = list(updates(fleet.poll(0.0, {0: 5, 1: 5})).values())
+    assert [order.pause for order in orders] == [mode, mode]
+    assert all(order.keeps_requests for order in orders)
+    assert [order.keeps_cache for order in orders] == [mode == "in_place"] * 2
 
 
-def test_retract_keeps_nothing_of_a_server_whose_weights_are_unknown() -> None:
-    fleet = fleet_of(mode="retract")
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode) -> None:
+    fleet = fleet_of(mode=mode)
     fleet.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
     assert updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0].pause == "abort"
@@ -278,7 +282,7 @@ def test_finish_does_not_wait_for_a_quarantined_server() -> None:
 class AnyFaults(RuleBasedStateMachine):
     """Servers fail, hang, restart and vanish in any order while versions are published."""
 
-    @initialize(mode=st.sampled_from(["interrupt", "retract", "finish"]))
+    @initialize(mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]))
     def begin(self, mode: UpdateMode) -> None:
         self.fleet = Fleet(mode, LIMIT_S)
         self.now = 0.0

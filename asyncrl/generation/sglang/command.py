@@ -102,6 +102,8 @@ def build_command(
         "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
         "sleep_on_idle": True,
     }
+    if config.manager.update_mode == "in_place":
+        flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
     if device == "cpu":
         flags |= _cpu_flags(config)
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}

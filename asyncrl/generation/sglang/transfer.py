@@ -5,8 +5,8 @@
 
 Either is one connection to one server, so that no server waits for another. The server is paused by who asks for the
 update (`asyncrl.system.server_update`); here the weights are announced and sent in buckets, of which the last labels
-them with their version and empties the cache. When something fails on the way the server holds a mixture; it has to
-stay paused until a whole update succeeds.
+them with their version and, unless it is to be kept, empties the cache. When something fails on the way the server
+holds a mixture; it has to stay paused until a whole update succeeds.
 """
 
 from __future__ import annotations
@@ -72,8 +72,13 @@ class WeightTransport(ABC):
         """End the connection; the default has nothing to do."""
         return None
 
-    async def send(self, tensors: NamedTensors, version: int) -> None:
+    async def send(self, tensors: NamedTensors, version: int, *, keep_cache: bool = False) -> None:
         """Replace the weights of the paused server by `tensors` (names as in a Hugging Face checkpoint), labelled.
+
+        Args:
+            tensors: all of them.
+            version: what they become.
+            keep_cache: whether requests that are paused in place go on with what is cached for them.
 
         Raises:
             UpdateFailed: the server did not take them, or their connection failed.
@@ -83,7 +88,8 @@ class WeightTransport(ABC):
         buckets = list(into_buckets(tensors, self._bucket_bytes))
         for index, bucket in enumerate(buckets):
             last = index == len(buckets) - 1
-            await self._send_bucket(bucket, {"weight_version": str(version)} if last else {}, flush_cache=last)
+            label = {"weight_version": str(version)} if last else {}
+            await self._send_bucket(bucket, label, flush_cache=last and not keep_cache)
         await self._call("/end_weight_update", {}, missing_is_fine=True)
 
     @abstractmethod
