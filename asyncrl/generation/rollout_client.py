@@ -163,6 +163,7 @@ class RolloutClient:
         *,
         affinity: str = "",
         min_version: int | None = None,
+        route: Route | None = None,
     ) -> GenerationResult:
         """`request.n` whole continuations, in the order of their seeds.
 
@@ -172,6 +173,7 @@ class RolloutClient:
             affinity: name of the conversation, for routing to the server with its cache; default: the rollout.
             min_version: every token is of this policy version or newer; a rollout's own admission version counts
             anyway.
+            route: the server that the manager gave the rollout for its first request, which this is.
 
         Raises:
             GenerationFailed: refused, or failed too often.
@@ -182,11 +184,12 @@ class RolloutClient:
             check_tokens([request.input_ids], self._vocab_size)
         seed = request.sampling.seed
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
-        own_id = next(self._ids)
+        own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         async with self._slots:
             self.stats.requests += 1
             try:
-                await self._complete(own_id, request, drafts, rollout_id, affinity or rollout_id or "", min_version)
+                name = affinity or rollout_id or ""
+                await self._complete(own_id, request, drafts, rollout_id, name, min_version, route)
             finally:
                 self._scheduler.release(own_id)
         self.stats.tokens += sum(len(draft.token_ids) for draft in drafts)
@@ -200,17 +203,21 @@ class RolloutClient:
         rollout_id: str | None,
         affinity: str,
         min_version: int | None,
+        route: Route | None,
     ) -> None:
-        """Rounds until every draft is complete."""
+        """Rounds until every draft is complete; the first goes to `route` where it is given."""
         failures = idle = 0
         for attempt in itertools.count():
             open_drafts = {index: draft for index, draft in enumerate(drafts) if draft.finish is None}
             if not open_drafts:
                 return
-            route = await self._route(own_id, request, list(open_drafts.values()), rollout_id, affinity, min_version)
+            if route is None:
+                drafted = list(open_drafts.values())
+                route = await self._route(own_id, request, drafted, rollout_id, affinity, min_version)
+            server, route = route, None
             before = sum(len(draft.token_ids) for draft in drafts)
             try:
-                await self._round(own_id, attempt, route, request, open_drafts)
+                await self._round(own_id, attempt, server, request, open_drafts)
             except HttpError as error:
                 failures += 1
                 self.stats.retried += 1

@@ -28,6 +28,15 @@ class ScheduleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestSize:
+    """What a request for `n` continuations of at most `max_new_tokens` each will ask of a server."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """The server that was chosen, and the policy version it served at that time."""
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.dataflow.peers import GateBooks, GateStatus
 from asyncrl.dataflow.records import Drop
 from asyncrl.generation.http import HttpError, HttpRefused, JsonHttp
-from asyncrl.generation.scheduling import Route, ScheduleRequest, SchedulerGone
+from asyncrl.generation.scheduling import RequestSize, Route, ScheduleRequest, SchedulerGone
 from asyncrl.system.returned_prompts import ReturnedPrompt
 from asyncrl.system.worker import Worker
 
@@ -41,19 +41,28 @@ class ManagerGone(SchedulerGone):
 
 @dataclass(frozen=True, slots=True)
 class WantedRollout:
-    """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt."""
+    """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
+
+    `first`: its first request, where it is known; the grant then has a server for it.
+    """
 
     rollout_id: str
     prompt_id: str
     order: int
+    first: RequestSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedRollout:
-    """A rollout that may run; every token of it will be of `version` or newer."""
+    """A rollout that may run; every token of it will be of `version` or newer.
+
+    `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
+    server takes requests now.
+    """
 
     rollout_id: str
     version: int
+    route: Route | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +141,14 @@ class ManagerClient:
         Raises:
             ManagerGone: see there.
         """
-        rollouts = [{"rollout_id": r.rollout_id, "prompt_id": r.prompt_id, "order": r.order} for r in wanted]
+        rollouts = [asdict(rollout) for rollout in wanted]
         body = {"rollouts": rollouts, "timeout_s": timeout_s, "returned_ack": returned_ack}
         reply = await self._tell("/allocate_rollout", body, hold_s=timeout_s)
         return Allocation(
-            granted=tuple(GrantedRollout(item["rollout_id"], item["version"]) for item in reply["granted"]),
+            granted=tuple(
+                GrantedRollout(item["rollout_id"], item["version"], item["route"] and Route(**item["route"]))
+                for item in reply["granted"]
+            ),
             returned=tuple(ReturnedPrompt(item["seq"], item["prompt_id"], item["order"]) for item in reply["returned"]),
             version=reply["version"],
             closed=reply["closed"],

@@ -9,7 +9,8 @@ coroutines and look again whenever something changed that they depend on:
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
 
-Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to.
+Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to. One that says
+what its `first` request will be has a server for it with its admission, under the rollout's id: half the calls.
 """
 
 from __future__ import annotations
@@ -40,12 +41,20 @@ class BadRequest(ValueError):
     """The request is not one of this interface; the message says which field is wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A rollout that waits, and the size of its first request where it is known."""
+
+    ticket: Ticket
+    first: Json | None
+
+
 @dataclass(slots=True, eq=False)
 class _AtGate:
     """An allocation that waits: what it wants and what it got."""
 
     worker: str
-    tickets: list[Ticket]
+    wanted: list[_Wanted]
     granted: list[Json] = field(default_factory=list)
 
 
@@ -96,15 +105,19 @@ class ManagerService:
     async def allocate_rollout(self, body: Json) -> Json:
         """Admit a prefix of `rollouts`; holds for up to `timeout_s` where there is nothing to tell."""
         worker = self._hear(body)
-        tickets = [Ticket(item["rollout_id"], worker, item["prompt_id"], item["order"]) for item in body["rollouts"]]
-        used = next((ticket.rollout_id for ticket in tickets if self.gate.has_left(ticket.rollout_id)), None)
+        wanted = [
+            _Wanted(Ticket(item["rollout_id"], worker, item["prompt_id"], item["order"]), item.get("first"))
+            for item in body["rollouts"]
+        ]
+        ids = [each.ticket.rollout_id for each in wanted]
+        used = next((rollout_id for rollout_id in ids if self.gate.has_left(rollout_id)), None)
         if used is not None:
             raise BadRequest(f"rollout_id {used!r} was used before; give each attempt an id of its own")
         self.returned.acknowledge(worker, body.get("returned_ack", 0))
         deadline = self._deadline(body)
         self._absent.discard(worker)
-        waiting = _AtGate(worker, tickets)
-        while tickets and self.gate.is_live(tickets[0].rollout_id):  # the reply to this call was lost once
+        waiting = _AtGate(worker, wanted)
+        while wanted and self.gate.is_live(wanted[0].ticket.rollout_id):  # the reply to this call was lost once
             self._start(waiting)
         self._at_gate.append(waiting)
         try:
@@ -242,7 +255,7 @@ class ManagerService:
         self._absent.discard(worker)
         for waiting in self._at_gate:
             if waiting.worker == worker:
-                waiting.tickets.clear()
+                waiting.wanted.clear()
         self.router.release_worker(worker)
         self.returned.worker_died(worker)
         for rollout_id in self.gate.running_of(worker):
@@ -283,7 +296,7 @@ class ManagerService:
 
     def _admit_waiting(self) -> None:
         """Each call gets a prefix of its list; among the calls, the lowest order goes first."""
-        heads = [(waiting.tickets[0].order, number) for number, waiting in enumerate(self._at_gate) if waiting.tickets]
+        heads = [(call.wanted[0].ticket.order, number) for number, call in enumerate(self._at_gate) if call.wanted]
         heapq.heapify(heads)
         admitted = False
         while heads and self.gate.capacity:
@@ -291,20 +304,28 @@ class ManagerService:
             waiting = self._at_gate[number]
             self._start(waiting)
             admitted = True
-            if waiting.tickets:
-                heapq.heappush(heads, (waiting.tickets[0].order, number))
+            if waiting.wanted:
+                heapq.heappush(heads, (waiting.wanted[0].ticket.order, number))
         if admitted:
             self._room.notify()
 
     def _start(self, waiting: _AtGate) -> None:
         """Admit the first rollout of a waiting call, unless another call of the same worker saw it to its end."""
-        ticket = waiting.tickets.pop(0)
+        wanted = waiting.wanted.pop(0)
+        ticket = wanted.ticket
         if self.gate.has_left(ticket.rollout_id):
             return
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
-        waiting.granted.append({"rollout_id": ticket.rollout_id, "version": version})
+        route = None if wanted.first is None else self._place_first(ticket, wanted.first)
+        waiting.granted.append({"rollout_id": ticket.rollout_id, "version": version, "route": route})
         self.returned.running_again(ticket.owner, ticket.prompt_id)
+
+    def _place_first(self, ticket: Ticket, first: Json) -> Json | None:
+        """A server for the first request of a rollout just admitted; None where there is none now."""
+        named = {"request_id": ticket.rollout_id, "rollout_id": ticket.rollout_id, "affinity": ticket.rollout_id}
+        placement = self.router.schedule(self._route_request(ticket.owner, first | named))
+        return None if placement is None else {"url": placement.url, "version": placement.version}
 
     def _hear(self, body: Json) -> str:
         """A worker calls: it lives, and tells which of its requests and rollouts ended. Returns its name."""

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from asyncrl.algorithms.registry import resolve
-from asyncrl.api import GenerationRequest, GenerationResult, Trajectory
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.generation.scheduling import RequestSize, Route
 from asyncrl.system.episode import judge, run_episode, shape
 from asyncrl.system.manager_client import Allocation, FinishedRollout, WantedRollout
 from asyncrl.system.plugins import Plugins
@@ -56,10 +57,35 @@ class Gate(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Candidate:
+    """A rollout to be: its prompt (or why there is none), and where its first request goes."""
+
     rollout_id: str
     ref: PromptRef
+    prompt: Prompt | Exception
+    route: Route | None = None
+
+    @property
+    def first(self) -> RequestSize | None:
+        """Its first request, as far as one can tell: what an agent asks first is mostly the prompt's whole group."""
+        prompt = self.prompt
+        if isinstance(prompt, Exception):
+            return None
+        return RequestSize(len(prompt.input_ids), prompt.sampling.max_new_tokens, prompt.group_size)
+
+    def take_route(self) -> Route | None:
+        """The route, once."""
+        route, self.route = self.route, None
+        return route
+
+
+class Generate(Protocol):
+    """Asks the policy on behalf of a rollout; the first time at the server of its admission."""
+
+    def __call__(
+        self, request: GenerationRequest, rollout_id: str, *, route: Route | None
+    ) -> Awaitable[GenerationResult]: ...
 
 
 class RolloutLoop:
@@ -69,7 +95,7 @@ class RolloutLoop:
         stream: the worker's prompts.
         plugins: the user's agent, environment, dataset and reward.
         gate: admits rollouts and is told of their end.
-        generate: asks the policy on behalf of a rollout id.
+        generate: asks the policy on behalf of a rollout, at the server given where one is.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
@@ -80,7 +106,7 @@ class RolloutLoop:
         stream: PromptStream,
         plugins: Plugins,
         gate: Gate,
-        generate: Callable[[GenerationRequest, str], Awaitable[GenerationResult]],
+        generate: Generate,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
         registered_in: Sequence[str] = (),
@@ -112,18 +138,30 @@ class RolloutLoop:
 
     async def _admitted(self) -> list[_Candidate]:
         while len(self._candidates) < min(self._free, MAX_ASKED):
-            self._candidates.append(_Candidate(uuid.uuid4().hex, self._stream.next()))
+            self._candidates.append(self._next_candidate())
         asked = self._candidates[: self._free]
         reply = await self._gate.allocate(
-            [WantedRollout(item.rollout_id, item.ref.prompt_id, item.ref.order) for item in asked],
+            [WantedRollout(item.rollout_id, item.ref.prompt_id, item.ref.order, item.first) for item in asked],
             timeout_s=ALLOCATE_WAIT_S,
             returned_ack=self._returned_ack,
         )
         for returned in reply.returned:
             self._take_back(returned.seq, returned.prompt_id)
-        granted = {grant.rollout_id for grant in reply.granted}
-        self._candidates = [item for item in self._candidates if item.rollout_id not in granted]
-        return [item for item in asked if item.rollout_id in granted]
+        routes = {grant.rollout_id: grant.route for grant in reply.granted}
+        self._candidates = [item for item in self._candidates if item.rollout_id not in routes]
+        granted = [item for item in asked if item.rollout_id in routes]
+        for item in granted:
+            item.route = routes[item.rollout_id]
+        return granted
+
+    def _next_candidate(self) -> _Candidate:
+        ref = self._stream.next()
+        prompt: Prompt | Exception
+        try:
+            prompt = self._plugins.train_prompt(ref)
+        except Exception as error:  # whatever the user's dataset raises: the rollout fails with it, once it is admitted
+            prompt = error
+        return _Candidate(uuid.uuid4().hex, ref, prompt)
 
     def _take_back(self, seq: int, prompt_id: str) -> None:
         if seq <= self._returned_ack:
@@ -153,10 +191,12 @@ class RolloutLoop:
         """Roll out, judge, and hand over what is kept."""
 
         async def generate(request: GenerationRequest) -> GenerationResult:
-            return await self._generate(request, candidate.rollout_id)
+            return await self._generate(request, candidate.rollout_id, route=candidate.take_route())
 
         ref, plugins = candidate.ref, self._plugins
-        samples = await run_episode(plugins.agent, plugins.make_env(), plugins.train_prompt(ref), generate)
+        if isinstance(candidate.prompt, Exception):
+            raise candidate.prompt
+        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, generate)
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=REJECTED)
         verdict = judge(samples, self._filters)

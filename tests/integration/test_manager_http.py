@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.dataflow.records import Drop, RolloutRecord
 from asyncrl.generation.http import HttpRefused
-from asyncrl.generation.scheduling import ScheduleRequest
+from asyncrl.generation.scheduling import RequestSize, Route, ScheduleRequest
 from asyncrl.system.manager_client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
 from asyncrl.system.manager_http import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.system.manager_metrics import manager_registry
@@ -217,6 +217,32 @@ async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Ma
     assert manager.service.router.placed == 1
     await client.close()
     assert manager.service.router.placed == 0
+
+
+async def test_an_admission_brings_a_server_for_the_first_request_where_its_size_is_told(manager: Manager) -> None:
+    client = manager.client()
+    manager.serve(0, index=1)
+    size = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
+    asked = [WantedRollout(name, f"p-{name}", order, size) for order, name in enumerate("ab")]
+    granted = (await client.allocate([*asked, *wanted("c", first=2)], timeout_s=5)).granted
+    assert [grant.route for grant in granted] == [Route("http://server0", 0), Route("http://server1", 0), None]
+    views = manager.service.router.servers
+    assert [(view.sequences, view.tokens) for view in views] == [(4, 90), (4, 90)]
+    again = (await client.allocate(asked, timeout_s=5)).granted  # as if the reply had been lost
+    assert [view.sequences for view in views] == [4, 4]
+    assert all(grant.route is not None for grant in again)
+    client.release("a")  # the request is over
+    await client.flush()
+    assert [view.sequences for view in views] == [0, 4]
+    await accept(client, "b")  # its rollout is, and it never asked
+    assert manager.service.router.placed == 0
+
+
+async def test_an_admission_without_a_server_to_be_had_leaves_its_request_to_be_scheduled(manager: Manager) -> None:
+    manager.service.router.update(0, "http://server0", 0, False)
+    asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
+    (grant,) = (await manager.client().allocate(asked, timeout_s=5)).granted
+    assert grant.route is None
 
 
 async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:

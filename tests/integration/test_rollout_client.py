@@ -98,6 +98,30 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
     assert scheduler.scheduled[0].request_id == scheduler.scheduled[1].request_id
 
 
+async def test_a_route_that_came_with_the_admission_is_taken_once(start_fake_server: Any) -> None:
+    server, other = await start_fake_server(), await start_fake_server()
+    server.hold_after = 2
+    scheduler = FixedScheduler(other)
+    async with client_of(scheduler) as client:
+        call = asyncio.create_task(client.generate(request_of(), "r1", route=Route(server.url, 0)))
+        await server.until(lambda: server.generated_tokens == 4)
+        assert scheduler.scheduled == []
+        await server.interrupt()
+        await call
+    assert [(wanted.request_id, wanted.rollout_id) for wanted in scheduler.scheduled] == [("r1", "r1")]
+    assert len(other.requests) == 1
+    assert scheduler.released == ["r1"]
+
+
+async def test_a_route_to_a_server_that_has_gone_is_given_up(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    scheduler = FixedScheduler(server)
+    async with client_of(scheduler) as client:
+        result = await client.generate(request_of(), "r1", route=Route("http://127.0.0.1:1", 0))
+        assert client.stats.retried == 1
+    assert len(result.completions) == 2
+
+
 async def test_a_sample_that_stopped_before_the_interruption_is_not_sent_again(start_fake_server: Any) -> None:
     server = await start_fake_server()
     expected = await answers(server, request_of())

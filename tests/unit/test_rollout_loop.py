@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,11 +23,12 @@ from asyncrl.api import (
 from asyncrl.api.generation import Completion
 from asyncrl.config.schema import ChoiceConfig, RolloutConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.generation.scheduling import Route
 from asyncrl.system.episode import EpisodeError
 from asyncrl.system.manager_client import Allocation, FinishedRollout, GrantedRollout, WantedRollout
 from asyncrl.system.plugins import Plugins
 from asyncrl.system.returned_prompts import ReturnedPrompt
-from asyncrl.system.rollout_loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
+from asyncrl.system.rollout_loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Generate, RolloutLoop
 
 GROUP = 2
 
@@ -107,7 +108,10 @@ class FakeGate:
         pending = tuple(item for item in self.returned if item.seq > returned_ack)
         if not granted and not pending:
             await asyncio.Event().wait()
-        return Allocation(tuple(GrantedRollout(r.rollout_id, 0) for r in granted), pending, 0, False)
+        grants = tuple(
+            GrantedRollout(r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None) for r in granted
+        )
+        return Allocation(grants, pending, 0, False)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
@@ -120,7 +124,7 @@ class FakeGate:
         return [ended for rollout_id, ended in self.finished.items() if self.prompts[rollout_id] == prompt_id]
 
 
-async def answer(request: GenerationRequest, rollout_id: str) -> GenerationResult:
+async def answer(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
     completion = Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")
     return GenerationResult(request.request_id, (completion,) * request.n)
 
@@ -130,7 +134,8 @@ async def run(
     agent: Agent,
     *,
     config: RolloutConfig | None = None,
-    generate: Callable[[GenerationRequest, str], Awaitable[GenerationResult]] = answer,
+    generate: Generate = answer,
+    train_prompt: Callable[[PromptRef], Prompt] | None = None,
     limit_s: float = 10.0,
 ) -> list[Trajectory]:
     """Run the loop until `gate.goal` rollouts have ended; returns what was pushed."""
@@ -141,10 +146,10 @@ async def run(
         pushed.append(trajectory)
 
     gate.goal = gate.goal or gate.admit
-    stream = PromptStream(1000, seed=0)
-    loop = RolloutLoop(
-        stream, cast(Plugins, FakePlugins(agent)), gate, generate, push, config or RolloutConfig(max_concurrent=8)
-    )
+    stream, plugins = PromptStream(1000, seed=0), FakePlugins(agent)
+    if train_prompt is not None:
+        plugins.train_prompt = train_prompt  # type: ignore[method-assign]
+    loop = RolloutLoop(stream, cast(Plugins, plugins), gate, generate, push, config or RolloutConfig(max_concurrent=8))
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     await asyncio.wait({working, done}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +177,7 @@ async def test_every_admitted_rollout_is_pushed_and_then_reported_in_data_order(
 async def test_no_more_rollouts_run_at_a_time_than_max_concurrent() -> None:
     running = most = 0
 
-    async def count(request: GenerationRequest, rollout_id: str) -> GenerationResult:
+    async def count(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -196,6 +201,43 @@ async def test_shaping_changes_the_rewards_that_are_trained() -> None:
     config = RolloutConfig(shaping=[ChoiceConfig(name="overlong", params={"max_length": 2, "margin": 1})])
     (trajectory,) = await run(gate, always(1.0, 0.0), config=config)
     assert [s.reward for s in trajectory.samples] == [0.0, -1.0]
+
+
+class AskingTwice(EchoAgent):
+    """Asks the policy twice, the second time once it has the first answer."""
+
+    async def collect_trajectory(self, prompt: Prompt, env: Environment, obs_queue: Any, act_queue: Any) -> Any:
+        await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+        return await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+
+
+async def test_the_first_request_of_a_rollout_goes_where_its_admission_says() -> None:
+    gate = FakeGate(admit=3)
+    routes: dict[str, list[str | None]] = {}
+
+    async def note(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        routes.setdefault(request.request_id, []).append(None if route is None else route.url)
+        return await answer(request, rollout_id)
+
+    await run(gate, AskingTwice(lambda _: [1.0, 0.0]), generate=note)
+    assert routes == {prompt_id: [f"http://{prompt_id}", None] for prompt_id in gate.asked}
+
+
+async def test_a_prompt_that_cannot_be_made_fails_its_rollout_alone() -> None:
+    gate = FakeGate(admit=3)
+    agent = always(1.0, 0.0)
+    made = 0
+
+    def damaged_once(ref: PromptRef) -> Prompt:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise ValueError("row 7 is damaged")
+        return FakePlugins(agent).train_prompt(ref)
+
+    await run(gate, agent, train_prompt=damaged_once)
+    assert [ended.reason for ended in gate.finished.values()].count("failed") == 1
+    assert sum(ended.accepted for ended in gate.finished.values()) == 2
 
 
 async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:
@@ -231,7 +273,7 @@ async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts(
     gate = FakeGate(admit=2 * MAX_ATTEMPTS - 1)  # each retry comes after the prompt that was drawn meanwhile
     failures = 0
 
-    async def flaky(request: GenerationRequest, rollout_id: str) -> GenerationResult:
+    async def flaky(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
         nonlocal failures
         if request.request_id == gate.asked[0]:
             failures += 1
@@ -263,7 +305,7 @@ async def test_a_wrong_number_of_samples_names_the_agent_and_the_number() -> Non
 
 
 async def test_a_rollout_beyond_its_time_limit_is_dropped_as_timeout() -> None:
-    async def never(request: GenerationRequest, rollout_id: str) -> GenerationResult:
+    async def never(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
         await asyncio.Event().wait()
         raise AssertionError
 
