@@ -84,8 +84,7 @@ class GserverManager(AsyncWorker):
                         self._begin(),
                         self._fleet.run(),
                         self._watch_versions(),
-                        self._watch_servers(),
-                        self._watch_workers(),
+                        self._watch_registrations(),
                     )
                 ]
                 await self.stop.wait()
@@ -151,26 +150,31 @@ class GserverManager(AsyncWorker):
         self._first_manifest = self._first_manifest or manifest
         self._fleet.publish(target)
 
-    async def _watch_servers(self) -> None:
-        """Follow the registrations of generation servers."""
+    async def _watch_registrations(self) -> None:
+        """Follow which generation servers and RolloutWorkers there are."""
         while True:
-            entries = await asyncio.to_thread(self.resolver.get_subtree, names.gen_servers_root())
-            servers = {names.index_of(key): json.loads(value) for key, value in entries.items()}
-            self._fleet.registered({index: (entry["url"], int(entry["version"])) for index, entry in servers.items()})
+            servers, workers = await asyncio.to_thread(self._read_registrations)
+            self._fleet.registered(servers)
+            self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
-    async def _watch_workers(self) -> None:
+    def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+        """Servers by index with URL and version, workers by name with process id."""
+        servers = {}
+        for key, value in self.resolver.get_subtree(names.gen_servers_root()).items():
+            entry = json.loads(value)
+            servers[names.index_of(key)] = (entry["url"], int(entry["version"]))
+        statuses = self.resolver.get_subtree(f"{names.status_root()}/rollout_worker")
+        workers = {f"rollout_worker/{names.index_of(key)}": json.loads(value)["pid"] for key, value in statuses.items()}
+        return servers, workers
+
+    def _give_up_workers(self, pids: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another process than before."""
-        root = f"{names.status_root()}/rollout_worker"
-        while True:
-            entries = await asyncio.to_thread(self.resolver.get_subtree, root)
-            pids = {f"rollout_worker/{names.index_of(key)}": json.loads(value)["pid"] for key, value in entries.items()}
-            gone = [worker for worker, pid in self._pids.items() if pids.get(worker) != pid]
-            self._pids = pids
-            for worker in gone:
-                self._service.worker_died(worker)
-            for worker in [*gone, *self._service.expire_workers()]:
-                self.log.warning(
-                    "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
-                )
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+        gone = [worker for worker, pid in self._pids.items() if pids.get(worker) != pid]
+        self._pids = pids
+        for worker in gone:
+            self._service.worker_died(worker)
+        for worker in [*gone, *self._service.expire_workers()]:
+            self.log.warning(
+                "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
+            )

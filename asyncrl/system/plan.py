@@ -9,9 +9,9 @@ from asyncrl.config.schema import ExperimentConfig
 from asyncrl.config.validate import data_parallel_ranks
 from asyncrl.system.local import WorkerPlan
 
-SHARED_CPU_NICENESS = 5
-"""Of generation on the CPU. Where it competes with training for cores, the rollouts are ahead already, up to η; a
-trainer that waits leaves the cores to it anyway."""
+SHARED_CPU_NICENESS = 10
+"""Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
+trainer that waits leaves the cores to the others anyway."""
 
 
 def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[WorkerPlan]:
@@ -25,6 +25,7 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
     gpus = count_gpus() if gpus is None else gpus
     ranks = data_parallel_ranks(config.trainer.parallel)
     trainer_gpus = gpus if config.trainer.device != "cpu" else 0
+    niceness = 0 if trainer_gpus else SHARED_CPU_NICENESS
     plans = [
         WorkerPlan("model_worker", rank, config.trainer.threads, _share(rank, 1, 0, trainer_gpus))
         for rank in range(ranks)
@@ -41,12 +42,13 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
             index,
             config.generation.threads,
             _share(index, per_server, first, server_gpus),
-            niceness=0 if server_gpus else SHARED_CPU_NICENESS,
+            niceness=0 if server_gpus else niceness,
         )
         for index in range(servers)
     ]
-    plans += [WorkerPlan("rollout_worker", index, 1, ()) for index in range(config.rollout.workers)]
-    return [*plans, WorkerPlan("gserver_manager", 0, 1, ()), WorkerPlan("master_worker", 0, 1, ())]
+    on_cpu = [("rollout_worker", index) for index in range(config.rollout.workers)]
+    on_cpu += [("gserver_manager", 0), ("master_worker", 0)]
+    return plans + [WorkerPlan(kind, index, 1, (), niceness) for kind, index in on_cpu]
 
 
 def count_gpus() -> int:
