@@ -147,7 +147,8 @@ class ModelWorker(Worker):
         self._inbox.put(trajectory, _ROOM_S)
 
     def _tell_polls(self) -> None:
-        self._server.loop.call_soon_threadsafe(self._wake_polls)
+        if self._news is not None:  # else nobody waits, and waking the loop costs the main thread its turn
+            self._server.loop.call_soon_threadsafe(self._wake_polls)
 
     # The request server's loop.
 
@@ -161,9 +162,11 @@ class ModelWorker(Worker):
         cursor, limit_s = int(request.meta["cursor"]), float(request.meta["timeout_s"])
         try:
             async with asyncio.timeout(limit_s):
-                while not self._inbox.news(cursor)[1]:
-                    self._news = self._news or asyncio.Event()
-                    await self._news.wait()
+                while True:
+                    news = self._news = self._news or asyncio.Event()  # before looking: what comes after it wakes us
+                    if self._inbox.news(cursor)[1]:
+                        break
+                    await news.wait()
         except TimeoutError:
             pass  # nothing came: an empty answer says so
         cursor, rollouts = self._inbox.news(cursor)
