@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,22 @@ needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON 
 @pytest.mark.slow
 @pytest.mark.sglang
 @needs_sglang
-@pytest.mark.parametrize("transport", ["tensor", "distributed"])
-def test_a_run_takes_its_weights_from_the_trainers_memory(start_run: Any, transport: str) -> None:
-    """Two ranks, of which one sends; no version but the last is written to disk."""
+@pytest.mark.parametrize(
+    ("transport", "ranks", "servers", "mode"), [("tensor", 2, 1, "interrupt"), ("distributed", 1, 2, "in_place")]
+)
+def test_a_run_takes_its_weights_from_the_trainers_memory(
+    start_run: Any, transport: str, ranks: int, servers: int, mode: str
+) -> None:
+    """Of several ranks one sends, to each server by itself; no version but the last is written to disk."""
     shared_memory = set(Path("/dev/shm").iterdir())
     run = start_run(
         generation__backend="sglang",
         generation__sglang__python=PYTHON,
         generation__device="cpu",
+        generation__servers=servers,
         manager__weight_transport=transport,
-        trainer__parallel="d2",
+        manager__update_mode=mode,
+        trainer__parallel=f"d{ranks}",
         total_train_steps=3,
         max_head_offpolicyness=1,
         checkpoint__interval=0,
@@ -38,9 +45,9 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(start_run: Any, transp
     assert max(row["staleness/max"] for row in rows) <= 1  # so version 2 was served before step 3
     assert max(row["ppo/behave_kl"] for row in rows) < 1e-2
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
-    for version in (1, 2):
-        assert f"generation server 0 agrees with the trainer on v{version}" in log, log
-        assert f"generation server 0 serves v{version}" in log, log
+    for version, server in itertools.product((1, 2), range(servers)):
+        assert f"generation server {server} agrees with the trainer on v{version}" in log, log
+        assert f"generation server {server} serves v{version}" in log, log
     assert [path.name for path in (run.run_dir / "weights" / "actor").glob("v*")] == ["v3"]
     assert (run.run_dir / "weights" / "actor" / "v3" / "model.safetensors").is_file()
     books = run.summary()["books"]
