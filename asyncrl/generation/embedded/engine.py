@@ -27,26 +27,23 @@ from transformers import PreTrainedModel
 from asyncrl.generation.embedded.batch import Batch, Detokenize
 from asyncrl.generation.embedded.commands import Command, Mailbox
 from asyncrl.generation.embedded.jobs import JobTable
+from asyncrl.generation.embedded.limits import RequestLimits
+from asyncrl.generation.embedded.meter import WorkMeter
 from asyncrl.generation.embedded.model_io import ModelRunner
 from asyncrl.generation.embedded.scheduler import Scheduler
 from asyncrl.generation.embedded.sequence import Sequence
 from asyncrl.generation.embedded.types import (
     EngineStats,
     EngineStoppedError,
-    GenerationInput,
     GenerationOutput,
     Job,
     PauseMode,
-    RequestError,
     WeightUpdateError,
 )
 from asyncrl.generation.embedded.weights import apply_weights, stage_weights
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.1
-"""How often a working engine renews the snapshot that `stats` returns."""
-THROUGHPUT_WINDOW_S = 1.0
 COMMAND_TIMEOUT_S = 60.0
 """Longest a caller waits for a command to get its turn between two steps."""
 
@@ -97,10 +94,11 @@ class Engine:
         self.max_running_requests = max_running_requests
         self.model_path = model_path
         self.model = model
-        self.detokenize = detokenize
         self._weights = model.state_dict(keep_vars=True)
         runner = ModelRunner(model, self.max_total_tokens)
-        self.vocab_size = runner.vocab_size
+        self._limits = RequestLimits(
+            runner.vocab_size, self.max_model_len, self.max_total_tokens, reads_text=detokenize is not None
+        )
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
         scheduler: Scheduler[Sequence] = Scheduler(max_running_requests, self.max_total_tokens)
@@ -114,9 +112,7 @@ class Engine:
         self._drains: deque[_Drain] = deque()
         self._flush_waiters: list[Command[bool]] = []
         self._retractions = 0
-        self._busy_seconds = 0.0
-        self._window = (0.0, 0)
-        self._throughput = 0.0
+        self._meter = WorkMeter()
         self._stats = EngineStats()
         self._stats_due = True
 
@@ -155,7 +151,7 @@ class Engine:
         return self._batch.version
 
     def stats(self) -> EngineStats:
-        """The latest snapshot, at most `STATS_INTERVAL_S` old while the engine works."""
+        """The latest snapshot, at most `meter.INTERVAL_S` old while the engine works."""
         return self._stats
 
     def submit(self, job: Job) -> Future[list[GenerationOutput]]:
@@ -166,7 +162,7 @@ class Engine:
             EngineStoppedError: the engine has ended.
         """
         for request in job.inputs:
-            self._check(request)
+            self._limits.check(request)
         self._jobs.reserve(job)
         try:
             self._mailbox.post(lambda: self._enqueue(job))
@@ -174,29 +170,6 @@ class Engine:
             self._jobs.release(job)
             raise
         return job.future
-
-    def _check(self, request: GenerationInput) -> None:
-        prompt, spec = request.input_ids, request.sampling
-        if not prompt:
-            raise RequestError("input_ids is empty; a prompt has at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise RequestError(f"input_ids holds a token outside the vocabulary of {self.vocab_size}")
-        wanted = len(prompt) + spec.max_new_tokens
-        if wanted > self.max_model_len:
-            raise RequestError(
-                f"The prompt ({len(prompt)} tokens) and max_new_tokens ({spec.max_new_tokens}) exceed the context "
-                f"length of {self.max_model_len} tokens; shorten either"
-            )
-        if wanted > self.max_total_tokens:
-            raise RequestError(
-                f"The request needs {wanted} tokens of KV cache; max_total_tokens is {self.max_total_tokens}"
-            )
-        if request.prompt_logprobs_from >= len(prompt):
-            raise RequestError(
-                f"logprob_start_len is {request.prompt_logprobs_from}, beyond the prompt's {len(prompt)} tokens"
-            )
-        if spec.stop_strings and self.detokenize is None:
-            raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")
 
     def abort(self, rid: str = "", abort_all: bool = False) -> Future[int]:
         """End samples whose rid starts with `rid` (or all); yields their number."""
@@ -302,16 +275,7 @@ class Engine:
         begin = time.perf_counter()
         self._batch.step()
         self._deliver()
-        end = time.perf_counter()
-        self._busy_seconds += end - begin
-        since, tokens = self._window
-        if self._stats_due:
-            self._renew_stats()
-        if end - since > STATS_INTERVAL_S:
-            made = self._batch.generated_tokens - tokens
-            if end - since < THROUGHPUT_WINDOW_S:
-                self._throughput = made / (end - since)
-            self._window = (end, self._batch.generated_tokens)
+        if self._meter.worked(begin, time.perf_counter(), self._batch.generated_tokens) or self._stats_due:
             self._renew_stats()
 
     def _run(self) -> None:
@@ -404,8 +368,8 @@ class Engine:
             aborted_requests=self._jobs.aborted,
             retractions=self._retractions,
             steps=batch.steps,
-            busy_seconds=self._busy_seconds,
-            gen_throughput=self._throughput if self._runnable() else 0.0,
+            busy_seconds=self._meter.busy_seconds,
+            gen_throughput=self._meter.tokens_per_s if self._runnable() else 0.0,
             weight_version=batch.version,
         )
 

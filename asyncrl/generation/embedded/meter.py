@@ -1,0 +1,29 @@
+"""How much the engine works: seconds spent in steps, and tokens per second while it does."""
+
+from __future__ import annotations
+
+INTERVAL_S = 0.1
+"""How often a working engine takes a reading."""
+WINDOW_S = 1.0
+"""Longest time between two readings that still says how fast it was: after a pause the first one does not."""
+
+
+class WorkMeter:
+    """Fed after every step with the clock, in seconds, and the tokens generated so far."""
+
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self.tokens_per_s = 0.0
+        self._read_at = 0.0
+        self._tokens = 0
+
+    def worked(self, begin: float, end: float, tokens: int) -> bool:
+        """A step ran from `begin` to `end`; whether a reading was due and has been taken."""
+        self.busy_seconds += end - begin
+        passed = end - self._read_at
+        if passed <= INTERVAL_S:
+            return False
+        if passed < WINDOW_S:
+            self.tokens_per_s = (tokens - self._tokens) / passed
+        self._read_at, self._tokens = end, tokens
+        return True
