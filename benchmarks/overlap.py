@@ -1,11 +1,13 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--steps 40] [--rounds 3] [--quick] [--json PATH] [setting=value ...]
+    python benchmarks/overlap.py [--modes interrupt in_place] [--steps 40] [--rounds 3] [--quick] [--json PATH]
+                                 [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
-alone). So that run gives both times; the other gives the step. Figures of a run are medians over the steps after a
-warm-up. Every round is a pair of runs, one right after the other, and gives its own ratios, so that a machine whose
-speed changes from minute to minute disturbs them little; the figures at the end are medians over the rounds.
+alone). So that run gives both times; those with η = 4, one for each `manager.update_mode` asked for, give the step.
+Figures of a run are medians over the steps after a warm-up. Every round is these runs one right after the other and
+gives its own ratios, so that a machine whose speed changes from minute to minute disturbs them little; the figures at
+the end are medians over the rounds.
 
     overlap efficiency = max(generation alone, training alone) / step with η = 4
 
@@ -40,6 +42,7 @@ class Measured:
     """Medians of one run, in seconds per step; `control` is the share of one core."""
 
     eta: int
+    mode: str
     step: float
     wait_data: float
     train: float
@@ -48,11 +51,12 @@ class Measured:
     control: float
 
 
-def run(eta: int, steps: int, root: Path, overrides: list[str]) -> Measured:
+def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str]) -> Measured:
     """One run of the demo."""
-    run_dir = root / "overlap" / f"eta{eta}"
-    settings = [f"max_head_offpolicyness={eta}", f"total_train_steps={steps}", "experiment_name=overlap"]
-    settings += [f"trial_name=eta{eta}", f"fileroot={root}", *SETTINGS, *overrides]
+    trial = f"eta{eta}-{mode}"
+    run_dir = root / "overlap" / trial
+    settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
+    settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
     process = subprocess.Popen([sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings], stdout=sys.stderr)
     metrics = run_dir / "metrics.jsonl"
     begin = _control_cpu(process, metrics, WARM_UP_STEPS)
@@ -64,6 +68,7 @@ def run(eta: int, steps: int, root: Path, overrides: list[str]) -> Measured:
     tokens = sum(row["tokens/batch"] for row in rows)
     return Measured(
         eta=eta,
+        mode=mode,
         step=median["time/step_s"],
         wait_data=median["time/wait_data_s"],
         train=median["time/train_s"],
@@ -85,29 +90,42 @@ def _control_cpu(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
     return time.monotonic(), seconds
 
 
-def table(rounds: list[tuple[Measured, Measured]]) -> str:
-    """The figures for a person: every round, then the medians."""
+@dataclass(frozen=True)
+class Round:
+    """One run without overlap, and one with it for every mode."""
+
+    sync: Measured
+    overlapped: tuple[Measured, ...]
+
+
+def table(rounds: list[Round]) -> str:
+    """The figures for a person: every round, then the medians of every mode."""
+    eta = rounds[0].overlapped[0].eta
     lines = [
-        f"{'round':>5}{'generation':>12}{'training':>10}{'step, η = 0':>13}{f'step, η = {rounds[0][1].eta}':>13}"
+        f"{'round':>5}{'update mode':>13}{'generation':>12}{'training':>10}{'step, η = 0':>13}{f'step, η = {eta}':>13}"
         f"{'tokens/s':>18}{'speed-up':>10}{'efficiency':>12}{'control':>9}"
     ]
-    for number, (sync, overlapped) in enumerate(rounds, 1):
-        found = figures(sync, overlapped)
-        lines.append(
-            f"{number:>5}{sync.wait_data:>10.3f} s{sync.train + sync.publish:>8.3f} s{sync.step:>11.3f} s"
-            f"{overlapped.step:>11.3f} s{f'{sync.tokens_per_s:,.0f} / {overlapped.tokens_per_s:,.0f}':>18}"
-            f"{found['speed-up']:>10.2f}{found['efficiency']:>12.2f}{found['control']:>9.3f}"
-        )
-    lines.append("")
-    for name, value in medians(rounds).items():
-        ok = value <= TARGETS[name] if name == "control" else value >= TARGETS[name]
-        bound = "at most" if name == "control" else "at least"
-        lines.append(f"{name:12}{value:>7.3f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
+    for number, each in enumerate(rounds, 1):
+        sync = each.sync
+        for overlapped in each.overlapped:
+            found = figures(sync, overlapped)
+            lines.append(
+                f"{number:>5}{overlapped.mode:>13}{sync.wait_data:>10.3f} s{sync.train + sync.publish:>8.3f} s"
+                f"{sync.step:>11.3f} s{overlapped.step:>11.3f} s"
+                f"{f'{sync.tokens_per_s:,.0f} / {overlapped.tokens_per_s:,.0f}':>18}"
+                f"{found['speed-up']:>10.2f}{found['efficiency']:>12.2f}{found['control']:>9.3f}"
+            )
+    for mode, found in medians(rounds).items():
+        lines += ["", mode]
+        for name, value in found.items():
+            ok = value <= TARGETS[name] if name == "control" else value >= TARGETS[name]
+            bound = "at most" if name == "control" else "at least"
+            lines.append(f"  {name:12}{value:>7.3f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
     return "\n".join(lines)
 
 
 def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
-    """What the targets are about, of one round."""
+    """What the targets are about, of one run with overlap against the one without."""
     return {
         "speed-up": sync.step / overlapped.step,
         "efficiency": max(sync.wait_data, sync.train + sync.publish) / overlapped.step,
@@ -115,15 +133,21 @@ def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
     }
 
 
-def medians(rounds: list[tuple[Measured, Measured]]) -> dict[str, float]:
-    """Each figure's median over the rounds."""
-    found = [figures(*pair) for pair in rounds]
-    return {name: statistics.median(each[name] for each in found) for name in TARGETS}
+def medians(rounds: list[Round]) -> dict[str, dict[str, float]]:
+    """By update mode, each figure's median over the rounds."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for each in rounds:
+        for overlapped in each.overlapped:
+            found.setdefault(overlapped.mode, []).append(figures(each.sync, overlapped))
+    return {
+        mode: {name: statistics.median(each[name] for each in runs) for name in TARGETS} for mode, runs in found.items()
+    }
 
 
 def main() -> None:
     """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=["interrupt", "in_place"], help="values of manager.update_mode")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
@@ -133,18 +157,19 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
     overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
-    rounds = []
+    rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
+        for number in range(1, count + 1):
             root = Path(folder) / f"round{number}"
-            sync, overlapped = (run(eta, steps, root, overrides) for eta in (0, args.eta))
-            rounds.append((sync, overlapped))
-            found = figures(sync, overlapped)
-            print(f"round {len(rounds)} of {count}:", {k: round(v, 3) for k, v in found.items()}, file=sys.stderr)
+            sync = run(0, args.modes[0], steps, root, overrides)
+            rounds.append(Round(sync, tuple(run(args.eta, mode, steps, root, overrides) for mode in args.modes)))
+            for overlapped in rounds[-1].overlapped:
+                shown = {name: round(value, 3) for name, value in figures(sync, overlapped).items()}
+                print(f"round {number} of {count}, {overlapped.mode}: {shown}", file=sys.stderr)
     print(table(rounds))
     if args.json:
-        pairs = [{"eta0": asdict(sync), "overlapped": asdict(overlapped)} for sync, overlapped in rounds]
-        args.json.write_text(json.dumps({"rounds": pairs, "medians": medians(rounds)}, indent=1))
+        content = {"rounds": [asdict(each) for each in rounds], "medians": medians(rounds)}
+        args.json.write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":
