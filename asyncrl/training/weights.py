@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -283,4 +282,4 @@ class _Writing:
 def _write_file(path: Path, data: bytes) -> FileEntry:
     """Write and sync one small file."""
     atomic_dir.write_file(path, data)
-    return FileEntry.of(len(data), zlib.crc32(data))
+    return FileEntry.of([data])

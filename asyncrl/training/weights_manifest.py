@@ -2,33 +2,36 @@
 
 `manifest.json` is the last file written before the directory is renamed into place:
 
-    {"format": 1, "role": "actor", "version": 3,
-     "files": {"model.safetensors": {"bytes": 968832, "crc32": "5f1d3c2a"}, "config.json": {...}},
+    {"format": 2, "role": "actor", "version": 3,
+     "files": {"model.safetensors": {"bytes": 968832, "xxh3": "5f1d3c2a90b1e6d4"}, "config.json": {...}},
      "tensors": {"model.norm.weight": {"shape": [96], "dtype": "F32", "file": "model.safetensors"}}}
 
-The checksum is zlib's CRC-32, as what it must find is a torn or damaged file and not a forger: 3.5 GiB/s on one thread
-where BLAKE2b reached 0.8 and SHA-256 1.6. Large files are checked in parallel.
+The checksum is XXH3 (64 bits), as what it must find is a torn or damaged file and not a forger: 20 to 30 GiB/s on one
+thread where zlib's CRC-32 reached 4 to 6 and SHA-256 1.6. Large files are checked in parallel.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
+import xxhash
 
 from asyncrl.training.atomic_dir import write_file
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _THREADS = 4  # enough to pass a fast disk's rate
 _LARGE_BYTES = 16 << 20  # a file below is checked before a thread for it would have begun
 _READ_BYTES = 1 << 20  # stays in the core's cache between being read and being summed
+
+
+_Part: TypeAlias = bytes | memoryview
 
 
 class ManifestError(ValueError):
@@ -37,15 +40,19 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size in bytes and CRC-32 (eight hexadecimal digits) of a file."""
+    """Size in bytes and XXH3 (sixteen hexadecimal digits) of a file."""
 
     bytes: int
-    crc32: str
+    xxh3: str
 
     @classmethod
-    def of(cls, size: int, crc32: int) -> FileEntry:
-        """Of `size` bytes with the sum `crc32`."""
-        return cls(size, f"{crc32:08x}")
+    def of(cls, parts: Iterable[_Part]) -> FileEntry:
+        """Of a file made of `parts`."""
+        size, digest = 0, xxhash.xxh3_64()
+        for part in parts:
+            size += len(part)
+            digest.update(part)
+        return cls(size, digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +158,13 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of the file at `path`, eight hexadecimal digits."""
-    sum_ = 0
+    """XXH3 of the file at `path`, sixteen hexadecimal digits."""
+    digest = xxhash.xxh3_64()
     with FileIO(path) as file:
         buffer = memoryview(bytearray(min(path.stat().st_size, _READ_BYTES)))
         while count := file.readinto(buffer):
-            sum_ = zlib.crc32(buffer[:count], sum_)
-    return f"{sum_:08x}"
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
@@ -176,9 +183,9 @@ def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
 
 def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:
     found = checksum(directory / name)
-    if found != entry.crc32:
+    if found != entry.xxh3:
         raise ManifestError(
-            f"{directory / name} has the CRC-32 {found}, its manifest says {entry.crc32}: "
+            f"{directory / name} has the checksum {found}, its manifest says {entry.xxh3}: "
             f"{directory} is damaged, remove it"
         )
 
@@ -187,7 +194,7 @@ def _parse(document: Any, path: Path) -> Manifest:
     try:
         if document["format"] != FORMAT:
             raise ManifestError(f"{path} has format {document['format']!r}, this version of asyncrl reads {FORMAT}")
-        files = {name: FileEntry(int(entry["bytes"]), str(entry["crc32"])) for name, entry in document["files"].items()}
+        files = {name: FileEntry(int(entry["bytes"]), str(entry["xxh3"])) for name, entry in document["files"].items()}
         tensors = {
             name: TensorEntry(tuple(int(size) for size in entry["shape"]), str(entry["dtype"]), str(entry["file"]))
             for name, entry in document["tensors"].items()
