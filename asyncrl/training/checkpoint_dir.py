@@ -26,15 +26,25 @@ def versions(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in `root`; None if there is none. A damaged one is logged and passed over."""
+    """The newest whole checkpoint in `root`; None if there is none at all. A damaged one is logged and passed over.
+
+    Raises:
+        ManifestError: there are some, but none can be used: whoever began anew here would lose them.
+    """
+    newest: ManifestError | None = None
     for version in reversed(versions(root)):
         directory = root / f"v{version}"
         try:
             verify(directory)
         except ManifestError as error:
             _log.warning("checkpoint %s cannot be used, looking for an older one: %s", directory, error)
+            newest = newest or error
         else:
             return directory
+    if newest is not None:
+        raise ManifestError(
+            f"no checkpoint in {root} can be used, the newest because {newest}; set resume=restart to begin anew"
+        ) from newest
     return None
 
 

@@ -193,7 +193,10 @@ def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:
 def _parse(document: Any, path: Path) -> Manifest:
     try:
         if document["format"] != FORMAT:
-            raise ManifestError(f"{path} has format {document['format']!r}, this version of asyncrl reads {FORMAT}")
+            raise ManifestError(
+                f"{path} has format {document['format']!r}, this version of asyncrl reads {FORMAT}: use the one that "
+                "wrote it"
+            )
         files = {name: FileEntry(int(entry["bytes"]), str(entry["xxh3"])) for name, entry in document["files"].items()}
         tensors = {
             name: TensorEntry(tuple(int(size) for size in entry["shape"]), str(entry["dtype"]), str(entry["file"]))

@@ -20,7 +20,7 @@ from asyncrl.training.checkpoint_dir import latest, prune, versions
 from asyncrl.training.ranks import Ranks
 from asyncrl.training.roles import TrainingRank
 from asyncrl.training.step_batch import StepBatch
-from asyncrl.training.weights_manifest import verify
+from asyncrl.training.weights_manifest import MANIFEST_FILE, ManifestError, verify
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -102,6 +102,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert checkpoint.load(rank, tmp_path) == {"version": 1}
     assert "looking for an older one" in caplog.text
+
+
+def test_where_no_checkpoint_can_be_used_nobody_begins_anew_over_them(
+    config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path
+) -> None:
+    rank = make_rank(config)
+    for version in (1, 2):
+        manifest = save(rank, tmp_path, version) / MANIFEST_FILE
+        manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', b'"format":1'))
+    with pytest.raises(ManifestError, match=r"v2.* has format 1, .* reads 2: .* set resume=restart to begin anew"):
+        checkpoint.load(rank, tmp_path)
+    assert versions(tmp_path) == [1, 2]
 
 
 def test_only_the_newest_are_kept(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:
