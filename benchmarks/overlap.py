@@ -162,7 +162,9 @@ def main() -> None:
         for number in range(1, count + 1):
             root = Path(folder) / f"round{number}"
             sync = run(0, args.modes[0], steps, root, overrides)
-            rounds.append(Round(sync, tuple(run(args.eta, mode, steps, root, overrides) for mode in args.modes)))
+            first = number % len(args.modes)
+            modes = args.modes[first:] + args.modes[:first]  # another one is first in each round
+            rounds.append(Round(sync, tuple(run(args.eta, mode, steps, root, overrides) for mode in modes)))
             for overlapped in rounds[-1].overlapped:
                 shown = {name: round(value, 3) for name, value in figures(sync, overlapped).items()}
                 print(f"round {number} of {count}, {overlapped.mode}: {shown}", file=sys.stderr)

@@ -173,7 +173,8 @@ class RolloutClient:
             affinity: name of the conversation, for routing to the server with its cache; default: the rollout.
             min_version: every token is of this policy version or newer; a rollout's own admission version counts
             anyway.
-            route: the server that the manager gave the rollout for its first request, which this is.
+            route: the server that the manager gave the rollout for its first request, which this is; once it has
+                expired the manager is asked for another.
 
         Raises:
             GenerationFailed: refused, or failed too often.
@@ -211,7 +212,7 @@ class RolloutClient:
             open_drafts = {index: draft for index, draft in enumerate(drafts) if draft.finish is None}
             if not open_drafts:
                 return
-            if route is None:
+            if route is None or asyncio.get_running_loop().time() > route.expires_at:
                 drafted = list(open_drafts.values())
                 route = await self._route(own_id, request, drafted, rollout_id, affinity, min_version)
             server, route = route, None

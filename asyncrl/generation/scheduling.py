@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -38,10 +39,14 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The server that was chosen, and the policy version it served at that time."""
+    """The server that was chosen, and the policy version it served at that time.
+
+    `expires_at`, in seconds of the event loop's clock: a server may leave service, so later one asks again.
+    """
 
     url: str
     version: int
+    expires_at: float = field(default=math.inf, compare=False)
 
 
 class Scheduler(Protocol):

@@ -48,6 +48,7 @@ class GserverManager(AsyncWorker):
             max_staleness=config.max_head_offpolicyness,
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
+            place_first=config.manager.update_mode != "finish",
         )
         mode = cast(UpdateMode, config.manager.update_mode)  # one of its choices, by validation
         self._decisions = Fleet(mode, config.manager.update_timeout_s)

@@ -27,6 +27,8 @@ CALL_TIMEOUT_S = 10.0
 RETRY_S = 60.0
 NEWS_DELAY_S = 0.01
 """How long news waits for a call to travel with; where a rollout ends, the call for the next one follows at once."""
+ROUTE_LIFE_S = 0.2
+"""How long the server that came with an admission may be used unasked: an agent that begins at once needs less."""
 CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
 _FIRST_BACKOFF_S = 0.05
@@ -144,9 +146,14 @@ class ManagerClient:
         rollouts = [asdict(rollout) for rollout in wanted]
         body = {"rollouts": rollouts, "timeout_s": timeout_s, "returned_ack": returned_ack}
         reply = await self._tell("/allocate_rollout", body, hold_s=timeout_s)
+        expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         return Allocation(
             granted=tuple(
-                GrantedRollout(item["rollout_id"], item["version"], item["route"] and Route(**item["route"]))
+                GrantedRollout(
+                    item["rollout_id"],
+                    item["version"],
+                    item["route"] and Route(**item["route"], expires_at=expires_at),
+                )
                 for item in reply["granted"]
             ),
             returned=tuple(ReturnedPrompt(item["seq"], item["prompt_id"], item["order"]) for item in reply["returned"]),

@@ -66,6 +66,7 @@ class ManagerService:
         max_staleness: η, versions.
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are given up.
+        place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
         clock: monotonic time in seconds.
     """
 
@@ -76,6 +77,7 @@ class ManagerService:
         max_staleness: int,
         routing: str,
         lease_s: float,
+        place_first: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gate = StalenessGate(batch_size, max_staleness)
@@ -83,6 +85,7 @@ class ManagerService:
         self.leases = WorkerLeases(lease_s)
         self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
         self.tokens_finished = 0
+        self._place_first = place_first
         self._clock = clock
         self._begun = False
         self._absent: set[str] = set()
@@ -317,11 +320,11 @@ class ManagerService:
             return
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
-        route = None if wanted.first is None else self._place_first(ticket, wanted.first)
+        route = self._place(ticket, wanted.first) if wanted.first is not None and self._place_first else None
         waiting.granted.append({"rollout_id": ticket.rollout_id, "version": version, "route": route})
         self.returned.running_again(ticket.owner, ticket.prompt_id)
 
-    def _place_first(self, ticket: Ticket, first: Json) -> Json | None:
+    def _place(self, ticket: Ticket, first: Json) -> Json | None:
         """A server for the first request of a rollout just admitted; None where there is none now."""
         named = {"request_id": ticket.rollout_id, "rollout_id": ticket.rollout_id, "affinity": ticket.rollout_id}
         placement = self.router.schedule(self._route_request(ticket.owner, first | named))

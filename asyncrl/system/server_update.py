@@ -31,6 +31,8 @@ async def carry_out(
     Raises:
         HttpError: a step or a check failed.
     """
+    if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
+        await client.pause("retract", timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
     await delivery.deliver(order, client, timeout_s)
     await client.resume()

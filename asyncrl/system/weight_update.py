@@ -75,13 +75,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`."""
+    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
+
+    `frozen`: an update in place failed before, so what runs may be frozen.
+    """
 
     server: int
     url: str
     attempt: int
     target: Target
     pause: PauseMode
+    frozen: bool = False
 
     @property
     def keeps_requests(self) -> bool:
@@ -301,14 +305,16 @@ class Fleet:
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         assert self.target is not None
-        pause = "abort" if life.state is ServerState.QUARANTINED else _PAUSES[self._mode]
+        quarantined = life.state is ServerState.QUARANTINED
+        pause = "abort" if quarantined else _PAUSES[self._mode]
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
         life.version = None
         life.goal = self.target
         life.due = now + self._timeout_s
-        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause)
+        frozen = quarantined and self._mode == "in_place"
+        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen)
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1

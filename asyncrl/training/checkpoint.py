@@ -113,8 +113,14 @@ def _finish(rank: TrainingRank, path: Path, version: int, master_state: Any, kee
 
 def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     """Rank 0 checks the files; the others follow it, so that no two ranks choose differently."""
-    found = latest(root) if ranks.rank == 0 else None
-    number = -1 if found is None else int(found.name[1:])
+    number = -1
+
+    def look() -> None:
+        nonlocal number
+        if ranks.rank == 0 and (found := latest(root)) is not None:
+            number = int(found.name[1:])
+
+    ranks.together(look, f"looking for a checkpoint in {root}")
     chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
     return None if chosen < 0 else root / f"v{chosen}"
 

@@ -54,9 +54,10 @@ def _reserve(descriptor: int, size: int) -> bool:
     """Whether the file has its blocks now."""
     if sys.platform != "linux":
         return False
-    if _libc.fallocate(descriptor, 0, 0, size) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error not in _CANNOT_RESERVE:
-        raise OSError(error, f"reserving {size} bytes: {os.strerror(error)}")
-    return False
+    while _libc.fallocate(descriptor, 0, 0, size) != 0:
+        error = ctypes.get_errno()
+        if error in _CANNOT_RESERVE:
+            return False
+        if error != errno.EINTR:
+            raise OSError(error, f"reserving {size} bytes: {os.strerror(error)}")
+    return True

@@ -737,6 +737,20 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         assert [span["version"] for span in meta["weight_versions"]] == ["1"]
 
 
+async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
+    server: Server, client: GenerationServerClient
+) -> None:
+    stream = await server.start(LONG)
+    url = server.backend.url
+    with pytest.raises(UpdateFailed):
+        await carry_out(BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5)
+    again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), "abort", frozen=True)
+    await carry_out(again, client, DiskDelivery(), timeout_s=LIMIT_S)
+    assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
+    output = await server.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    assert output["meta_info"]["weight_version"] == "2"
+
+
 async def test_a_missing_folder_is_refused_and_the_old_weights_go_on(
     server: Server, client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
 ) -> None:

@@ -245,6 +245,14 @@ async def test_an_admission_without_a_server_to_be_had_leaves_its_request_to_be_
     assert grant.route is None
 
 
+async def test_no_server_comes_with_an_admission_where_servers_are_drained(manager: Manager) -> None:
+    manager.service._place_first = False
+    asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
+    (grant,) = (await manager.client().allocate(asked, timeout_s=5)).granted
+    assert grant.route is None
+    assert manager.service.router.placed == 0
+
+
 async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:
     client = manager.client()
     manager.serve(3)

@@ -113,6 +113,16 @@ async def test_a_route_that_came_with_the_admission_is_taken_once(start_fake_ser
     assert scheduler.released == ["r1"]
 
 
+async def test_a_route_that_has_expired_is_asked_for_again_under_the_same_id(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    scheduler = FixedScheduler(server)
+    late = Route("http://127.0.0.1:1", 0, expires_at=asyncio.get_running_loop().time() - 0.1)
+    async with client_of(scheduler) as client:
+        await client.generate(request_of(), "r1", route=late)
+        assert client.stats.retried == 0
+    assert [wanted.request_id for wanted in scheduler.scheduled] == ["r1"]
+
+
 async def test_a_route_to_a_server_that_has_gone_is_given_up(start_fake_server: Any) -> None:
     server = await start_fake_server()
     scheduler = FixedScheduler(server)

@@ -79,11 +79,14 @@ def test_the_users_arguments_and_environment_win(model_dir: Path, ports: PortBlo
     assert built.env["OMP_NUM_THREADS"] == "8"
 
 
-def test_prefixes_are_not_shared_where_updates_leave_the_cache_in_place(model_dir: Path, ports: PortBlock) -> None:
+def test_updates_that_leave_the_cache_in_place_want_no_shared_prefixes_and_no_step_ahead(
+    model_dir: Path, ports: PortBlock
+) -> None:
     config = ExperimentConfig()
-    assert "--disable-radix-cache" not in command(config, model_dir, ports).argv
+    flags = {"--disable-radix-cache", "--disable-overlap-schedule"}
+    assert not flags & set(command(config, model_dir, ports, device="cuda").argv)
     config.manager.update_mode = "in_place"
-    assert "--disable-radix-cache" in command(config, model_dir, ports).argv
+    assert flags <= set(command(config, model_dir, ports, device="cuda").argv)
 
 
 @pytest.mark.parametrize("name", sorted(OWNED_FLAGS))

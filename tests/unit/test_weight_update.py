@@ -223,7 +223,8 @@ def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode)
     fleet = fleet_of(mode=mode)
     fleet.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
-    assert updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0].pause == "abort"
+    again = updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0]
+    assert (again.pause, again.frozen) == ("abort", mode == "in_place")
 
 
 def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since() -> None:

@@ -104,6 +104,7 @@ def build_command(
     }
     if config.manager.update_mode == "in_place":
         flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
+        flags["disable_overlap_schedule"] = True  # a step under way would be told as one of the new weights
     if device == "cpu":
         flags |= _cpu_flags(config)
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}

@@ -77,19 +77,19 @@ def test_a_file_that_does_not_fit_is_refused_before_it_is_written(
 def test_a_file_system_that_reserves_nothing_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.EOPNOTSUPP))
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.EINTR, errno.EOPNOTSUPP))
     write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
     assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(500_000))
 
 
 class LibcThatFails:
-    """Every hint to the file system ends with `error`."""
+    """Hints to the file system end with these errors, in turn and the last for ever."""
 
-    def __init__(self, error: int) -> None:
-        self._error = error
+    def __init__(self, *errors: int) -> None:
+        self._errors = list(errors)
 
     def fallocate(self, *_: int) -> int:
-        ctypes.set_errno(self._error)
+        ctypes.set_errno(self._errors.pop(0) if len(self._errors) > 1 else self._errors[0])
         return -1
 
     sync_file_range = fallocate
