@@ -80,7 +80,7 @@ class _Candidate:
         return route
 
 
-class Generate(Protocol):
+class GenerateFor(Protocol):
     """Asks the policy on behalf of a rollout; the first time at the server of its admission."""
 
     def __call__(
@@ -106,7 +106,7 @@ class RolloutLoop:
         stream: PromptStream,
         plugins: Plugins,
         gate: Gate,
-        generate: Generate,
+        generate: GenerateFor,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
         registered_in: Sequence[str] = (),

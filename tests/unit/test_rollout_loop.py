@@ -28,7 +28,7 @@ from asyncrl.system.episode import EpisodeError
 from asyncrl.system.manager_client import Allocation, FinishedRollout, GrantedRollout, WantedRollout
 from asyncrl.system.plugins import Plugins
 from asyncrl.system.returned_prompts import ReturnedPrompt
-from asyncrl.system.rollout_loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Generate, RolloutLoop
+from asyncrl.system.rollout_loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GenerateFor, RolloutLoop
 
 GROUP = 2
 
@@ -134,7 +134,7 @@ async def run(
     agent: Agent,
     *,
     config: RolloutConfig | None = None,
-    generate: Generate = answer,
+    generate: GenerateFor = answer,
     train_prompt: Callable[[PromptRef], Prompt] | None = None,
     limit_s: float = 10.0,
 ) -> list[Trajectory]:
