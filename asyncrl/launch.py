@@ -17,10 +17,10 @@ EXIT_CONFIG = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     args = _parse(sys.argv[1:] if argv is None else list(argv))
+    from asyncrl.commands.run import check_graph, dry_run, run_experiment, show_graph
+    from asyncrl.config.checks import validate
     from asyncrl.config.describe import experiment_help, list_experiments, resolved_yaml
     from asyncrl.config.load import ConfigError, load_experiment
-    from asyncrl.config.validate import validate
-    from asyncrl.system.run import check_graph, dry_run, run_experiment, show_graph
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -47,12 +47,12 @@ from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import make_prompt
-from asyncrl.datasets.tokenizer import load_tokenizer
-from asyncrl.generation.embedded.engine import Engine
-from asyncrl.generation.embedded.seeds import derive_seed
-from asyncrl.generation.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.seeds import derive_seed
 from asyncrl.rewards.arithmetic import arithmetic_reward
-from asyncrl.system.base_model import ensure_base_model
+from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizer import CharTokenizer, load_tokenizer
+from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.rewards.arithmetic import arithmetic_reward
-from asyncrl.training.sft import SFTPhase, SFTSettings, make_base_model
-from asyncrl.training.sft_main import phases_of
+from asyncrl.trainer.supervised.__main__ import phases_of
+from asyncrl.trainer.supervised.loop import SFTPhase, SFTSettings, make_base_model
 
 ADAMW = SFTSettings(optimizer="adamw", adamw_lr=3e-3)
 """The best rate found for AdamW alone."""

@@ -45,12 +45,12 @@ import orjson
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.embedded.engine import Engine
-from asyncrl.generation.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.generation.sglang.host import SGLangHost, wait_ready
-from asyncrl.generation.sglang.ports import reserve_ports
-from asyncrl.generation.sglang.process import ProcessTree
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.sglang.host import SGLangHost, wait_ready
+from asyncrl.inference.sglang.ports import reserve_ports
+from asyncrl.inference.sglang.process import ProcessTree
 
 Contender = Callable[["Load"], int]
 HOST = "127.0.0.1"
@@ -226,7 +226,7 @@ def transformers_continuous(model: PreTrainedModel) -> Contender:
 async def embedded_server(folder: Path, rows: int) -> AsyncIterator[str]:
     """The embedded engine's server as a child process; yields its address."""
     ports = reserve_ports(HOST)
-    argv = [sys.executable, "-m", "asyncrl.generation.embedded", "--model-path", str(folder), "--port", str(ports.http)]
+    argv = [sys.executable, "-m", "asyncrl.inference.embedded", "--model-path", str(folder), "--port", str(ports.http)]
     argv += ["--threads", "1", "--max-running-requests", str(rows), "--skip-tokenizer-init"]
     tree = ProcessTree(argv, {}, grace_s=STOP_GRACE_S, log=logging.getLogger("embedded"), redact=None)
     await tree.start()

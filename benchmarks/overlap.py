@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.load import load_supervised
-from asyncrl.system.base_model import ensure_base_model
+from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 WARM_UP_STEPS = 8
 SETTINGS = ["eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart"]

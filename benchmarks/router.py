@@ -29,10 +29,10 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from asyncrl.system.manager_http import ManagerHttp
-from asyncrl.system.manager_metrics import manager_registry
-from asyncrl.system.manager_service import ManagerService
-from asyncrl.system.weight_update import Fleet
+from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.service import ManagerService
 
 TOKEN = "benchmark"
 CONNECTIONS = 16

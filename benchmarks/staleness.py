@@ -23,7 +23,7 @@ from pathlib import Path
 
 from asyncrl.config.load import load_supervised
 from asyncrl.observability.metrics import read_rows
-from asyncrl.system.base_model import ensure_base_model
+from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 METHODS = {
     "vanilla": ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave"),

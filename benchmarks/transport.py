@@ -46,12 +46,12 @@ import uvloop
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.gate import PeerGate
+from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context
 from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.system.local import MALLOC
+from asyncrl.runtime.launchers.local import MALLOC
 
 HOST = "127.0.0.1"
 TARGET_RATIO = 0.7

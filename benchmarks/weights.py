@@ -36,18 +36,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
+from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
-from asyncrl.config.run_config import SECRET_FILE, write_run_config
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.client import GenerationServerClient
-from asyncrl.generation.http import JsonHttp
-from asyncrl.system.local import MALLOC
-from asyncrl.training.atomic_dir import sync_directory, sync_files
-from asyncrl.training.ranks import Ranks
-from asyncrl.training.shared_files import SharedFiles
-from asyncrl.training.weights import publish, published_tensors, tokenizer_assets
-from asyncrl.training.weights_manifest import verify
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.runtime.launchers.local import MALLOC
+from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.weights.atomic_dir import sync_directory, sync_files
+from asyncrl.weights.manifest import verify
+from asyncrl.weights.publishing import publish, published_tensors, tokenizer_assets
+from asyncrl.weights.shared_files import SharedFiles
 
 TARGET_RATIO = 1.3
 ENVIRONMENT = MALLOC | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -131,7 +131,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str
     run_dir.mkdir()
     write_run_config(config, run_dir)
     token = RunSecret.create(run_dir / SECRET_FILE).token
-    argv = [sys.executable, "-m", "asyncrl.system.main", "generation_server", "0", "--run-dir", str(run_dir)]
+    argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
         server = subprocess.Popen([*argv, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
     resolver = make_resolver("file", str(run_dir / "name_resolve"))

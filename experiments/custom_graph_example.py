@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.builtin import POLICY_READS, kl_in_reward, proximal, reference, written
-from asyncrl.dataflow.graph import Call, Graph
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.builtin import POLICY_READS, kl_in_reward, proximal, reference, written
+from asyncrl.master.graph.types import Call, Graph
 
 if TYPE_CHECKING:
-    from asyncrl.training.calls import CallContext, StatValues
-    from asyncrl.training.step_batch import StepBatch
+    from asyncrl.trainer.calls import CallContext, StatValues
+    from asyncrl.trainer.step_batch import StepBatch
 
 
 def build_graph(

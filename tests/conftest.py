@@ -66,7 +66,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from asyncrl.datasets.tokenizer import CharTokenizer
+    from asyncrl.datasets.tokenizers import CharTokenizer
 
     folder = tmp_path_factory.mktemp("tiny_model")
     tokenizer = CharTokenizer()

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm.codec import Frame
-from asyncrl.comm.gate import PeerGate
 from asyncrl.comm.security import SocketSecurity
 
 Socket: TypeAlias = zmq.Socket[bytes]

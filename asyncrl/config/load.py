@@ -17,9 +17,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import SettingInfo, setting_info
-from asyncrl.config.sft_schema import SFTConfig
+from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.config.plugins import load_plugin
+from asyncrl.config.import_paths import load_plugin
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from asyncrl.config.run_config import METRICS_FILE
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.tensorboard import EventFile
+from asyncrl.runtime.run_dir import METRICS_FILE
 
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams
-from asyncrl.config.plugins import load_plugin
+from asyncrl.config.import_paths import load_plugin
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizer import load_tokenizer
+from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.dataflow.used_prompts import UsedPrompts
+from asyncrl.datasets.used_prompts import UsedPrompts
 
 pytestmark = pytest.mark.slow
 

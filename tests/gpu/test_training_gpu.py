@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.builtin import load_graph
-from asyncrl.training.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.training.ranks import Ranks
-from asyncrl.training.roles import build_rank
-from asyncrl.training.step_batch import build_step_batch
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.step_batch import build_step_batch
 
 pytestmark = [
     pytest.mark.gpu,

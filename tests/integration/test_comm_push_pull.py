@@ -16,7 +16,7 @@ import zmq
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.codec import CodecError, Frame
-from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, wire
+from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
@@ -127,7 +127,7 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Tr
         socket.connect(puller.endpoint)
         for seq in range(count):
             socket.send_multipart([seq.to_bytes(8, "little"), *frames])
-        acknowledged = {wire.unpack_reply(socket.recv())[0] for _ in range(count)}
+        acknowledged = {messages.unpack_reply(socket.recv())[0] for _ in range(count)}
     assert acknowledged == {(seq,) for seq in range(count)}
 
 
@@ -165,7 +165,7 @@ async def test_without_acknowledgement_a_trajectory_is_sent_again(silent: zmq.So
     first = await asyncio.to_thread(silent.recv_multipart)
     assert await asyncio.to_thread(silent.recv_multipart) == first
     assert pusher.unacked_ids == ["rollout-1"]
-    silent.send_multipart([first[0], wire.pack_acks([0])])
+    silent.send_multipart([first[0], messages.pack_acks([0])])
     await pushing
     assert pusher.resent >= 1
     assert pusher.unacked == 0
@@ -327,7 +327,7 @@ async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Trajector
 async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    limit = 2 * wire.BATCH_BYTES
+    limit = 2 * messages.BATCH_BYTES
     with closing(TrajectoryPuller(HOST, None, max_bytes=limit)) as puller:
         pusher = make_pusher(puller.endpoint)
         names = ["large-1", "small-1", "large-2", "small-2"]

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.generation.embedded` as a process: it serves, and leaves nothing on SIGTERM."""
+"""`python -m asyncrl.inference.embedded` as a process: it serves, and leaves nothing on SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path) -> None
         max_position_embeddings=64,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "asyncrl.generation.embedded", "--model-path", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "asyncrl.inference.embedded", "--model-path", str(tmp_path), "--port", "0"]
     command += ["--skip-tokenizer-init", "--api-key", "k", "--weight-version", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -53,7 +53,7 @@ def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path) -> None
 
 def test_seeds_and_request_types_need_no_torch() -> None:
     program = (
-        "import sys, asyncrl.generation.embedded.seeds, asyncrl.generation.embedded.types, "
-        "asyncrl.generation.embedded.wire; sys.exit('torch' in sys.modules)"
+        "import sys, asyncrl.inference.seeds, asyncrl.inference.embedded.types, "
+        "asyncrl.inference.embedded.requests; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, check=False).returncode == 0

@@ -15,9 +15,9 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.generation.embedded.engine import Engine
-from asyncrl.generation.embedded.seeds import derive_seed
-from asyncrl.generation.embedded.server import Server, serve
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.server import Server, serve
+from asyncrl.inference.seeds import derive_seed
 
 VOCAB, EOS, CONTEXT = 40, 2, 1200
 TOKEN = "secret"

@@ -26,22 +26,22 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm import names
+from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
-from asyncrl.config.run_config import SECRET_FILE, write_run_config
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
-from asyncrl.generation.http import JsonHttp
-from asyncrl.generation.sglang.preflight import IncompatibleWeights, check_weights, read_signature
-from asyncrl.generation.sglang.transfer import (
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
+from asyncrl.inference.sglang.preflight import IncompatibleWeights, check_weights, read_signature
+from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.update import carry_out
+from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
+from asyncrl.weights.transports.delivery import DiskDelivery
+from asyncrl.weights.transports.transfer import (
     ProcessGroupTransport,
     Receiver,
     SharedMemoryTransport,
     WeightTransport,
 )
-from asyncrl.system.server_update import carry_out
-from asyncrl.system.weight_delivery import DiskDelivery
-from asyncrl.system.weight_update import BeginUpdate, Target
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
 START_S, LIMIT_S = 240.0, 60.0
@@ -121,7 +121,7 @@ def backend(
     config.generation.sglang.python = SGLANG_PYTHON
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
-    argv = [sys.executable, "-m", "asyncrl.system.main", "generation_server", "0", "--run-dir", str(folder)]
+    argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
     argv += ["--parent-pid", str(os.getpid())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -19,8 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
-from asyncrl.config.run_config import SECRET_FILE, write_run_config
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 LIMIT_S = 60.0
 
@@ -88,7 +88,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run_dir.mkdir(exist_ok=True)
         write_run_config(config, run_dir)
         RunSecret.load_or_create(run_dir / SECRET_FILE)
-        argv = ["-m", "asyncrl.system.main", "generation_server", "0", "--run-dir", str(run_dir)]
+        argv = ["-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, *argv], env=environment)
         started.append(process)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.config.run_config import run_dir_of
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import make_display
-from asyncrl.system.launcher import Launcher, TrialError
-from asyncrl.system.worker import open_resolver
+from asyncrl.runtime.launcher import Launcher, TrialError
+from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.worker import open_resolver
 
 
 def config_of(tmp_path: Path, trial: str = "trial0") -> ExperimentConfig:

@@ -9,14 +9,14 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.dataflow.records import Drop, RolloutRecord
-from asyncrl.generation.http import HttpRefused
-from asyncrl.generation.scheduling import RequestSize, Route, ScheduleRequest
-from asyncrl.system.manager_client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
-from asyncrl.system.manager_http import MAX_BODY_BYTES, ManagerHttp
-from asyncrl.system.manager_metrics import manager_registry
-from asyncrl.system.manager_service import FIRST_ASK_S, ManagerService
-from asyncrl.system.weight_update import Fleet
+from asyncrl.comm.http import HttpRefused
+from asyncrl.manager.client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
+from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.http import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.service import FIRST_ASK_S, ManagerService
+from asyncrl.master.records import Drop, RolloutRecord
+from asyncrl.rollout.scheduling import RequestSize, Route, ScheduleRequest
 
 TOKEN = "a-token"
 

@@ -16,20 +16,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.config.run_config import write_run_config
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.embedded.engine import Engine
-from asyncrl.generation.embedded.server import serve
-from asyncrl.generation.rollout_client import RolloutClient
-from asyncrl.system.gserver_manager import GserverManager
-from asyncrl.system.manager_client import FinishedRollout, ManagerClient, WantedRollout
-from asyncrl.system.manager_metrics import manager_registry
-from asyncrl.system.worker import WorkerSpec
-from asyncrl.training.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
-from asyncrl.training.engine import PolicyEngine
-from asyncrl.training.ranks import Ranks
-from asyncrl.training.weights import publish
-from asyncrl.training.weights_manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.server import serve
+from asyncrl.manager.client import FinishedRollout, ManagerClient, WantedRollout
+from asyncrl.manager.process import GserverManager
+from asyncrl.manager.prometheus import manager_registry
+from asyncrl.rollout.generation import RolloutClient
+from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
+from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
+from asyncrl.weights.publishing import publish
 
 
 class Run:

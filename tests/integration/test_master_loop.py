@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.builtin import grpo
-from asyncrl.dataflow.executor import ExecutionError
-from asyncrl.dataflow.peers import EvaluationResult, GateBooks, GateStatus
-from asyncrl.dataflow.records import Drop
-from asyncrl.dataflow.used_prompts import UsedPrompts
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.graph.builtin import grpo
+from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus
+from asyncrl.master.records import Drop
+from asyncrl.master.run_files import BooksError
+from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
 from asyncrl.observability.metrics import read_rows
-from asyncrl.system.run_files import BooksError
-from asyncrl.system.train_loop import Peers, Stalled, TrainLoop
 
 TRAIN_STATS = {
     "ppo/clip_fraction": 0.1, "ppo/behave_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,

@@ -17,10 +17,10 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.comm.request_reply.client import RemoteError, RequestClient
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.builtin import grpo
-from asyncrl.dataflow.waiting import StopRequested, or_stop
-from asyncrl.system.master_peers import Evaluators, NameBoard, WorkerClients, await_name, placement_of
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.connections import Evaluators, NameBoard, WorkerClients, await_name, placement_of
+from asyncrl.master.graph.builtin import grpo
+from asyncrl.runtime.waiting import StopRequested, or_stop
 
 LIMIT_S = 10.0
 

@@ -26,14 +26,14 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.request_reply import RemoteError, RequestClient
 from asyncrl.comm.security import RunSecret
-from asyncrl.config.run_config import SECRET_FILE, write_run_config
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.batching import assign
-from asyncrl.dataflow.builtin import load_graph
-from asyncrl.dataflow.records import RolloutRecord
-from asyncrl.datasets.tokenizer import CharTokenizer
-from asyncrl.training.canary import read_canary
-from asyncrl.training.weights_manifest import verify
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.master.assignment import assign
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.records import RolloutRecord
+from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
+from asyncrl.weights.canary import read_canary
+from asyncrl.weights.manifest import verify
 
 LIMIT_S = 60.0
 GROUPS, MINIBATCHES = 8, 2
@@ -171,7 +171,7 @@ def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
         write_run_config(config, run_dir)
         RunSecret.load_or_create(run_dir / SECRET_FILE)
         shutil.rmtree(run_dir / "name_resolve", ignore_errors=True)  # as the launcher does: killed workers left entries
-        command = [sys.executable, "-m", "asyncrl.system.main", "model_worker"]
+        command = [sys.executable, "-m", "asyncrl.runtime.main", "model_worker"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         processes = [
             await asyncio.to_thread(

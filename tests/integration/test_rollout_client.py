@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
-from asyncrl.generation.embedded.seeds import derive_seed
-from asyncrl.generation.rollout_client import GenerationFailed, RolloutClient
-from asyncrl.generation.scheduling import Route, ScheduleRequest
+from asyncrl.inference.seeds import derive_seed
+from asyncrl.rollout.generation import GenerationFailed, RolloutClient
+from asyncrl.rollout.scheduling import Route, ScheduleRequest
 
 
 class FixedScheduler:

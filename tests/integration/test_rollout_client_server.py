@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.generation.client import (
+from asyncrl.comm.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
     MalformedReply,
@@ -19,10 +20,9 @@ from asyncrl.generation.client import (
     parse_version,
     wire_rid,
 )
-from asyncrl.generation.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.system.server_update import carry_out
-from asyncrl.system.weight_delivery import DiskDelivery
-from asyncrl.system.weight_update import BeginUpdate, Target
+from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.update import carry_out
+from asyncrl.weights.transports.delivery import DiskDelivery
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 

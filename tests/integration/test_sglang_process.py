@@ -19,9 +19,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import ClientSession, web
 
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.host import EngineStartError
-from asyncrl.generation.sglang.host import AdoptedHost, SGLangHost, wait_ready
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.engine_host import EngineStartError
+from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready
 
 TOKEN = "the-secret-of-the-run"
 LIMIT_S = 20.0
@@ -212,7 +212,7 @@ async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Mak
 async def test_a_server_that_ignores_sigterm_is_killed(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.generation.sglang.host._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("asyncrl.inference.sglang.host._STOP_GRACE_S", 0.2)
     host = make("stubborn")
     await host.start()
     tree = started()
@@ -228,8 +228,8 @@ async def test_a_killed_owner_takes_the_whole_tree_and_its_shared_memory_along(
         f"""
         import asyncio, logging, sys
         from pathlib import Path
-        from asyncrl.config.schema import ExperimentConfig
-        from asyncrl.generation.sglang.host import SGLangHost
+        from asyncrl.config.experiment import ExperimentConfig
+        from asyncrl.inference.sglang.host import SGLangHost
 
         async def main():
             logging.basicConfig(level=logging.INFO, stream=sys.stdout)

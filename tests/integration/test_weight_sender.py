@@ -13,17 +13,17 @@ import torch
 
 from asyncrl.comm import names
 from asyncrl.comm.codec import Message
+from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.request_reply import RequestServer
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.generation.client import GenerationServerClient, UpdateFailed
-from asyncrl.generation.http import JsonHttp
-from asyncrl.generation.sglang.transfer import NamedTensors, WeightTransport
-from asyncrl.system import weight_sender
-from asyncrl.system.server_update import carry_out
-from asyncrl.system.weight_delivery import TrainerDelivery
-from asyncrl.system.weight_sender import HeldWeights, NotHeld, WeightSender
-from asyncrl.system.weight_update import BeginUpdate, Target
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient, UpdateFailed
+from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.update import carry_out
+from asyncrl.weights.transports import sender as weight_sender
+from asyncrl.weights.transports.delivery import TrainerDelivery
+from asyncrl.weights.transports.sender import HeldWeights, NotHeld, WeightSender
+from asyncrl.weights.transports.transfer import NamedTensors, WeightTransport
 
 LIMIT_S = 10.0
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import SamplingParams
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizer import CharTokenizer
+from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport, group_advantages, packed_logprobs
 
 TOKENIZER = CharTokenizer()

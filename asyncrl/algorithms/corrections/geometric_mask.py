@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from asyncrl.algorithms.importance_weights import check_band, check_cap
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.packing import log_ratio, sequence_mean
 from asyncrl.algorithms.registry import correction
-from asyncrl.algorithms.weights import check_band, check_cap
 
 
 @correction("geometric_mask")

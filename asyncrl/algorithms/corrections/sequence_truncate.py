@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.algorithms.importance_weights import check_cap, sequence_weight
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.registry import correction
-from asyncrl.algorithms.weights import check_cap, sequence_weight
 
 
 @correction("sequence_truncate")

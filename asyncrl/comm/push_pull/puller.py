@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
-from asyncrl.comm.gate import SourceLog
-from asyncrl.comm.outbox import RecentIds
-from asyncrl.comm.push_pull import wire
+from asyncrl.comm.push_pull import messages
+from asyncrl.comm.push_pull.outbox import RecentIds
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
@@ -73,13 +73,13 @@ class TrajectoryPuller:
         *,
         capacity: int = 1024,
         on_message: Callable[[Trajectory], None] | None = None,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} leaves no room for a trajectory: use at least 1")
-        if max_bytes < 2 * wire.BATCH_BYTES:
+        if max_bytes < 2 * messages.BATCH_BYTES:
             raise ValueError(
-                f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * wire.BATCH_BYTES}"
+                f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * messages.BATCH_BYTES}"
             )
         self._capacity = capacity
         self._max_bytes = max_bytes
@@ -165,7 +165,7 @@ class TrajectoryPuller:
         self._sender = frames[0].bytes
         seqs: tuple[int, ...] = ()
         try:
-            seqs = wire.unpack_seqs(frames[1].buffer)
+            seqs = messages.unpack_seqs(frames[1].buffer)
             decoded = decode_each([frame.buffer for frame in frames[2:]], max_bytes=self._max_bytes)
             if len(decoded) != len(seqs):
                 raise CodecError(f"message has {len(seqs)} numbers for {len(decoded)} trajectories")
@@ -219,11 +219,11 @@ class TrajectoryPuller:
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
         for seq in seqs:
-            self._reply(wire.pack_nack(seq, str(error)))
+            self._reply(messages.pack_nack(seq, str(error)))
 
     def _acknowledge(self) -> None:
         if self._unsaid:
-            self._reply(wire.pack_acks(self._unsaid))
+            self._reply(messages.pack_acks(self._unsaid))
             self._unsaid.clear()
 
     def _reply(self, frame: bytes) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
-from asyncrl.comm.gate import SourceLog
-from asyncrl.comm.outbox import Entry, Outbox
-from asyncrl.comm.push_pull import wire
+from asyncrl.comm.push_pull import messages
+from asyncrl.comm.push_pull.outbox import Entry, Outbox
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink
 from asyncrl.comm.trajectory_codec import Prepared, prepare
@@ -66,7 +66,7 @@ class TrajectoryPusher:
         identity: str,
         resend_after_s: float = DEFAULT_RESEND_AFTER_S,
         high_water: int = 256,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = Context()
@@ -199,23 +199,23 @@ class TrajectoryPusher:
         """Send what waits, as far as the pullers' connections take it."""
         self._pump_scheduled = False
         now = self._loop.time()
-        filling: dict[str, wire.Batch] = {}  # by puller
+        filling: dict[str, messages.Batch] = {}  # by puller
         while (taken := self._outbox.take(self._writable, now)) is not None:
             entry, address = taken
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
                 if batch is not None:
                     self._send(address, batch)  # if the puller now takes no more, at most this entry was taken in vain
-                filling[address] = batch = wire.Batch()
+                filling[address] = batch = messages.Batch()
                 batch.add(entry)
         for address, batch in filling.items():
             self._send(address, batch)
         if (due := self._outbox.next_due()) is not None and self._timer_due > due:
             self._set_timer(due)
 
-    def _send(self, address: str, batch: wire.Batch) -> None:
+    def _send(self, address: str, batch: messages.Batch) -> None:
         link = self._links[address]
-        if link.writable and link.send(wire.pack(batch.entries)):
+        if link.writable and link.send(messages.pack(batch.entries)):
             self.resent += sum(entry.sends > 1 for entry in batch.entries)
         else:
             self._outbox.untake(batch.entries)
@@ -269,7 +269,7 @@ class TrajectoryPusher:
 
     def _on_reply(self, link: PeerLink, frames: list[memoryview]) -> None:
         try:
-            seqs, refusal = wire.unpack_reply(b"".join(frames))
+            seqs, refusal = messages.unpack_reply(b"".join(frames))
         except CodecError as error:
             self._log.note(link.address, str(error))
             return

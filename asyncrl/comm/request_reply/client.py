@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 
+from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import JSON, Array, CodecError, Frame, Message, decode, encode
-from asyncrl.comm.gate import SourceLog
-from asyncrl.comm.request_reply import wire
+from asyncrl.comm.request_reply import messages
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink
 
@@ -53,7 +53,7 @@ class RequestClient:
         security: SocketSecurity | None,
         *,
         name: str | None = None,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._peer = f"{name} ({address})" if name else address
@@ -98,7 +98,7 @@ class RequestClient:
         self._next_call += 1
         answer: asyncio.Future[Message] = self._loop.create_future()
         self._calls[call], self._methods[call] = answer, method
-        self._unsent.append((call, wire.pack_request(call, frames)))
+        self._unsent.append((call, messages.pack_request(call, frames)))
         self._flush()
         timer = self._loop.call_later(timeout_s, self._time_out, call, timeout_s)
         try:
@@ -127,7 +127,7 @@ class RequestClient:
 
     def _on_message(self, link: PeerLink, frames: list[memoryview]) -> None:
         try:
-            call, failed, encoded = wire.unpack_reply(frames)
+            call, failed, encoded = messages.unpack_reply(frames)
         except CodecError as error:
             self._log.note(self._peer, str(error))
             return

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import zmq
 
+from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError, Frame, Message, decode, encode
-from asyncrl.comm.gate import SourceLog
-from asyncrl.comm.request_reply import wire
+from asyncrl.comm.request_reply import messages
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, receive, send
 
@@ -63,7 +63,7 @@ class RequestServer:
         queued: Mapping[str, QueuedMethod] | None = None,
         inbox_capacity: int = 1024,
         max_immediate: int = 1024,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
         self._immediate = dict(immediate or {})
         self._queued = dict(queued or {})
@@ -111,9 +111,9 @@ class RequestServer:
             reply, failed = self._queued[call.request.kind](call.request), False
         except Exception as error:
             _log.exception("method %s failed", call.request.kind)
-            reply, failed = wire.error_message(error), True
+            reply, failed = messages.error_message(error), True
         except BaseException as error:
-            self._answer_from_thread(call, wire.error_message(error), failed=True)
+            self._answer_from_thread(call, messages.error_message(error), failed=True)
             raise
         self._answer_from_thread(call, reply, failed=failed)
         return True
@@ -148,7 +148,7 @@ class RequestServer:
 
     def _on_request(self, frames: list[zmq.Frame]) -> None:
         try:
-            number, encoded = wire.unpack_request([frame.buffer for frame in frames[1:]])
+            number, encoded = messages.unpack_request([frame.buffer for frame in frames[1:]])
         except CodecError as error:
             self._drop(frames, error)
             return
@@ -156,7 +156,7 @@ class RequestServer:
             call = _Call(frames[0].bytes, number, decode(encoded, max_bytes=self._max_bytes))
         except CodecError as error:
             self._drop(frames, error)
-            self._send(frames[0].bytes, number, wire.error_message(error), failed=True)
+            self._send(frames[0].bytes, number, messages.error_message(error), failed=True)
             return
         self._dispatch(call)
 
@@ -182,11 +182,11 @@ class RequestServer:
             reply, failed = await self._immediate[call.request.kind](call.request), False
         except Exception as error:
             _log.exception("method %s failed", call.request.kind)
-            reply, failed = wire.error_message(error), True
+            reply, failed = messages.error_message(error), True
         self._send(call.client, call.number, reply, failed=failed)
 
     def _refuse(self, call: _Call, error: Exception) -> None:
-        self._send(call.client, call.number, wire.error_message(error), failed=True)
+        self._send(call.client, call.number, messages.error_message(error), failed=True)
 
     def _answer_from_thread(self, call: _Call, reply: Message, *, failed: bool) -> None:
         """Answer from the thread of `serve_one`; encoding, and its copy, happen here and not on the I/O thread."""
@@ -201,10 +201,10 @@ class RequestServer:
 
     def _encode(self, number: int, reply: Message, *, failed: bool) -> list[Frame]:
         try:
-            return wire.pack_reply(number, encode(reply), failed=failed)
+            return messages.pack_reply(number, encode(reply), failed=failed)
         except CodecError as error:
             _log.error("a reply cannot be encoded: %s", error)
-            return wire.pack_reply(number, encode(wire.error_message(error)), failed=True)
+            return messages.pack_reply(number, encode(messages.error_message(error)), failed=True)
 
     def _send_frames(self, client: bytes, frames: list[Frame]) -> None:
         send(self._socket, [client, *frames])  # a ROUTER drops what is for a client that has gone

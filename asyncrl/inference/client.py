@@ -1,0 +1,278 @@
+"""A client of one generation server: SGLang's native HTTP API, which the embedded engine speaks too.
+
+What it sees to, so that no caller has to:
+
+- **Request ids.** `abort_request` matches by prefix: aborting "a-1" would abort "a-10" as well. `wire_rid` ends every
+  part of an id with a delimiter, so that an id is a prefix of its own samples and of nothing else.
+- **Readiness.** `/health` sends a probe through the model and blocks for 20 s while generation is paused. `ready`
+  asks `/ready`, and `/model_info` where a version has none; both answer at once.
+- **Two shapes of abort.** A request aborted in the queue has no output and lacks fields that one aborted while
+  running has.
+- **Versions.** Per token from `weight_versions`; where the reply has none, all its tokens are of its
+  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so an
+  `manager.update_mode` that keeps it wants a server that `tells_token_versions`.
+- **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before the server
+  names the version that it serves: in the reply, as the embedded engine does, or else by `/model_info`.
+- **Log-probabilities** are those of the distribution really sampled from (`asyncrl.inference.sglang.logprobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.api.generation import FinishReason, SamplingParams
+from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.inference.sglang.logprobs import behaviour_logprobs, sampling_mask_fields
+
+RID_DELIMITER = ";"
+CONTROL_TIMEOUT_S = 10.0
+"""Limit of a control call that waits for nothing but the server's event loop; `pause` takes up to a second by
+itself.
+"""
+INITIAL_LABEL = "default"
+"""SGLang's label for the weights it started with: policy version 0."""
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class MalformedReply(HttpError):
+    """A reply that is not of the contract; the message says what is missing."""
+
+
+class UpdateFailed(HttpError):
+    """The server did not take the weights, or does not serve them: what it has now is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateItem:
+    """One sample of a batch: continue `input_ids` by at most `max_new_tokens`.
+
+    `seed_offset` tokens at the end of `input_ids` were drawn from the stream `seed` already.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    seed: int | None = None
+    seed_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCompletion:
+    """What one call generated for a sample: three lists of one length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> str:
+    """The id of a sample's attempt on the wire; with no `sample`, the prefix of all of `request_id`'s.
+
+    Raises:
+        ValueError: `request_id` is empty (a prefix of everything) or holds the delimiter.
+    """
+    if not request_id or RID_DELIMITER in request_id:
+        raise ValueError(f"request_id {request_id!r}: give a non-empty id without {RID_DELIMITER!r}")
+    head = f"{request_id}{RID_DELIMITER}"
+    return head if sample is None else f"{head}{sample}{RID_DELIMITER}{attempt}{RID_DELIMITER}"
+
+
+def parse_version(label: object) -> int:
+    """The policy version that a server's label means.
+
+    Raises:
+        MalformedReply: the label is none of this system's.
+    """
+    if label == INITIAL_LABEL:
+        return 0
+    if isinstance(label, str) and label.isdecimal():
+        return int(label)
+    raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
+
+
+def parse_completion(reply: Mapping[str, Any]) -> ServerCompletion:
+    """One sample of a `/generate` reply.
+
+    Raises:
+        MalformedReply: a field is missing, or the lists differ in length.
+    """
+    try:
+        meta = reply["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        token_ids: list[int] = reply["output_ids"]
+        if finish == "abort" and not token_ids:
+            return ServerCompletion([], [], [], "abort")
+        logprobs = behaviour_logprobs(meta)
+        versions = _token_versions(meta, len(token_ids))
+    except (KeyError, TypeError, IndexError) as error:
+        raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
+    if finish not in ("stop", "length", "abort"):
+        raise MalformedReply(f"/generate finish_reason is {finish!r}, expected stop, length or abort")
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise MalformedReply(
+            f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
+        )
+    return ServerCompletion(token_ids, logprobs, versions, finish)
+
+
+def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return [parse_version(meta["weight_version"])] * length
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise MalformedReply(f"weight_versions {spans} do not follow one another")
+        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    return versions
+
+
+class GenerationServerClient:
+    """Calls of one server. Every method may raise `HttpUnreachable`, `HttpTimeout` or `HttpRefused`.
+
+    Args:
+        http: the connections, shared among servers.
+        url: of the server.
+    """
+
+    def __init__(self, http: JsonHttp, url: str) -> None:
+        self._http = http
+        self.url = url.rstrip("/")
+
+    async def generate(
+        self, items: Sequence[GenerateItem], sampling: SamplingParams, *, timeout_s: float
+    ) -> list[ServerCompletion]:
+        """Generate for all `items` in one call; the completions are in their order.
+
+        Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.
+
+        Raises:
+            MalformedReply: see there.
+        """
+        extra, replaced = sampling_mask_fields(sampling)
+        common: dict[str, Any] = {"temperature": sampling.temperature}
+        if sampling.top_p < 1.0:
+            common["top_p"] = sampling.top_p
+        if sampling.top_k > 0:
+            common["top_k"] = sampling.top_k
+        if sampling.min_p > 0.0:
+            common["min_p"] = sampling.min_p
+        if sampling.stop_token_ids:
+            common["stop_token_ids"] = list(sampling.stop_token_ids)
+        common |= replaced
+        body = {
+            "rid": [item.rid for item in items],
+            "input_ids": [list(item.input_ids) for item in items],
+            "sampling_params": [_item_params(common, item) for item in items],
+            "return_logprob": True,
+            **extra,
+        }
+        replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        if not isinstance(replies, list) or len(replies) != len(items):
+            raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
+        return [parse_completion(reply) for reply in replies]
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], start: int, *, timeout_s: float) -> list[float]:
+        """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.
+
+        What comes before may be taken from the server's prefix cache, so that one that is stale shows.
+
+        Raises:
+            MalformedReply: the reply has no such list, for example because the request was aborted.
+        """
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+        }
+        reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        try:
+            entries = reply["meta_info"]["input_token_logprobs"]
+            logprobs = [float(logprob) for logprob, *_ in entries[1:]]  # the first entry's is null from SGLang
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
+        if len(entries) != len(token_ids) - start:  # not by their ids: SGLang gives the vocabulary's last token as 0
+            raise MalformedReply(f"/generate scored {len(entries)} tokens, asked for {len(token_ids) - start}")
+        return logprobs
+
+    async def tells_token_versions(self, *, timeout_s: float) -> bool:
+        """Whether this server's answers say which weights each token is of (SGLang: since 0.5.20)."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
+        reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
+
+    async def shares_prefixes(self) -> bool:
+        """Whether new requests take over what is cached of earlier ones (SGLang's radix cache)."""
+        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
+        return not (isinstance(info, dict) and info.get("disable_radix_cache"))
+
+    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Stop generating; `abort` finishes what runs now with what it has. Requests that arrive are held."""
+        await self._http.call("POST", f"{self.url}/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def resume(self) -> None:
+        """Go on generating; harmless where it was not paused."""
+        await self._http.call("POST", f"{self.url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def update_weights(self, path: str, version: int, *, keep_cache: bool = False, timeout_s: float) -> None:
+        """Load the weights in `path` and serve them as `version`; with `keep_cache` requests that are paused in place
+        go on with what is cached for them.
+
+        Raises:
+            UpdateFailed: the server refused, or does not name the version afterwards.
+        """
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep_cache}
+        try:
+            reply = await self._http.call("POST", f"{self.url}/update_weights_from_disk", body, timeout_s=timeout_s)
+        except HttpRefused as error:
+            raise UpdateFailed(str(error)) from error
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise UpdateFailed(f"{self.url} did not take version {version}: {str(reply)[:300]}")
+        named = reply.get("weight_version")
+        served = await self.served_version() if named is None else parse_version(named)
+        if served != version:
+            raise UpdateFailed(f"{self.url} took version {version} but names {served}")
+
+    async def served_version(self) -> int:
+        """The policy version that the server names.
+
+        Raises:
+            MalformedReply: its label is none of this system's.
+        """
+        info = await self._http.call("GET", f"{self.url}/model_info", timeout_s=CONTROL_TIMEOUT_S)
+        if not isinstance(info, dict):
+            raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}")
+        return parse_version(info.get("weight_version"))
+
+    async def abort(self, rid_prefix: str) -> None:
+        """End what runs under ids that begin with `rid_prefix` (see `wire_rid`); unknown ones are no error."""
+        if not rid_prefix.endswith(RID_DELIMITER):
+            raise ValueError(f"rid {rid_prefix!r} would abort other requests too; make it with wire_rid")
+        await self._http.call("POST", f"{self.url}/abort_request", {"rid": rid_prefix}, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Refused (`HttpRefused`) while requests run."""
+        await self._http.call("POST", f"{self.url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def ready(self, *, timeout_s: float) -> None:
+        """Return if the server takes requests; see the module's docstring for why this is not `/health`."""
+        try:
+            await self._http.call("GET", f"{self.url}/ready", timeout_s=timeout_s)
+        except HttpRefused as error:
+            if error.status != 404:
+                raise
+            await self._http.call("GET", f"{self.url}/model_info", timeout_s=timeout_s)
+
+
+def _item_params(common: dict[str, Any], item: GenerateItem) -> dict[str, Any]:
+    params = common | {"max_new_tokens": item.max_new_tokens}
+    if item.seed is not None:
+        params["sampling_seed"] = item.seed
+    if item.seed_offset:
+        params["custom_params"] = {"seed_offset": item.seed_offset}
+    return params

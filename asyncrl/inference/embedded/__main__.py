@@ -1,0 +1,100 @@
+"""`python -m asyncrl.inference.embedded --model-path DIR`: the embedded engine as a server of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import uvloop
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.server import serve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+THREAD_SWITCH_S = 5e-4
+"""How long the HTTP thread may hold the interpreter while the engine's thread wants it back (Python's default is ten
+times that, about a decode step of a small model)."""
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.inference.embedded", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="folder of a Hugging Face causal LM")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free port, printed at the start")
+    parser.add_argument("--api-key", help="bearer token asked of every call but health, readiness and metrics")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the computation")
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")
+    parser.add_argument("--context-length", type=int, help="longest prompt + output; default the model's own")
+    parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
+    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only, no text in or out")
+    return parser.parse_args(arguments)
+
+
+def load_model(options: argparse.Namespace) -> PreTrainedModel:
+    """The model of `--model-path` on its device."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        options.model_path, dtype=DTYPES[options.dtype], local_files_only=True
+    )
+    torch.nn.Module.to(model, torch.device(options.device))
+    return model
+
+
+class HuggingFaceText:
+    """A Hugging Face tokenizer as a `TextCodec`: no special tokens added, none in the text."""
+
+    def __init__(self, folder: str) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    tokenizer = None if options.skip_tokenizer_init else HuggingFaceText(options.model_path)
+    engine = Engine(
+        load_model(options),
+        max_running_requests=options.max_running_requests,
+        max_model_len=options.context_length,
+        max_total_tokens=options.max_total_tokens,
+        weight_version=options.weight_version,
+        model_path=str(Path(options.model_path)),
+        detokenize=None if tokenizer is None else tokenizer.decode,
+    )
+    engine.start()
+    server = await serve(engine, host=options.host, port=options.port, token=options.api_key, tokenizer=tokenizer)
+    print(f"listening on {server.url}", flush=True)
+    stop = asyncio.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await stop.wait()
+    await server.close()
+    engine.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    uvloop.run(run(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,345 @@
+"""Continuous batching: samples join and leave between any two steps.
+
+A step is: every few steps, or at once where much has changed, fill the holes that finished samples left with waiting
+ones (prefilling each distinct prompt once), close the remaining holes so that rows stay packed, decode one token for
+every row, hand out what finished. A sample is prefilled up to its last prompt token but one; that last token is decoded
+with everyone else's, so that there is one sampling path and a prompt already in the cache is joined by a copy.
+
+This class runs on one thread and knows neither clocks nor sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from asyncrl.inference.embedded.admission import Scheduler
+from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
+from asyncrl.inference.embedded.model_io import ModelRunner
+from asyncrl.inference.embedded.sequence import Sequence
+from asyncrl.inference.embedded.types import FinishReason, GenerationOutput
+
+Detokenize = Callable[[list[int]], str]
+OnFinish = Callable[[Sequence, GenerationOutput], None]
+
+CHANGE_SHARE = 16
+"""A batch is reorganised as soon as one row in so many has left or could join: a join costs a prefill forward, which
+for a small model is most of a decode step, while a hole costs its share of the steps until then."""
+
+
+class Batch:
+    """The running samples, the queue before them, and the step that moves them on.
+
+    Args:
+        runner: the model with its cache.
+        scheduler: queue and admission rule.
+        on_finish: called once for every sample, with its output.
+        detokenize: ids to text, needed for stop strings.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler[Sequence], on_finish: OnFinish, detokenize: Detokenize | None
+    ) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self._on_finish, self._detokenize = on_finish, detokenize
+        self._table = RowTable(scheduler.max_running, runner.vocab_size, runner.device)
+        self.rows: list[Sequence | None] = []
+        self.version = ""
+        self.weights_epoch = 0
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self._holes = 0
+        self._spent_columns: list[int] = []
+        self._reorganised_at = 0
+        self._lengths_changed = False
+        self._longest_offset = self._offset_sum = 0
+        self._uniform = False
+        self._watched: list[Sequence] = []
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Samples in the batch, by row."""
+        return [sequence for sequence in self.rows if sequence is not None]
+
+    @property
+    def live(self) -> int:
+        """Number of samples in the batch."""
+        return len(self.rows) - self._holes
+
+    @property
+    def used_tokens(self) -> int:
+        """Positions of the KV cache that running samples occupy."""
+        if self._lengths_changed:
+            self._refresh_lengths()
+        return self._offset_sum + self.live * self.steps
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Advance every running sample by one token, after admitting what fits."""
+        if self._reorganisation_due():
+            self._reorganise()
+        if not self.rows:
+            return
+        if self._lengths_changed:
+            self._refresh_lengths()
+        count = len(self.rows)
+        length = self._longest_offset + self.steps + 1
+        self.runner.cache.reserve(count, length, count, length - 1)
+        full_rows = self._uniform and length == self.runner.cache.length
+        logits = self.runner.decode(self._table.inputs(count), self._table.positions(count), full_rows)
+        finished = self._table.advance(logits, count)
+        self.steps += 1
+        self.generated_tokens += self.live
+        leaving = [self.rows[row] for row in finished.nonzero().view(-1).tolist()]
+        if leaving:
+            self._leave([sequence for sequence in leaving if sequence is not None], None)
+        if self._watched:
+            self._watch()
+
+    def _at(self, row: int) -> Sequence:
+        sequence = self.rows[row]
+        assert sequence is not None
+        return sequence
+
+    def _reorganisation_due(self) -> bool:
+        """Whether enough has changed to pay for joining and packing: one row in `CHANGE_SHARE`, or anything for
+        long."""
+        live = self.live
+        arrivals = (
+            min(len(self.scheduler.waiting), self.scheduler.max_running - live)
+            if self.scheduler.has_admissible()
+            else 0
+        )
+        changes = self._holes + arrivals
+        if changes == 0:
+            return False
+        return live == 0 or changes * CHANGE_SHARE >= len(self.rows) or self.steps - self._reorganised_at >= IDLE_STEPS
+
+    def _reorganise(self) -> None:
+        """Admit into the holes and behind the last row; where more left than come, pack first.
+
+        Either way no hole remains when the cache is resized, so its extent is what the admission rule reckoned with.
+        """
+        self._reorganised_at = self.steps
+        self._table.release_columns(self._spent_columns)
+        self._spent_columns = []
+        running = self.running
+        admitted = self._without_empty(self.scheduler.admit(running))
+        if self._holes > len(admitted):
+            self._pack()
+        if admitted:
+            self._join(admitted, running)
+        self._holes = 0
+        self._refresh()
+
+    def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
+        """Score prompts where asked; samples that want no token are finished here."""
+        for sequence in admitted:
+            request = sequence.request
+            if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = self.runner.prompt_logprobs(request.input_ids, request.prompt_logprobs_from)
+            if request.sampling.max_new_tokens == 0:
+                self.prompt_tokens += len(request.input_ids)
+                self._on_finish(sequence, sequence.output([], [], self.version, FinishReason("length")))
+        return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
+
+    def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
+        holes = [row for row, sequence in enumerate(self.rows) if sequence is None]
+        live_rows = len(self.rows)
+        for sequence in admitted:
+            row = holes.pop() if holes else len(self.rows)
+            if row == len(self.rows):
+                self.rows.append(sequence)
+            else:
+                self.rows[row] = sequence
+            sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
+        live_length = max((self._cached_positions(sequence) for sequence in running), default=0)
+        longest = max(len(sequence.prefix) for sequence in admitted)
+        self.runner.cache.reserve(len(self.rows), max(live_length, longest) + 1, live_rows, live_length)
+        self._table.join(admitted)
+        self._fill_slots(admitted, running)
+
+    def _cached_positions(self, sequence: Sequence) -> int:
+        return len(sequence.prefix) + self.steps - sequence.joined_at
+
+    def _fill_slots(self, admitted: list[Sequence], running: list[Sequence]) -> None:
+        """Copy the prefix from a running sample that has it, else prefill it; one of a kind is prefilled once."""
+        donors = {s.prefix_hash: s for s in running if s.weights_epoch == self.weights_epoch}
+        fresh: dict[tuple[int, ...], list[Sequence]] = {}
+        copies: list[tuple[Sequence, Sequence]] = []
+        for sequence in admitted:
+            self.prompt_tokens += len(sequence.request.input_ids)
+            donor = donors.get(sequence.prefix_hash)
+            if not sequence.prefix:
+                continue
+            if donor is not None and donor.prefix == sequence.prefix:
+                copies.append((sequence, donor))
+                self._count_cached(sequence)
+            else:
+                fresh.setdefault(sequence.prefix, []).append(sequence)
+        if copies:
+            targets, sources = zip(*((target.row, source.row) for target, source in copies), strict=True)
+            self._move(list(targets), list(sources), max(len(target.prefix) for target, _ in copies))
+        self._prefill(sorted(fresh.items(), key=lambda item: len(item[0])))
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        sequence.cached_tokens = len(sequence.prefix)
+        self.cached_tokens += len(sequence.prefix)
+
+    def _prefill(self, groups: list[tuple[tuple[int, ...], list[Sequence]]]) -> None:
+        """Prefill distinct prefixes, shortest first, as many at a time as `prefill_tokens` allows."""
+        while groups:
+            count = 1
+            while count < len(groups) and (count + 1) * len(groups[count][0]) <= self.runner.prefill_tokens:
+                count += 1
+            now, groups = groups[:count], groups[count:]
+            slots, members = [], []
+            for member, (_, sequences) in enumerate(now):
+                slots += [sequence.row for sequence in sequences]
+                members += [member] * len(sequences)
+                for sequence in sequences[1:]:
+                    self._count_cached(sequence)
+            self.runner.prefill([prefix for prefix, _ in now], slots, members)
+
+    def _move(self, targets: list[int], sources: list[int], length: int) -> None:
+        device = self.runner.device
+        self.runner.cache.move(torch.tensor(targets, device=device), torch.tensor(sources, device=device), length)
+
+    def _pack(self) -> None:
+        """Move the last rows into the holes."""
+        count = len(self.running)
+        sources = [row for row in range(count, len(self.rows)) if self.rows[row] is not None]
+        targets = [row for row in range(count) if self.rows[row] is None]
+        if targets:
+            moved = [self._at(row) for row in sources]
+            self._move(targets, sources, max(self._cached_positions(sequence) for sequence in moved))
+            device = self.runner.device
+            self._table.move(torch.tensor(targets, device=device), torch.tensor(sources, device=device))
+            for row, sequence in zip(targets, moved, strict=True):
+                self.rows[row] = sequence
+                sequence.row = row
+        del self.rows[count:]
+
+    def _refresh(self) -> None:
+        """Recompute what only changes when the batch does."""
+        running = self.running
+        self._table.refresh(running)
+        self._watched = [sequence for sequence in running if sequence.watched]
+        self._refresh_lengths()
+
+    def _refresh_lengths(self) -> None:
+        """Recompute by how much the longest sample is ahead of the step count, and whether all are alike."""
+        offsets = [len(s.prefix) - s.joined_at for s in self.rows if s is not None]
+        self._longest_offset = max(offsets, default=0)
+        self._offset_sum = sum(offsets)
+        self._uniform = self._longest_offset == min(offsets, default=0)
+        self._lengths_changed = False
+
+    def _leave(self, sequences: list[Sequence], reason: FinishReason | None) -> None:
+        """Take samples out of the batch and hand out their outputs; without a reason it is read off the last token."""
+        outputs = self._outputs(sequences)
+        self._vacate(sequences)
+        for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
+            why = reason if reason is not None else _natural_reason(sequence, tokens)
+            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, why))
+
+    def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
+        lengths = [sequence.produced(self.steps) for sequence in sequences]
+        tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
+        return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+
+    def _vacate(self, sequences: list[Sequence]) -> None:
+        """Make holes of the samples' rows."""
+        if not sequences:
+            return
+        self._table.idle([sequence.row for sequence in sequences])
+        self._spent_columns += [sequence.column for sequence in sequences]
+        for sequence in sequences:
+            self.rows[sequence.row] = None
+            sequence.row = sequence.column = -1
+        self._holes += len(sequences)
+        self._lengths_changed = True
+
+    def _watch(self) -> None:
+        """Publish progress of streamed samples and look for stop strings."""
+        watched = [sequence for sequence in self._watched if sequence.row >= 0]
+        stopped: list[tuple[Sequence, str]] = []
+        for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
+            text = self._stop_string(sequence, tokens)
+            if text is not None:
+                stopped.append((sequence, text))
+            elif sequence.job.on_progress is not None:
+                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
+        for sequence, text in stopped:
+            self._leave([sequence], FinishReason("stop", matched=text))
+
+    def _stop_string(self, sequence: Sequence, tokens: list[int]) -> str | None:
+        strings = sequence.request.sampling.stop_strings
+        if not strings or self._detokenize is None:
+            return None
+        window = max(len(string) for string in strings) + 4
+        tail = self._detokenize(tokens[-window:])
+        return next((string for string in strings if string in tail), None)
+
+    @torch.inference_mode()
+    def abort(self, matches: Callable[[Sequence], bool]) -> int:
+        """End matching samples, running ones with their partial output; returns how many."""
+        running = [sequence for sequence in self.running if matches(sequence)]
+        if running:
+            self._leave(running, FinishReason("abort"))
+        queued = [sequence for sequence in self.scheduler.waiting if matches(sequence)]
+        for sequence in queued:
+            self.scheduler.waiting.remove(sequence)
+            partial = bool(sequence.tokens)
+            output = sequence.output(
+                sequence.tokens, sequence.logprobs, self.version, FinishReason("abort", queued=not partial)
+            )
+            self._on_finish(sequence, output)
+        return len(running) + len(queued)
+
+    @torch.inference_mode()
+    def retract(self) -> int:
+        """Send running samples back to the head of the queue with what they have; returns how many."""
+        running = sorted(self.running, key=lambda sequence: sequence.arrival)
+        outputs = self._outputs(running)
+        self._vacate(running)
+        for sequence, (tokens, logprobs) in zip(running, outputs, strict=True):
+            sequence.tokens, sequence.logprobs = tokens, logprobs
+            sequence.joined_at = self.steps
+            sequence.retractions += 1
+            sequence.set_prefix()
+        self.scheduler.waiting.extendleft(reversed(running))
+        return len(running)
+
+    @torch.inference_mode()
+    def clear_cache(self) -> None:
+        """Release the cache's memory; only while nothing runs."""
+        self._reorganised_at = self.steps
+        self._table.release_columns(self._spent_columns)
+        self._spent_columns = []
+        self.rows.clear()
+        self._holes = 0
+        self.runner.cache.release()
+
+    def relabel(self, version: str) -> None:
+        """Tokens from here on carry `version`."""
+        self.version = version
+        for sequence in self.running:
+            sequence.relabel(version, self.steps)
+
+    @torch.inference_mode()
+    def weights_changed(self) -> None:
+        """Keys and values cached so far belong to older weights: nobody may copy them any more."""
+        self.weights_epoch += 1
+        self.runner.weights_changed()
+        if not self.running:
+            self.runner.cache.scrub()
+
+
+def _natural_reason(sequence: Sequence, tokens: list[int]) -> FinishReason:
+    if tokens[-1] in sequence.request.sampling.stop_token_ids:
+        return FinishReason("stop", matched=tokens[-1])
+    return FinishReason("length")

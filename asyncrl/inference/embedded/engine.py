@@ -1,0 +1,385 @@
+"""The engine: the batch on a thread of its own, and what other threads may ask of it.
+
+Every request from outside is a command that the engine's thread runs between two steps, so nothing in the batch needs a
+lock. With neither commands nor runnable samples the thread sleeps on a condition.
+
+Pausing stops the steps: `abort` ends what is in flight with its partial output, `retract` sends it back to the queue to
+be prefilled again (under new weights, then), `in_place` freezes it with its cache. What arrives meanwhile is held.
+
+A weight update takes effect between two steps. Paused, at once; otherwise it waits until the samples that were there
+before it have finished, while later ones are held, unless it is told to abort them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.inference.embedded.admission import Scheduler
+from asyncrl.inference.embedded.batch import Batch, Detokenize
+from asyncrl.inference.embedded.commands import Command, Mailbox
+from asyncrl.inference.embedded.jobs import JobTable
+from asyncrl.inference.embedded.limits import RequestLimits
+from asyncrl.inference.embedded.meter import WorkMeter
+from asyncrl.inference.embedded.model_io import ModelRunner
+from asyncrl.inference.embedded.sequence import Sequence
+from asyncrl.inference.embedded.types import (
+    EngineStats,
+    EngineStoppedError,
+    GenerationOutput,
+    Job,
+    PauseMode,
+    WeightUpdateError,
+)
+from asyncrl.weights.loading import apply_weights, stage_weights
+
+logger = logging.getLogger(__name__)
+
+COMMAND_TIMEOUT_S = 60.0
+"""Longest a caller waits for a command to get its turn between two steps."""
+
+
+@dataclass(slots=True)
+class _Drain:
+    """A change that waits for the samples which arrived before it."""
+
+    barrier: int
+    change: Command[Any]
+
+
+class Engine:
+    """Continuous batching over a transformers causal LM.
+
+    Args:
+        model: any causal LM with a KV cache whose attention goes through transformers' attention interface.
+        max_running_requests: most samples decoded together.
+        max_model_len: longest prompt + output in tokens; default the model's own limit.
+        max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.
+        weight_version: label of the weights that the model has now.
+        model_path: where they came from, for reports only.
+        detokenize: token ids to text; needed for stop strings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running_requests: int = 64,
+        max_model_len: int | None = None,
+        max_total_tokens: int | None = None,
+        weight_version: str = "default",
+        model_path: str = "",
+        detokenize: Detokenize | None = None,
+    ) -> None:
+        limit = int(model.config.get_text_config().max_position_embeddings)
+        self.max_model_len = limit if max_model_len is None else max_model_len
+        for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, but the model's positions end at {limit}; lower it"
+            )
+        full = max_running_requests * self.max_model_len
+        self.max_total_tokens = full if max_total_tokens is None else min(max_total_tokens, full)
+        self.max_running_requests = max_running_requests
+        self.model_path = model_path
+        self.model = model
+        self._weights = model.state_dict(keep_vars=True)
+        runner = ModelRunner(model, self.max_total_tokens)
+        self._limits = RequestLimits(
+            runner.vocab_size, self.max_model_len, self.max_total_tokens, reads_text=detokenize is not None
+        )
+        self.eos_token_ids = _eos_token_ids(model)
+        self._jobs = JobTable()
+        scheduler: Scheduler[Sequence] = Scheduler(max_running_requests, self.max_total_tokens)
+        self._batch = Batch(runner, scheduler, self._jobs.note, detokenize)
+        self._batch.relabel(weight_version)
+        self._threads = torch.get_num_threads()
+        self._mailbox = Mailbox()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._paused: PauseMode | None = None
+        self._drains: deque[_Drain] = deque()
+        self._flush_waiters: list[Command[bool]] = []
+        self._retractions = 0
+        self._meter = WorkMeter()
+        self._stats = EngineStats()
+        self._stats_due = True
+
+    def start(self) -> None:
+        """Run the engine on its own thread until `close`."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the thread and fail what is unfinished.
+
+        Raises:
+            TimeoutError: a step takes longer than `timeout_s`.
+        """
+        self._mailbox.close()
+        if self._thread is None:
+            self._fail_all(EngineStoppedError("the engine was closed"))
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's thread did not end within {timeout_s} s")
+
+    @property
+    def healthy(self) -> bool:
+        """True while the engine can serve."""
+        return self._failure is None and not self._mailbox.closed
+
+    @property
+    def paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._paused is not None
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights in force."""
+        return self._batch.version
+
+    def stats(self) -> EngineStats:
+        """The latest snapshot, at most `meter.INTERVAL_S` old while the engine works."""
+        return self._stats
+
+    def submit(self, job: Job) -> Future[list[GenerationOutput]]:
+        """Queue a job's samples; the future yields their outputs in order.
+
+        Raises:
+            RequestError: a prompt is empty, too long or outside the vocabulary, or a rid is in use.
+            EngineStoppedError: the engine has ended.
+        """
+        for request in job.inputs:
+            self._limits.check(request)
+        self._jobs.reserve(job)
+        try:
+            self._mailbox.post(lambda: self._enqueue(job))
+        except EngineStoppedError:
+            self._jobs.release(job)
+            raise
+        return job.future
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> Future[int]:
+        """End samples whose rid starts with `rid` (or all); yields their number."""
+        return self._mailbox.post(lambda: self._batch.abort(lambda s: abort_all or s.request.rid.startswith(rid)))
+
+    def abort_job(self, job: Job) -> Future[int]:
+        """End the samples of one job, as when its client has gone."""
+        return self._mailbox.post(lambda: self._batch.abort(lambda sequence: sequence.job is job))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop generating; the result comes when no further token will be produced."""
+        return self._mailbox.post(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        """Generate again."""
+        return self._mailbox.post(self._resume)
+
+    def set_version(self, label: str, abort_all: bool) -> Future[None]:
+        """Change the label of the weights, not the weights."""
+
+        def change() -> None:
+            if abort_all:
+                self._batch.abort(lambda _: True)
+            self._batch.relabel(label)
+
+        return self._mailbox.post(change)
+
+    def update_weights(
+        self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
+    ) -> Future[int]:
+        """Load the checkpoint in `path` into the model between two steps.
+
+        The caller's thread reads and checks the files, then the future yields the number of samples that were frozen.
+
+        Raises:
+            WeightUpdateError: (from here or from the future) refused; the old weights keep serving.
+        """
+        staged = stage_weights(self._weights, Path(path))
+
+        def apply() -> int:
+            frozen = len(self._batch.running)
+            if frozen and flush_cache:
+                raise WeightUpdateError(
+                    f"Flush cache failed: {frozen} requests are frozen by pause mode 'in_place'; pass "
+                    "flush_cache=false to keep their cache. The weights were not changed."
+                )
+            apply_weights(staged)
+            self._batch.weights_changed()
+            self.model_path = path
+            if version is not None:
+                self._batch.relabel(version)
+            return frozen
+
+        change = Command(apply)
+
+        def request() -> None:
+            if abort_all:
+                self._batch.abort(lambda _: True)
+            self._drains.append(_Drain(self._jobs.arrivals, change))
+
+        self._mailbox.post(request)
+        return change.future
+
+    def flush_cache(self, wait: bool = False) -> Future[bool]:
+        """Release the KV cache's memory; False where samples run or wait. With `wait` the answer comes once none do."""
+        answer = Command(self._flush)
+
+        def flush() -> None:
+            if wait and not self._idle():
+                self._flush_waiters.append(answer)
+            else:
+                answer.run()
+
+        self._mailbox.post(flush)
+        return answer.future
+
+    def _idle(self) -> bool:
+        waiting = bool(self._batch.scheduler.waiting) and self._paused is None
+        return not self._batch.running and not waiting
+
+    def _flush(self) -> bool:
+        idle = self._idle()
+        if idle:
+            self._batch.clear_cache()
+        return idle
+
+    def step(self) -> bool:
+        """Run commands and one step on the caller's thread, for use without `start`; False when there was nothing to
+        do."""
+        self._run_commands()
+        self._apply_drains()
+        if self._flush_waiters and self._idle():
+            for waiter in self._flush_waiters:
+                waiter.run()
+            self._flush_waiters.clear()
+        if not self._runnable():
+            self._renew_stats()
+            return False
+        self._timed_step()
+        return True
+
+    def _timed_step(self) -> None:
+        begin = time.perf_counter()
+        self._batch.step()
+        self._deliver()
+        if self._meter.worked(begin, time.perf_counter(), self._batch.generated_tokens) or self._stats_due:
+            self._renew_stats()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        failure: BaseException = EngineStoppedError("the engine was closed")
+        try:
+            while self._wait_for_work():
+                self.step()
+        except Exception as error:
+            logger.exception("the embedded engine failed")
+            self._failure = error
+            failure = EngineStoppedError(f"the engine failed: {error!r}")
+        finally:
+            self._fail_all(failure)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False when the engine is to stop."""
+        changes = self._drains or (self._flush_waiters and self._idle())
+        if not (changes or self._runnable()):
+            self._renew_stats()
+            self._mailbox.wait()
+        return not self._mailbox.closed
+
+    def _run_commands(self) -> None:
+        while (command := self._mailbox.take()) is not None:
+            command.run()
+            self._deliver()
+            self._stats_due = True
+
+    def _runnable(self) -> bool:
+        if self._paused is not None:
+            return False
+        return bool(self._batch.rows) or self._batch.scheduler.has_admissible()
+
+    def _apply_drains(self) -> None:
+        """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
+        waits."""
+        scheduler = self._batch.scheduler
+        while self._drains:
+            drain = self._drains[0]
+            scheduler.barrier = drain.barrier
+            if self._runnable():
+                return
+            self._drains.popleft()
+            scheduler.barrier = None
+            drain.change.run()
+
+    def _enqueue(self, job: Job) -> None:
+        self._batch.scheduler.waiting.extend(self._jobs.open(job))
+
+    def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._batch.abort(lambda _: True)
+        elif mode == "retract":
+            self._retractions += self._batch.retract()
+        self._paused = mode
+
+    def _resume(self) -> None:
+        self._paused = None
+
+    def _deliver(self) -> None:
+        """Answer the jobs that are complete, once the statistics tell of them."""
+        if self._jobs.due:
+            self._renew_stats()
+            self._jobs.answer()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Let nobody wait for an answer that will not come."""
+        self._mailbox.close()
+        self._jobs.fail(error)
+        for waiting in (*(drain.change for drain in self._drains), *self._flush_waiters):
+            waiting.fail(error)
+        while (command := self._mailbox.take()) is not None:
+            command.fail(error)
+
+    def _renew_stats(self) -> None:
+        self._stats_due = False
+        batch = self._batch
+        self._stats = EngineStats(
+            running=batch.live,
+            waiting=len(batch.scheduler.waiting),
+            paused=self._paused is not None,
+            used_tokens=batch.used_tokens,
+            max_total_tokens=self.max_total_tokens,
+            max_running_requests=self.max_running_requests,
+            prompt_tokens=batch.prompt_tokens,
+            cached_tokens=batch.cached_tokens,
+            generated_tokens=batch.generated_tokens,
+            finished_requests=self._jobs.finished,
+            aborted_requests=self._jobs.aborted,
+            retractions=self._retractions,
+            steps=batch.steps,
+            busy_seconds=self._meter.busy_seconds,
+            gen_throughput=self._meter.tokens_per_s if self._runnable() else 0.0,
+            weight_version=batch.version,
+        )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end an answer of this model, from its generation config, else its config."""
+    generation = model.generation_config
+    eos = generation.eos_token_id if generation is not None else None
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,0 +1,87 @@
+"""The embedded engine in the GenerationServer's own process: the only place where that process imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.server import Server, serve
+from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served, context_length
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HEALTH_POLL_S = 0.25
+_THREAD_SWITCH_S = 5e-4
+"""Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it."""
+
+
+class EmbeddedHost:
+    """An `asyncrl.inference.engine_host.EngineHost`: the engine on a thread, its HTTP server on the running loop.
+
+    Args:
+        config: the experiment, `model.path` resolved.
+        token: bearer token that clients must send; None for none.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, token: str | None) -> None:
+        self._config, self._token = config, token
+        self._engine: Engine | None = None
+        self._server: Server | None = None
+
+    async def start(self) -> Served:
+        """Load the model and serve it on a free port.
+
+        Raises:
+            EngineStartError: it was not loaded within `generation.start_timeout_s`.
+        """
+        await self.stop()
+        limit_s = self._config.generation.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                self._engine = await asyncio.to_thread(self._load)
+        except TimeoutError:
+            raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
+        self._engine.start()
+        self._server = await serve(self._engine, host=self._config.system.host, token=self._token)
+        return Served(self._server.url, os.getpid())
+
+    def _load(self) -> Engine:
+        generation = self._config.generation
+        torch.set_num_threads(generation.threads)
+        sys.setswitchinterval(_THREAD_SWITCH_S)
+        path = Path(str(self._config.model.path))
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=_DTYPES[generation.dtype], local_files_only=True
+        )
+        cuda = generation.device == "cuda" or (generation.device == "auto" and torch.cuda.is_available())
+        torch.nn.Module.to(model, device=torch.device("cuda" if cuda else "cpu"))
+        return Engine(
+            model,
+            max_running_requests=generation.max_running_requests,
+            max_model_len=context_length(self._config, model.config.to_dict()),
+            max_total_tokens=generation.max_total_tokens,
+            weight_version=BASE_VERSION,
+            model_path=str(path),
+        )
+
+    async def failed(self) -> str:
+        """Wait until the engine's thread has failed."""
+        assert self._engine is not None, "not started"
+        while self._engine.healthy:  # noqa: ASYNC110 - the engine has no event of this loop to set
+            await asyncio.sleep(_HEALTH_POLL_S)
+        return "the embedded engine failed; its traceback is above"
+
+    async def stop(self) -> None:
+        """End the engine, which fails what is unfinished, then the HTTP server, which then waits for nothing."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+            self._engine = None
+        if self._server is not None:
+            await self._server.close()
+            self._server = None

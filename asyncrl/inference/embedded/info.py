@@ -1,0 +1,99 @@
+"""What the engine says of itself, in the form of SGLang's state endpoints."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from asyncrl import __version__
+from asyncrl.inference.embedded.engine import Engine
+
+VERSION = f"asyncrl-{__version__}"
+
+
+def model_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
+    """`/model_info`; `has_text` says that the server has a tokenizer."""
+    config = engine.model.config
+    return {
+        "model_path": engine.model_path,
+        "served_model_name": name,
+        "tokenizer_path": engine.model_path if has_text else None,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": engine.weight_version,
+        "load_format": "auto",
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.model_type,
+        "architectures": config.architectures or [type(engine.model).__name__],
+    }
+
+
+def server_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
+    """`/server_info`."""
+    return {
+        "model_path": engine.model_path,
+        "served_model_name": name,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.model.device),
+        "context_length": engine.max_model_len,
+        "max_running_requests": engine.max_running_requests,
+        "max_total_num_tokens": engine.max_total_tokens,
+        "max_req_input_len": engine.max_model_len - 1,
+        "skip_tokenizer_init": not has_text,
+        "weight_version": engine.weight_version,
+        "status": "ready" if engine.healthy else "stopped",
+        "version": VERSION,
+        "tp_size": 1,
+        "dp_size": 1,
+        "internal_states": [_load(engine)],
+    }
+
+
+def models(engine: Engine, name: str, created: int) -> dict[str, Any]:
+    """`/v1/models`; `created` in seconds since the epoch."""
+    card = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "sglang",
+        "root": name,
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+    }
+    return {"object": "list", "data": [card]}
+
+
+def loads(engine: Engine) -> dict[str, Any]:
+    """`/v1/loads`."""
+    return {
+        "timestamp": time.time(),
+        "version": VERSION,
+        "accelerator": engine.model.device.type,
+        "num_accelerators": 1,
+        "loads": [_load(engine)],
+    }
+
+
+def _load(engine: Engine) -> dict[str, Any]:
+    stats = engine.stats()
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": stats.used_tokens,
+        "num_total_tokens": stats.used_tokens,
+        "num_active_tokens": stats.used_tokens,
+        "max_total_num_tokens": stats.max_total_tokens,
+        "max_running_requests": stats.max_running_requests,
+        "token_usage": stats.used_tokens / stats.max_total_tokens,
+        "gen_throughput": stats.gen_throughput,
+        "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        "utilization": stats.running / stats.max_running_requests,
+        "queues": {"waiting": stats.waiting, "paused": stats.running if stats.paused else 0},
+    }

@@ -1,0 +1,98 @@
+"""Which jobs are under way: their outputs as they come in, their rids, and the answers that are due."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from asyncrl.inference.embedded.sequence import Sequence
+from asyncrl.inference.embedded.types import GenerationOutput, Job, RequestError
+
+
+@dataclass(slots=True)
+class _Progress:
+    job: Job
+    outputs: list[GenerationOutput | None]
+    left: int
+
+
+class JobTable:
+    """Books of the jobs submitted and not yet answered.
+
+    `reserve` is called by the submitting threads, everything else by the engine's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rids: set[str] = set()
+        self._open: dict[int, _Progress] = {}
+        self._complete: list[_Progress] = []
+        self._arrivals = 0
+        self.finished = 0
+        self.aborted = 0
+
+    @property
+    def arrivals(self) -> int:
+        """Samples that have arrived so far."""
+        return self._arrivals
+
+    @property
+    def due(self) -> bool:
+        """True where a complete job waits for its answer."""
+        return bool(self._complete)
+
+    def reserve(self, job: Job) -> None:
+        """Claim the job's rids.
+
+        Raises:
+            RequestError: one is in use, or the job names one twice.
+        """
+        rids = {request.rid for request in job.inputs}
+        with self._lock:
+            taken = self._rids & rids
+            if taken or len(rids) < len(job.inputs):
+                raise RequestError(f"Duplicate request ID detected: {min(taken or rids)}")
+            self._rids |= rids
+
+    def release(self, job: Job) -> None:
+        """Give back the rids of a job that was not accepted after all."""
+        with self._lock:
+            self._rids -= {request.rid for request in job.inputs}
+
+    def open(self, job: Job) -> list[Sequence]:
+        """Begin a job: its samples, numbered by arrival."""
+        count = len(job.inputs)
+        self._open[id(job)] = _Progress(job, [None] * count, count)
+        sequences = [Sequence.of(job, index, self._arrivals + index) for index in range(count)]
+        self._arrivals += count
+        return sequences
+
+    def note(self, sequence: Sequence, output: GenerationOutput) -> None:
+        """One sample has finished."""
+        assert output.finish_reason is not None
+        self.finished += 1
+        self.aborted += output.finish_reason.kind == "abort"
+        with self._lock:
+            self._rids.discard(output.rid)
+        progress = self._open[id(sequence.job)]
+        progress.outputs[sequence.index] = output
+        progress.left -= 1
+        if progress.job.on_progress is not None:
+            progress.job.on_progress(sequence.index, output)
+        if progress.left == 0:
+            self._complete.append(self._open.pop(id(sequence.job)))
+
+    def answer(self) -> None:
+        """Answer the jobs that are complete."""
+        complete, self._complete = self._complete, []
+        for progress in complete:
+            if progress.job.future.set_running_or_notify_cancel():
+                progress.job.future.set_result([output for output in progress.outputs if output is not None])
+
+    def fail(self, error: BaseException) -> None:
+        """Answer what is complete and fail the rest."""
+        self.answer()
+        for progress in self._open.values():
+            if progress.job.future.set_running_or_notify_cancel():
+                progress.job.future.set_exception(error)
+        self._open.clear()

@@ -1,0 +1,46 @@
+"""What a request must keep to, checked on its caller's thread before it is queued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.inference.embedded.types import GenerationInput, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """An engine's limits: tokens it knows, longest prompt + output, KV cache in tokens, and whether it has text to find
+    stop strings in."""
+
+    vocab_size: int
+    max_model_len: int
+    max_total_tokens: int
+    reads_text: bool
+
+    def check(self, request: GenerationInput) -> None:
+        """Check one sample's request.
+
+        Raises:
+            RequestError: the prompt is empty, too long or outside the vocabulary, or more is asked than the engine has.
+        """
+        prompt, spec = request.input_ids, request.sampling
+        if not prompt:
+            raise RequestError("input_ids is empty; a prompt has at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestError(f"input_ids holds a token outside the vocabulary of {self.vocab_size}")
+        wanted = len(prompt) + spec.max_new_tokens
+        if wanted > self.max_model_len:
+            raise RequestError(
+                f"The prompt ({len(prompt)} tokens) and max_new_tokens ({spec.max_new_tokens}) exceed the context "
+                f"length of {self.max_model_len} tokens; shorten either"
+            )
+        if wanted > self.max_total_tokens:
+            raise RequestError(
+                f"The request needs {wanted} tokens of KV cache; max_total_tokens is {self.max_total_tokens}"
+            )
+        if request.prompt_logprobs_from >= len(prompt):
+            raise RequestError(
+                f"logprob_start_len is {request.prompt_logprobs_from}, beyond the prompt's {len(prompt)} tokens"
+            )
+        if spec.stop_strings and not self.reads_text:
+            raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")

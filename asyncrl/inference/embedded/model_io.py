@@ -1,0 +1,146 @@
+"""The three ways the engine calls the model: prefill into slots, one decode step, and plain scoring of a prompt."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.inference.embedded.cache import SlotCache
+from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention
+from asyncrl.inference.embedded.linears import PackedLinears
+from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
+
+PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
+"""Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
+caches, and prompts of one forward are of nearly one length: ragged ones take half the time of forwards of 8192."""
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Which keys the model's layers see: `window` is that of the sliding layers, `mixed` where full layers exist beside
+    them."""
+
+    window: int | None
+    mixed: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> AttentionPattern:
+        """Read the pattern from a text config's dict.
+
+        Raises:
+            ValueError: a layer type keeps a state that slots of keys and values cannot hold.
+        """
+        window = config.get("sliding_window")
+        layer_types = config.get("layer_types")
+        if layer_types is None:
+            return cls(window, mixed=False)
+        unsupported = sorted(set(layer_types) - SUPPORTED_LAYERS)
+        if unsupported:
+            raise ValueError(
+                f"layer_types {unsupported} of the model are not served by the embedded engine; use SGLang"
+            )
+        if "sliding_attention" not in layer_types:
+            return cls(None, mixed=False)
+        return cls(window, mixed=True)
+
+
+class ModelRunner:
+    """An unmodified transformers causal LM with the slot cache.
+
+    Args:
+        model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
+        max_total_tokens: bound of the KV cache, in positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_total_tokens: int) -> None:
+        self.model = model
+        model.train(False)
+        model.requires_grad_(False)
+        model.set_attn_implementation(install_attention())
+        text_config = model.config.get_text_config()
+        self.device = model.device
+        self.vocab_size = int(text_config.vocab_size)
+        self.cache = SlotCache(int(text_config.num_hidden_layers), model.device, max_total_tokens)
+        self._pattern = AttentionPattern.of(text_config.to_dict())
+        self._linears = PackedLinears.of(model)
+        self._program = DecodeProgram(model, self._linears.weights)
+        self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
+        self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
+
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights before."""
+        self._linears.renew()
+
+    def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """One eager forward of the model."""
+        with self._linears if self._linears.packed else nullcontext():
+            logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
+        return logits
+
+    def prefill(self, prompts: list[tuple[int, ...]], slots: list[int], members: list[int]) -> None:
+        """Compute the prompts' keys and values and store prompt `members[i]` in slot `slots[i]`."""
+        length = max(len(prompt) for prompt in prompts)
+        padded = torch.tensor([(*prompt, *[0] * (length - len(prompt))) for prompt in prompts], device=self.device)
+        self.cache.begin_prefill(
+            torch.tensor(slots, device=self.device), torch.tensor(members, device=self.device), length
+        )
+        self._logits(
+            padded,
+            attention_mask=self._prefill_mask(length),
+            position_ids=torch.arange(length, device=self.device)[None].expand(len(prompts), -1),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool) -> Tensor:
+        """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
+        length, window = self.cache.length, self._pattern.window
+        self.cache.begin_decode(tokens_R.shape[0], positions_R)
+        needs_full = not full_rows and (window is None or self._pattern.mixed)
+        masks = AttentionMasks(
+            full=decode_bias(positions_R, length, None, self._like) if needs_full else None,
+            windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
+            mixed=self._pattern.mixed,
+        )
+        slots = self.cache.decode_slots()
+        if slots is None:
+            return self._decode_eagerly(tokens_R, positions_R, masks)
+        step = DecodeInputs(
+            tokens_R, positions_R, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
+        )
+        logits = self._program(step)
+        if logits is None:
+            logits = self._decode_eagerly(tokens_R, positions_R, masks)
+            self._program.check(step, logits)
+        return logits
+
+    def _decode_eagerly(self, tokens_R: Tensor, positions_R: Tensor, masks: AttentionMasks) -> Tensor:
+        return self._logits(
+            tokens_R[:, None],
+            attention_mask=masks.argument(),
+            position_ids=positions_R[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )[:, 0]
+
+    def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
+        """None lets the attention be plainly causal; sliding layers need their window drawn."""
+        window = self._pattern.window
+        if window is None:
+            return None
+        return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
+
+    def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
+        """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token."""
+        ids = torch.tensor([prompt], device=self.device)
+        length = len(prompt)
+        logits = self._logits(ids, attention_mask=self._prefill_mask(length), use_cache=False)[0, :-1].float()
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return [None, *chosen][start:]

@@ -1,0 +1,111 @@
+"""A sample on its way through the engine: what Python knows of it between two events (never touched in between)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.inference.embedded.types import FinishReason, GenerationInput, GenerationOutput, Job, VersionSpan
+from asyncrl.inference.seeds import fresh_seed
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample: its request, what it produced before its current stay in the batch, and where it sits now."""
+
+    job: Job
+    index: int
+    """Position of the sample in its job."""
+    arrival: int
+    seed: int
+    prefix: tuple[int, ...] = ()
+    """Tokens prefilled when it joined: all but the last, which is the first one decoded."""
+    prefix_hash: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    version: str = ""
+    prompt_logprobs: list[float | None] | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    row: int = -1
+    column: int = -1
+    """Column of the output buffers, kept for as long as it runs; the row changes as neighbours leave."""
+    joined_at: int = 0
+    """Engine step at which it joined the batch."""
+    weights_epoch: int = -1
+
+    @classmethod
+    def of(cls, job: Job, index: int, arrival: int) -> Sequence:
+        """The sample `index` of `job`, arrived as number `arrival`."""
+        request = job.inputs[index]
+        seed = request.sampling.seed
+        sequence = cls(job, index, arrival, fresh_seed() if seed is None else seed)
+        sequence.set_prefix()
+        return sequence
+
+    @property
+    def request(self) -> GenerationInput:
+        """What was asked for."""
+        return self.job.inputs[self.index]
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Longest the sample can become: prompt plus max_new_tokens."""
+        return len(self.request.input_ids) + self.request.sampling.max_new_tokens
+
+    @property
+    def watched(self) -> bool:
+        """True where Python has to look at it after every step: it is streamed, or stops at a string."""
+        return self.job.on_progress is not None or bool(self.request.sampling.stop_strings)
+
+    def set_prefix(self) -> None:
+        """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last
+        token."""
+        self.prefix = self.request.input_ids[:-1] if not self.tokens else (*self.request.input_ids, *self.tokens[:-1])
+        self.prefix_hash = hash(self.prefix)
+
+    @property
+    def last_token(self) -> int:
+        """The token to be decoded first when the sample joins."""
+        return self.tokens[-1] if self.tokens else self.request.input_ids[-1]
+
+    def join(self, row: int, column: int, step: int, version: str, epoch: int) -> None:
+        """Note that the sample entered the batch at `row`, writing to output `column`, before engine step `step`."""
+        self.row, self.column, self.joined_at, self.weights_epoch = row, column, step, epoch
+        self.relabel(version, step)
+
+    def produced(self, step: int) -> int:
+        """Output tokens so far, after `step` engine steps; for a running sample."""
+        return len(self.tokens) + step - self.joined_at
+
+    def relabel(self, version: str, step: int) -> None:
+        """Tokens from here on are produced under `version`."""
+        if self.version != version:
+            self._close_span(self.produced(step))
+            self.version = version
+
+    def _close_span(self, end: int) -> None:
+        start = self.spans[-1].end if self.spans else 0
+        if end > start:
+            self.spans.append(VersionSpan(self.version, start, end))
+
+    def output(
+        self, tokens: list[int], logprobs: list[float], label: str, reason: FinishReason | None
+    ) -> GenerationOutput:
+        """The reply for all output so far; `label` is the weight version in force now."""
+        spans = list(self.spans)
+        start = spans[-1].end if spans else 0
+        if len(tokens) > start:
+            spans.append(VersionSpan(self.version, start, len(tokens)))
+        return GenerationOutput(
+            rid=self.request.rid,
+            output_ids=tokens,
+            logprobs=logprobs,
+            prompt_tokens=len(self.request.input_ids),
+            cached_tokens=self.cached_tokens,
+            weight_version=label,
+            spans=tuple(spans),
+            num_retractions=self.retractions,
+            finish_reason=reason,
+            prompt_logprobs=self.prompt_logprobs,
+        )

@@ -1,0 +1,164 @@
+"""The command line and environment of an SGLang server, from the config. Pure: nothing is read but the model's folder.
+
+What is set here is what asyncrl depends on, and on a CPU what makes SGLang start at all. `generation.sglang.args` and
+`generation.sglang.env` win over it, except for the few flags that the process around the server owns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.engine_host import BASE_VERSION, context_length
+from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
+from asyncrl.inference.sglang.ports import PortBlock
+
+_KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
+
+Device = Literal["cpu", "cuda"]
+
+OWNED_FLAGS: Mapping[str, str] = {
+    "model_path": "set model.path",
+    "host": "set system.host",
+    "port": "ports are reserved so that they never collide",
+    "nccl_port": "ports are reserved so that they never collide",
+    "tp_size": "set generation.sglang.tensor_parallel",
+    "tensor_parallel_size": "set generation.sglang.tensor_parallel",
+    "context_length": "set generation.context_length",
+    "dtype": "set generation.dtype",
+    "device": "set generation.device",
+    "api_key": "the run's own token is used; system.encrypt=false turns it off",
+    "admin_api_key": "the run's own token is used; system.encrypt=false turns it off",
+    "config": "give its entries in generation.sglang.args",
+    "weight_version": "policy versions are the run's",
+}
+"""Flags that `generation.sglang.args` may not hold, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start a server: `argv`, what to add to the environment, the URL where it will answer."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    url: str
+
+
+def check_args(args: Mapping[str, Any]) -> None:
+    """Check `generation.sglang.args`.
+
+    Raises:
+        ValueError: it holds a flag that another setting owns; the message names the flag and that setting.
+    """
+    for key, value in args.items():
+        mend = OWNED_FLAGS.get(key.lstrip("-").replace("-", "_"))
+        if mend is not None:
+            raise ValueError(f"generation.sglang.args.{key}={value!r}: this flag is set by asyncrl; {mend}")
+
+
+def build_command(
+    config: ExperimentConfig,
+    *,
+    model_dir: Path,
+    ports: PortBlock,
+    device: Device,
+    secrets_file: Path | None,
+    scratch: Path,
+) -> ServerCommand:
+    """The command of one server.
+
+    Args:
+        config: the experiment; `generation`, `dataset`, `rollout.sampling` and `system.host` are used.
+        model_dir: folder with the initial model.
+        ports: where it listens.
+        device: what it runs on. On `cuda` it takes the GPUs of `CUDA_VISIBLE_DEVICES`, which the launcher sets.
+        secrets_file: YAML file with the API key, kept off the command line, which every user of the machine can read.
+        scratch: folder for SGLang's temporary files and Unix sockets; a short path.
+
+    Raises:
+        ValueError: `generation.sglang.args` holds a flag that asyncrl sets.
+    """
+    generation = config.generation
+    check_args(generation.sglang.args)
+    model_config = json.loads((model_dir / "config.json").read_text())
+    flags: dict[str, Any] = {
+        "model_path": str(model_dir),
+        "host": config.system.host,
+        "port": ports.http,
+        "nccl_port": ports.nccl,
+        "tp_size": generation.sglang.tensor_parallel,
+        "dtype": generation.dtype,
+        "context_length": context_length(config, model_config),
+        "weight_version": BASE_VERSION,
+        "skip_tokenizer_init": True,  # token ids go in and come out; detokenizing them would cost a process its CPU
+        "sampling_mask_max_tokens": MAX_SUPPORT,
+        "random_seed": config.seed,
+        "enable_metrics": True,
+        "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
+        "sleep_on_idle": True,
+    }
+    if config.manager.update_mode == "in_place":
+        flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
+        flags["disable_overlap_schedule"] = True  # a step under way would be told as one of the new weights
+    if device == "cpu":
+        flags |= _cpu_flags(config)
+    user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
+    if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
+        flags["dist_init_addr"] = f"{config.system.host}:{ports.rendezvous}"
+    argv = [generation.sglang.python or sys.executable, "-m", "sglang.launch_server"]
+    if secrets_file is not None:
+        argv += ["--config", str(secrets_file)]
+    argv += render_flags(flags | user)
+    env = _environment(device, generation.threads, scratch) | dict(generation.sglang.env)
+    return ServerCommand(tuple(argv), env, f"http://{config.system.host}:{ports.http}")
+
+
+def render_flags(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as argv: true is the bare flag, false and null leave it out, a list is several values, a mapping JSON."""
+    argv: list[str] = []
+    for key, value in flags.items():
+        if value is None or value is False:
+            continue
+        argv.append(f"--{key.replace('_', '-')}")
+        if value is True:
+            continue
+        if isinstance(value, Mapping):
+            argv.append(json.dumps(value))
+        elif isinstance(value, (list, tuple)):
+            argv += [str(item) for item in value]
+        else:
+            argv.append(str(value))
+    return argv
+
+
+def _cpu_flags(config: ExperimentConfig) -> dict[str, Any]:
+    """Torch kernels in place of CUDA ones, and the KV cache bounded by count: a share of memory would be all of it."""
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "skip_server_warmup": True,
+        "max_total_tokens": config.generation.max_total_tokens,
+        "max_running_requests": config.generation.max_running_requests,
+    }
+
+
+def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
+    env = {
+        "TMPDIR": str(scratch),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        # /health would otherwise generate a token, which takes a second and fails while generation is paused
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # idle connections are closed after 5 s by default, at times just as a client sends on one
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
+    }
+    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})

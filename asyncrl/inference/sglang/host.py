@@ -1,0 +1,245 @@
+"""Where an SGLang server's HTTP address comes from: a server started here, or one that already runs.
+
+Both are `asyncrl.inference.engine_host.EngineHost`s: `start` returns once the server takes requests, with the initial
+model's weights under version label "0"; `failed` waits for its end; `stop` lets go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
+from asyncrl.inference.sglang.command import Device, build_command
+from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
+from asyncrl.inference.sglang.process import ProcessTree
+
+_READY_POLL_S = 0.2
+_REQUEST_TIMEOUT_S = 5.0
+_STOP_GRACE_S = 0.5
+_BIND_ATTEMPTS = 3
+_ADDRESS_IN_USE = ("address already in use", "errno 98", "eaddrinuse")
+_CHILD_TITLE = "sglang::"  # what SGLang calls its schedulers and its detokenizer
+_MAX_SOCKET_FOLDER = 80  # a Unix socket's path holds 107 bytes, of which SGLang's file names take some 20
+
+
+class SGLangHost:
+    """A server started as a child process. See `asyncrl.inference.sglang.process` for what that promises.
+
+    Args:
+        config: the experiment, `model.path` resolved.
+        index: of this server; its scratch folder is named after it.
+        run_dir: the run's folder.
+        device: what it runs on.
+        token: bearer token that it asks for; None for none.
+        log: where its output goes.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        index: int,
+        run_dir: Path,
+        device: Device,
+        token: str | None,
+        log: logging.Logger,
+    ) -> None:
+        self._config, self._device, self._token, self._log = config, device, token, log
+        self._preferred_scratch = run_dir / "tmp" / f"sglang{index}"
+        self._scratch: Path | None = None
+        self._ports: PortBlock | None = None
+        self._tree: ProcessTree | None = None
+
+    async def start(self) -> Served:
+        """Start the server; on a port that a stranger took in the meantime, start it again on another.
+
+        Raises:
+            EngineStartError: it ended, or was not ready within `generation.start_timeout_s`; with the end of its log.
+        """
+        for _ in range(_BIND_ATTEMPTS - 1):
+            try:
+                return await self._start_once()
+            except EngineStartError as error:
+                if not any(text in str(error).lower() for text in _ADDRESS_IN_USE):
+                    raise
+                self._log.warning("a port was taken before the server could bind it; starting it on others")
+        return await self._start_once()
+
+    async def _start_once(self) -> Served:
+        await self.stop()
+        self._scratch = _make_scratch(self._preferred_scratch)
+        self._ports = reserve_ports(self._config.system.host)
+        command = build_command(
+            self._config,
+            model_dir=Path(str(self._config.model.path)),
+            ports=self._ports,
+            device=self._device,
+            secrets_file=_write_secrets(self._scratch, self._token),
+            scratch=self._scratch,
+        )
+        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=self._token)
+        await self._tree.start()
+        try:
+            await self._await_ready(command.url)
+        except BaseException:
+            await self.stop()
+            raise
+        self._tree.watch(_CHILD_TITLE)
+        return Served(command.url, self._tree.pid)
+
+    async def _await_ready(self, url: str) -> None:
+        tree = self._tree
+        assert tree is not None
+        limit_s = self._config.generation.start_timeout_s
+        death = asyncio.ensure_future(tree.died())
+        ready = asyncio.ensure_future(wait_ready(url, self._token, limit_s))
+        try:
+            await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
+            reason = ""
+            if death.done():
+                reason = f"SGLang ended before it was ready: {death.result()}"
+            elif ready.exception() is not None:
+                reason = str(ready.exception())
+            if reason:
+                await tree.stop()  # its last lines are complete only then
+                raise EngineStartError("\n".join([f"{reason}; the end of its log:", *tree.last_lines]))
+        finally:
+            for task in (death, ready):
+                task.cancel()
+
+    async def failed(self) -> str:
+        """Wait until one of the server's processes ends; returns which and the end of its log."""
+        assert self._tree is not None, "not started"
+        reason = await self._tree.died()
+        return "\n".join([f"SGLang: {reason}; the end of its log:", *self._tree.last_lines])
+
+    async def stop(self) -> None:
+        """End the server's processes, give its ports back and remove its files."""
+        if self._tree is not None:
+            await self._tree.stop()
+            self._tree = None
+        if self._ports is not None:
+            self._ports.release()
+            self._ports = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+
+class AdoptedHost:
+    """A server that somebody else started; it outlives the run. It must accept the run's token, or need none.
+
+    Args:
+        url: its address.
+        model_dir: the initial model, at a path that it can read; loaded unless it already serves it under label "0".
+        token: bearer token sent to it.
+        timeout_s: limit for it to answer and load.
+    """
+
+    def __init__(self, url: str, *, model_dir: Path, token: str | None, timeout_s: float) -> None:
+        self._url = url.rstrip("/")
+        self._model_dir, self._token, self._timeout_s = model_dir, token, timeout_s
+
+    async def start(self) -> Served:
+        """Wait for the server and give it the initial model.
+
+        Raises:
+            EngineStartError: it does not answer in time, refuses the token, or cannot load the model.
+        """
+        await wait_ready(self._url, self._token, self._timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with aiohttp.ClientSession(headers=_headers(self._token), timeout=timeout) as session:
+            info = await self._call(session, "GET", "/model_info", None)
+            if info.get("weight_version") != BASE_VERSION or info.get("model_path") != str(self._model_dir):
+                body = {"model_path": str(self._model_dir), "weight_version": BASE_VERSION, "abort_all_requests": True}
+                await self._call(session, "POST", "/update_weights_from_disk", body)
+        return Served(self._url, None)
+
+    async def _call(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        try:
+            async with session.request(method, self._url + path, json=body) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineStartError(f"adopted server {self._url}{path}: {type(error).__name__}: {error}") from error
+        if response.status == 401:
+            raise EngineStartError(f"adopted server {self._url} refuses the run's token: start it without --api-key")
+        if response.status != 200:
+            raise EngineStartError(f"adopted server {self._url}{path}: HTTP {response.status}: {text[:500]}")
+        reply = json.loads(text)
+        assert isinstance(reply, dict), reply
+        return reply
+
+    async def failed(self) -> str:
+        """Never returns: the GserverManager watches its health, and takes it back when it answers again."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+    async def stop(self) -> None:
+        """Nothing: the server is not ours."""
+
+
+async def wait_ready(url: str, token: str | None, timeout_s: float) -> None:
+    """Wait until the server at `url` takes requests: `/ready`, or `/health_generate` on versions without it.
+
+    Raises:
+        EngineStartError: it did not within `timeout_s` seconds.
+    """
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    last = "nothing listens there"
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(headers=_headers(token), timeout=timeout) as session,
+        ):
+            path = "/ready"
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(url + path) as response:
+                        if response.status == 200:
+                            return
+                        last = f"{path} answers HTTP {response.status}"
+                        if response.status == 404:
+                            path = "/health_generate"
+                await asyncio.sleep(_READY_POLL_S)
+    except TimeoutError:
+        raise EngineStartError(
+            f"server {url} was not ready within generation.start_timeout_s={timeout_s:g}: {last}; give it "
+            "longer if it was still loading"
+        ) from None
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def _make_scratch(preferred: Path) -> Path:
+    """An empty folder for Unix sockets: in the run's folder where its path is short enough for them."""
+    if len(str(preferred)) > _MAX_SOCKET_FOLDER:
+        return Path(tempfile.mkdtemp(prefix="asyncrl-"))
+    shutil.rmtree(preferred, ignore_errors=True)  # of a server that was killed
+    preferred.mkdir(parents=True, mode=0o700)
+    return preferred
+
+
+def _write_secrets(scratch: Path, token: str | None) -> Path | None:
+    """The API key as a config file for SGLang that only this user can read: a command line everybody can."""
+    if token is None:
+        return None
+    file = scratch / "secrets.yaml"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump({"api-key": token}, stream)  # JSON is YAML
+    return file

@@ -1,0 +1,92 @@
+"""After each weight update: does the server score a fixed prompt as the trainer did when it published the weights?
+
+What differs by more than rounding is another model than the trainer's: weights of another version, some that were not
+replaced, or something stale in a cache. The server is then quarantined and updated again, caches flushed, until it
+agrees. What the check cannot see is a change that is smaller than the rounding of the type the server computes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.comm.http import HttpError
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.manager.fleet.decisions import Target
+from asyncrl.weights.canary import Canary, read_canary
+from asyncrl.weights.manifest import ManifestError
+
+FLOAT32_TOLERANCE = 1e-3
+"""Nats. Two ways to compute the same in float32 differ by some 1e-5 where log-probabilities are around -10."""
+COARSE_TOLERANCE = 0.5
+"""Nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
+
+
+class CanaryDiffers(HttpError):
+    """The server scores the canary otherwise than the trainer did."""
+
+
+def canary_tolerance(config: ExperimentConfig) -> float:
+    """`manager.canary_tolerance` in nats, chosen by the types that trainer and servers compute in where it is null."""
+    if config.manager.canary_tolerance is not None:
+        return config.manager.canary_tolerance
+    exact = config.model.dtype == config.generation.dtype == "float32"
+    return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
+
+
+class CanaryCheck:
+    """A `ServedCheck`: raises `CanaryDiffers` where a token's log-probability is off by more than the tolerance.
+
+    Weights without a canary pass: they are not of asyncrl's trainer.
+
+    Args:
+        tolerance: nats, above 0.
+        timeout_s: limit of the request.
+
+    Attributes:
+        differences: by server the greatest difference at its last check, in nats.
+        alarms: checks that found a greater one than allowed.
+    """
+
+    def __init__(self, tolerance: float, timeout_s: float, log: logging.Logger) -> None:
+        self.tolerance = tolerance
+        self.differences: dict[int, float] = {}
+        self.alarms = 0
+        self._timeout_s = timeout_s
+        self._log = log
+
+    async def __call__(self, server: int, client: GenerationServerClient, target: Target) -> None:
+        """Check the server with this index, which should serve `target`.
+
+        Raises:
+            CanaryDiffers: it does not.
+            HttpError: it did not answer.
+        """
+        try:
+            canary = await asyncio.to_thread(read_canary, Path(target.path))
+        except (ManifestError, OSError) as error:
+            raise HttpError(f"the canary of v{target.version} cannot be read: {error}") from error
+        if canary is None:
+            return
+        start = len(canary.token_ids) // 2  # what is before may come from a cache, what is after is compared
+        served = await client.prompt_logprobs(canary.token_ids, start, timeout_s=self._timeout_s)
+        self._compare(server, target.version, canary, start + 1, served)
+
+    def _compare(self, server: int, version: int, canary: Canary, first: int, served: Sequence[float]) -> None:
+        pairs = zip(canary.logprobs[first:], served, strict=True)
+        difference, worst = max((abs(own - theirs), first + place) for place, (own, theirs) in enumerate(pairs))
+        self.differences[server] = difference
+        if difference <= self.tolerance:
+            self._log.info("generation server %d agrees with the trainer on v%d to %.1e", server, version, difference)
+            return
+        self.alarms += 1
+        message = (
+            f"generation server {server} does not serve the trainer's v{version}: it gives token {worst} of the canary "
+            f"the log-probability {served[worst - first]:.6g}, the trainer {canary.logprobs[worst]:.6g}; the "
+            f"difference {difference:.3g} is above manager.canary_tolerance={self.tolerance:g}"
+        )
+        self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)
+        raise CanaryDiffers(message)

@@ -1,0 +1,337 @@
+"""Bringing each generation server to the newest weights, on its own: what to do next, decided without sockets or
+clocks.
+
+States of a server::
+
+                     registered at the newest version (or none is published yet)
+                                      │
+             ┌──── newer target ── SERVING ◀── succeeded ──┐
+             ▼   (update_mode=finish)   │ (the others)     │
+         DRAINING ── nothing runs ──▶ UPDATING ────────────┘
+                                        │ failed, or later than the time limit
+                                        ▼
+        registered at another version ▶ QUARANTINED ── back-off over: update again, to the newest target
+
+- Only SERVING servers get requests. They are at versions that may differ; what the gate calls the served version is
+  the least of them.
+- Each server moves alone. One that fails, hangs or is late is quarantined and the others go on. Skipped versions are
+  fine.
+- After a failed update nobody knows which weights the server has: SGLang has been seen to replace them and answer
+  400. So it gets no request until a whole update has succeeded, whatever version it claims.
+- A server that fails its health check is quarantined too and comes back the same way; where no weights are published
+  yet (it has the initial model) it comes back when it is healthy. Naming another version than it was brought to counts
+  as a failure: somebody started the server again at the same address.
+- A registration with a new address is a new process: it begins at the version of its registration. One whose
+  registration is gone is removed at once.
+- `update_mode=interrupt`: what runs is answered at once with what it has; clients resubmit it. `retract`: it goes back
+  to the server's own queue and is prefilled again under the new weights; its client notices nothing. `in_place`: it is
+  frozen where it is and goes on with the keys and values of the old weights. `finish`: the server is drained first, but
+  of several that could be drained one goes on serving, until another is back.
+- Every update pauses the server, a drained one too: what arrives in spite of it is held, and never runs while weights
+  are replaced. What may run on a quarantined server is of unknown weights, so that one is always interrupted.
+
+Every order carries the `attempt` it belongs to; an outcome of an attempt that was given up is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from asyncrl.inference.client import PauseMode
+
+UpdateMode = Literal["interrupt", "retract", "in_place", "finish"]
+_PAUSES: dict[UpdateMode, PauseMode] = {
+    "interrupt": "abort",
+    "retract": "retract",
+    "in_place": "in_place",
+    "finish": "abort",  # of a drained server: what arrived in spite of it
+}
+
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 30.0
+HEALTH_FAILURES_ALLOWED = 1
+"""Failed health checks in a row after which a server is still served: a busy one may answer late."""
+
+
+class ServerState(Enum):
+    """Where a server is in its life; see the module's docstring."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    UPDATING = "updating"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The newest published weights: their version and folder."""
+
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginUpdate:
+    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
+
+    `frozen`: an update in place failed before, so what runs may be frozen.
+    """
+
+    server: int
+    url: str
+    attempt: int
+    target: Target
+    pause: PauseMode
+    frozen: bool = False
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether what runs goes on by itself after the update."""
+        return self.pause != "abort"
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether what runs goes on with the keys and values it has."""
+        return self.pause == "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelUpdate:
+    """Order: give up this attempt; its outcome is not wanted any more."""
+
+    server: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Order: see whether the quarantined server at `url` is well again; there are no weights to bring it."""
+
+    server: int
+    url: str
+    attempt: int
+
+
+Order = BeginUpdate | CancelUpdate | CheckHealth
+
+
+@dataclass(slots=True)
+class ServerLife:
+    """One server. `version` is what it serves; None while nobody knows. `due` is when its state has to change, in
+    seconds.
+    """
+
+    index: int
+    url: str
+    version: int | None
+    state: ServerState
+    attempt: int = 0
+    failures: int = 0
+    health_failures: int = 0
+    due: float = 0.0
+    reason: str = ""
+    goal: Target | None = field(default=None)
+    checking: bool = False
+
+
+class Fleet:
+    """All servers. The caller reports events, then carries out what `poll` orders; times are the caller's clock, in
+    seconds.
+
+    Args:
+        mode: what an update does to running requests.
+        update_timeout_s: an update that takes longer has failed.
+    """
+
+    def __init__(self, mode: UpdateMode, update_timeout_s: float) -> None:
+        self._mode = mode
+        self._timeout_s = update_timeout_s
+        self._servers: dict[int, ServerLife] = {}
+        self._attempts = 0
+        self._given_up: list[CancelUpdate] = []
+        self.target: Target | None = None
+
+    @property
+    def servers(self) -> list[ServerLife]:
+        """Every registered server, in the order of their indices."""
+        return [self._servers[index] for index in sorted(self._servers)]
+
+    @property
+    def served_version(self) -> int | None:
+        """The least version among the servers that get requests; None where there is none."""
+        return min((life.version for life in self._serving() if life.version is not None), default=None)
+
+    def publish(self, target: Target) -> None:
+        """Newer weights are there. An older target than the present one is ignored."""
+        if self.target is None or target.version > self.target.version:
+            self.target = target
+
+    def register(self, index: int, url: str, version: int, now: float) -> bool:
+        """The server at `url` is there with `version`; whether this is news. Its other lives are over."""
+        known = self._servers.get(index)
+        if known is not None and known.url == url:
+            return False
+        self.deregister(index)
+        current = self.target is None or version == self.target.version
+        life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
+        if not current:
+            life.reason = f"new at version {version}"
+        self._servers[index] = life
+        return True
+
+    def deregister(self, index: int) -> bool:
+        """The server's registration is gone; whether it was known."""
+        life = self._servers.pop(index, None)
+        if life is None:
+            return False
+        if life.state is ServerState.UPDATING:
+            self._given_up.append(CancelUpdate(index, life.attempt))
+        return True
+
+    def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
+        """What is to be done now. `running` counts the requests on each server; one not named has none."""
+        orders: list[Order] = [*self._given_up]
+        self._given_up.clear()
+        for life in self.servers:
+            match life.state:
+                case ServerState.UPDATING if now >= life.due:
+                    orders.append(CancelUpdate(life.index, life.attempt))
+                    self._quarantine(life, f"update took longer than {self._timeout_s:g} s", now)
+                case ServerState.SERVING if self._outdated(life) and self._may_leave(life):
+                    if self._mode == "finish":
+                        life.state = ServerState.DRAINING
+                    else:
+                        orders.append(self._begin(life, now))
+                case ServerState.QUARANTINED if now >= life.due and not life.checking:
+                    orders.append(self._check(life) if self.target is None else self._begin(life, now))
+        for life in self.servers:
+            if life.state is ServerState.DRAINING and not running.get(life.index):
+                orders.append(self._begin(life, now))
+        return orders
+
+    def next_due(self) -> float | None:
+        """When `poll` has something to do next even if nothing happens until then."""
+        timed = (ServerState.UPDATING, ServerState.QUARANTINED)
+        return min(
+            (life.due for life in self._servers.values() if life.state in timed and not life.checking), default=None
+        )
+
+    def succeeded(self, server: int, attempt: int) -> bool:
+        """The update is done and checked; whether the attempt was still wanted."""
+        life = self._attempted(server, attempt)
+        if life is None or life.goal is None:
+            return False
+        life.version = life.goal.version
+        life.state = ServerState.SERVING
+        life.failures = life.health_failures = 0
+        life.goal = None
+        life.reason = ""
+        return True
+
+    def failed(self, server: int, attempt: int, reason: str, now: float) -> bool:
+        """The update or check failed; whether the attempt was still wanted."""
+        life = self._attempted(server, attempt)
+        if life is None:
+            return False
+        self._quarantine(life, reason, now)
+        return True
+
+    def expected_version(self, server: int, url: str) -> int | None:
+        """What the server has to name if it is asked now; None where nobody knows."""
+        life = self._servers.get(server)
+        return None if life is None or life.url != url else life.version
+
+    def contradicted(self, server: int, attempt: int, reason: str, now: float) -> bool:
+        """A look at what the server serves since update `attempt` found other weights; whether it leaves service.
+
+        It does not where a later update has replaced them.
+        """
+        life = self._servers.get(server)
+        if life is None or life.attempt != attempt or life.state not in (ServerState.SERVING, ServerState.DRAINING):
+            return False
+        self._quarantine(life, reason, now)
+        life.version = None
+        return True
+
+    def healthy(self, server: int, url: str) -> bool:
+        """The server answered a health check; whether it gets requests again because of that."""
+        life = self._servers.get(server)
+        if life is None or life.url != url:
+            return False
+        life.health_failures = 0
+        if not life.checking:
+            return False
+        life.checking = False
+        if self.target is not None:  # published meanwhile: `poll` brings it there
+            return False
+        life.state = ServerState.SERVING
+        life.failures = 0
+        life.reason = ""
+        return True
+
+    def unhealthy(self, server: int, url: str, reason: str, now: float, *, gone: bool) -> bool:
+        """A health check failed (`gone`: nothing listens there); whether the server leaves service because of that."""
+        life = self._servers.get(server)
+        if life is None or life.url != url:
+            return False
+        if life.checking:
+            self._quarantine(life, reason, now)
+            return False
+        if life.state not in (ServerState.SERVING, ServerState.DRAINING):
+            return False
+        life.health_failures += 1
+        if not gone and life.health_failures <= HEALTH_FAILURES_ALLOWED:
+            return False
+        self._quarantine(life, reason, now)
+        return True
+
+    def _serving(self) -> list[ServerLife]:
+        return [life for life in self._servers.values() if life.state is ServerState.SERVING]
+
+    def _outdated(self, life: ServerLife) -> bool:
+        return self.target is not None and life.version != self.target.version
+
+    def _may_leave(self, life: ServerLife) -> bool:
+        """Whether a server may stop serving for an update: draining takes long, so the last one waits for those under
+        way.
+        """
+        if self._mode != "finish" or len(self._serving()) > 1:
+            return True
+        under_way = (ServerState.DRAINING, ServerState.UPDATING)
+        return not any(other.state in under_way for other in self._servers.values())
+
+    def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
+        assert self.target is not None
+        quarantined = life.state is ServerState.QUARANTINED
+        pause = "abort" if quarantined else _PAUSES[self._mode]
+        self._attempts += 1
+        life.attempt = self._attempts
+        life.state = ServerState.UPDATING
+        life.version = None
+        life.goal = self.target
+        life.due = now + self._timeout_s
+        frozen = quarantined and self._mode == "in_place"
+        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen)
+
+    def _check(self, life: ServerLife) -> CheckHealth:
+        self._attempts += 1
+        life.attempt = self._attempts
+        life.checking = True
+        return CheckHealth(life.index, life.url, life.attempt)
+
+    def _attempted(self, server: int, attempt: int) -> ServerLife | None:
+        life = self._servers.get(server)
+        wanted = life is not None and life.attempt == attempt and life.state is ServerState.UPDATING
+        return life if wanted else None
+
+    def _quarantine(self, life: ServerLife, reason: str, now: float) -> None:
+        life.state = ServerState.QUARANTINED
+        life.reason = reason
+        life.goal = None
+        life.checking = False
+        life.health_failures = 0
+        life.due = now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**life.failures)
+        life.failures += 1

@@ -1,0 +1,266 @@
+"""Runs what `weight_update.Fleet` orders: updates, health checks, and what the router learns of the servers' states.
+
+The caller tells what it finds in name resolution (`registered`) and which weights are published (`publish`); `run`
+does the rest. Each server's update and health check is a task of its own, so that none waits for another.
+
+A server whose requests were kept (`update_mode=retract`, `in_place`) answers a check only after those in its queue, so
+it is checked while it serves already; otherwise its version, and with it the gate, would wait for the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, Fleet, ServerState, Target
+from asyncrl.manager.fleet.update import ServedCheck, carry_out
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.wakeup import Signal
+from asyncrl.weights.transports.delivery import WeightDelivery
+
+HEALTH_TIMEOUT_S = 5.0
+"""`/ready` takes milliseconds; on a machine whose cores are all busy it has been seen to take a second."""
+_LONGEST_IDLE_S = 5.0
+UNKNOWN_VERSION = -1
+"""Of a server whose weights nobody knows; it gets no requests."""
+
+
+class WeightsChanged(HttpError):
+    """The server has other weights than the last update gave it."""
+
+
+class ServerFleet:
+    """See the module's docstring.
+
+    Args:
+        fleet: the decisions.
+        service: whose router and gate are kept up to date.
+        http: connections to the servers.
+        delivery: how they get weights.
+        health_interval_s: time between two health checks of a server.
+        update_timeout_s: limit of an update.
+        health_timeout_s: limit of a health check.
+        checks: what a server has to pass after each update.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        service: ManagerService,
+        http: JsonHttp,
+        delivery: WeightDelivery,
+        *,
+        health_interval_s: float,
+        update_timeout_s: float,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+        checks: Sequence[ServedCheck] = (),
+        log: logging.Logger,
+    ) -> None:
+        self.fleet = fleet
+        self._service = service
+        self._http = http
+        self._delivery = delivery
+        self._health_interval_s = health_interval_s
+        self._health_timeout_s = health_timeout_s
+        self._update_timeout_s = update_timeout_s
+        self._checks = checks
+        self._log = log
+        self._changed = Signal()
+        self._updates: dict[int, asyncio.Task[None]] = {}
+        self._late_checks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checking: set[str] = set()
+        self._shown: dict[int, tuple[str, bool]] = {}
+
+    def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
+        """Name resolution has these servers now: index to (URL, version at registration)."""
+        news = False
+        for life in self.fleet.servers:
+            if life.index not in servers:
+                self._log.warning("generation server %d (%s) is gone", life.index, life.url)
+                news |= self.fleet.deregister(life.index)
+        for index, (url, version) in servers.items():
+            if self.fleet.register(index, url, version, time.monotonic()):
+                self._log.info("generation server %d is at %s with version %d", index, url, version)
+                news = True
+        if news:
+            self._show()
+            self._changed.notify()
+
+    def publish(self, target: Target) -> None:
+        """Newer weights were published and checked."""
+        self.fleet.publish(target)
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Carry out what the fleet orders until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._watch_health())
+                loops.create_task(self._follow_orders())
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What `/status` tells of each server."""
+        views = {view.index: view for view in self._service.router.servers}
+        rows = []
+        for life in self.fleet.servers:
+            view = views.get(life.index)
+            rows.append(
+                {
+                    "index": life.index,
+                    "url": life.url,
+                    "state": life.state.value,
+                    "version": life.version,
+                    "goal": None if life.goal is None else life.goal.version,
+                    "reason": life.reason,
+                    "failures": life.failures,
+                    "sequences": 0 if view is None else view.sequences,
+                    "tokens": 0 if view is None else view.tokens,
+                }
+            )
+        return rows
+
+    async def _follow_orders(self) -> None:
+        while True:
+            running = {view.index: view.sequences for view in self._service.router.servers}
+            for order in self.fleet.poll(time.monotonic(), running):
+                match order:
+                    case BeginUpdate():
+                        self._end_late_check(order.server)
+                        self._updates[order.attempt] = self._spawn(self._update(order))
+                    case CancelUpdate():
+                        self._cancel(order)
+                    case CheckHealth():
+                        self._spawn(self._check(order.server, order.url))
+            self._show()
+            await self._wait_for_news()
+
+    async def _wait_for_news(self) -> None:
+        """Until something changed, the next deadline, or (while a server is drained) a request ended."""
+        due = self.fleet.next_due()
+        limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - time.monotonic()))
+        news = {self._changed.next()}
+        if any(life.state is ServerState.DRAINING for life in self.fleet.servers):
+            news.add(self._service.progress.next())
+        await asyncio.wait(news, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiter in news:
+            waiter.cancel()
+
+    async def _update(self, order: BeginUpdate) -> None:
+        began = time.monotonic()
+        client = GenerationServerClient(self._http, order.url)
+        try:
+            await carry_out(
+                order,
+                client,
+                self._delivery,
+                timeout_s=self._update_timeout_s,
+                checks=() if order.keeps_requests else self._checks,
+            )
+        except HttpError as error:
+            if self.fleet.failed(order.server, order.attempt, str(error), time.monotonic()):
+                self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
+        else:
+            if self.fleet.succeeded(order.server, order.attempt):
+                took_ms = 1e3 * (time.monotonic() - began)
+                self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
+                if order.keeps_requests and self._checks:
+                    self._late_checks[order.server] = self._spawn(self._check_late(order, client))
+        finally:
+            self._updates.pop(order.attempt, None)
+        self._show()
+        self._changed.notify()
+
+    async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        """Check a server that serves already; one that fails leaves service, and hands nothing more out."""
+        try:
+            for check in self._checks:
+                await check(order.server, client, order.target)
+        except HttpTimeout as error:
+            self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
+        except HttpError as error:
+            if self.fleet.contradicted(order.server, order.attempt, str(error), time.monotonic()):
+                self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
+                self._show()
+                self._changed.notify()
+                try:
+                    await client.pause("retract", timeout_s=self._update_timeout_s)
+                except HttpError as unpaused:
+                    self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
+
+    def _end_late_check(self, server: int) -> None:
+        """What it would find is of weights that are about to be replaced."""
+        check = self._late_checks.pop(server, None)
+        if check is not None:
+            check.cancel()
+
+    def _cancel(self, order: CancelUpdate) -> None:
+        update = self._updates.pop(order.attempt, None)
+        if update is not None:
+            update.cancel()
+            self._log.warning("generation server %d: an update was given up", order.server)
+
+    async def _watch_health(self) -> None:
+        while True:
+            for life in self.fleet.servers:
+                if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._checking:
+                    self._spawn(self._check(life.index, life.url))
+            await asyncio.sleep(self._health_interval_s)
+
+    async def _check(self, server: int, url: str) -> None:
+        self._checking.add(url)
+        expected = self.fleet.expected_version(server, url)
+        client = GenerationServerClient(self._http, url)
+        try:
+            await client.ready(timeout_s=self._health_timeout_s)
+            served = await client.served_version()
+            if expected is not None and expected == self.fleet.expected_version(server, url) != served:
+                raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")
+        except HttpError as error:
+            gone = isinstance(error, (HttpUnreachable, WeightsChanged))
+            if self.fleet.unhealthy(server, url, str(error), time.monotonic(), gone=gone):
+                self._log.warning("generation server %d gets no requests for now: %s", server, error)
+        else:
+            if self.fleet.healthy(server, url):
+                self._log.info("generation server %d gets requests again", server)
+        finally:
+            self._checking.discard(url)
+        self._show()
+        self._changed.notify()
+
+    def _show(self) -> None:
+        """Tell the router and the gate which servers get requests, and clients which ones they lost."""
+        lives = {life.index: life for life in self.fleet.servers}
+        for index, (url, in_use) in list(self._shown.items()):
+            life = lives.get(index)
+            if life is None or life.url != url:
+                self._service.router.remove(index)
+                self._service.server_lost(url)
+                del self._shown[index]
+            elif in_use and life.state is ServerState.QUARANTINED:
+                self._service.server_lost(url)
+        for index, life in lives.items():
+            self._shown[index] = (life.url, life.state is not ServerState.QUARANTINED)
+            version = UNKNOWN_VERSION if life.version is None else life.version
+            self._service.router.update(index, life.url, version, life.state is ServerState.SERVING)
+        self._service.routes_changed(self.fleet.served_version)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("looking after a generation server failed", exc_info=error)

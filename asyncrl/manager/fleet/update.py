@@ -1,0 +1,44 @@
+"""Carrying out one weight update on one generation server: the steps, in order, each with a check."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl.comm.http import HttpError
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.weights.transports.delivery import WeightDelivery
+
+ServedCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
+"""Looks at the server with this index, which has new weights and to which none is routed yet; raises `HttpError` where
+they are not what they should be.
+"""
+
+
+async def carry_out(
+    order: BeginUpdate,
+    client: GenerationServerClient,
+    delivery: WeightDelivery,
+    *,
+    timeout_s: float,
+    checks: Sequence[ServedCheck] = (),
+) -> None:
+    """Bring the server to the order's target, then let it generate again.
+
+    What runs is answered or kept, as the order says; what arrives is held until the server has its weights. If a step
+    or a check fails the server is left paused: its weights are unknown, so it must not generate.
+
+    Raises:
+        HttpError: a step or a check failed.
+    """
+    if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
+        await client.pause("retract", timeout_s=timeout_s)
+    await client.pause(order.pause, timeout_s=timeout_s)
+    await delivery.deliver(order, client, timeout_s)
+    await client.resume()
+    try:  # a server answers nothing while it is paused, so it cannot be checked before
+        for check in checks:
+            await check(order.server, client, order.target)
+    except HttpError:
+        await client.pause("retract", timeout_s=timeout_s)  # nothing generated under these weights is handed out
+        raise

@@ -1,0 +1,181 @@
+"""GserverManager: staleness gate, router and weight updates of the run, as one process. It proxies no tokens.
+
+    manager_service   the verbs, over the pure state of gate, router, leases and returned prompts
+    manager_http      HTTP around them
+    server_fleet      carries out what `weight_update` decides for each generation server
+
+This file finds out what happens elsewhere, in name resolution: which servers and workers there are, and which weights
+were published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from asyncrl.comm import names
+from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
+from asyncrl.manager.fleet.decisions import Fleet, Target, UpdateMode
+from asyncrl.manager.fleet.runner import ServerFleet
+from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.service import ManagerService
+from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+from asyncrl.weights.manifest import Manifest, ManifestError, verify
+from asyncrl.weights.transports.delivery import DiskDelivery, TrainerDelivery
+
+DISCOVERY_INTERVAL_S = 0.25
+"""How often name resolution is read for servers and workers; a server's death is noticed within this plus its lease."""
+_WATCH_S = 0.5
+"""How long a thread waits for a new version at a time; at most this long it outlives a stop."""
+ACTOR = "actor"
+
+
+class GserverManager(AsyncWorker):
+    """See the module's docstring."""
+
+    kind: ClassVar[str] = "gserver_manager"
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        config = self.config
+        self._service = ManagerService(
+            batch_size=config.train_batch_size,
+            max_staleness=config.max_head_offpolicyness,
+            routing=config.manager.routing,
+            lease_s=config.manager.rollout_lease_s,
+            place_first=config.manager.update_mode != "finish",
+        )
+        mode = cast(UpdateMode, config.manager.update_mode)  # one of its choices, by validation
+        self._decisions = Fleet(mode, config.manager.update_timeout_s)
+        tolerance = canary_tolerance(config)
+        self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
+        self._first_manifest: Manifest | None = None
+        self._pids: dict[str, int] = {}
+
+    async def main(self) -> None:
+        """Serve until a stop is requested."""
+        token = None if self.secret is None else self.secret.token
+        servers_http = JsonHttp(token)
+        trainer = TrainerDelivery(self.resolver, None if self.secret is None else self.secret.sockets())
+        self._fleet = ServerFleet(
+            self._decisions,
+            self._service,
+            servers_http,
+            DiskDelivery() if self.config.manager.weight_transport == "disk" else trainer,
+            health_interval_s=self.config.manager.health_interval_s,
+            update_timeout_s=self.config.manager.update_timeout_s,
+            checks=() if self._canary is None else (self._canary,),
+            log=self.log,
+        )
+        registry = manager_registry(self._service, self._decisions, self._canary)
+        http = ManagerHttp(self._service, token=token, registry=registry, status=self.status)
+        try:
+            url = await http.start(self.config.system.host)
+            self.resolver.add(names.manager_key(), url, lease_s=self.config.system.heartbeat_s, replace=True)
+            self.ready()
+            async with asyncio.TaskGroup() as loops:
+                tasks = [
+                    loops.create_task(work)
+                    for work in (
+                        self._begin(),
+                        self._fleet.run(),
+                        self._watch_versions(),
+                        self._watch_registrations(),
+                    )
+                ]
+                await self.stop.wait()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            await http.close()
+            await servers_http.close()
+            trainer.close()
+
+    def status(self) -> dict[str, Any]:
+        """The reply of `/status`."""
+        target = self._decisions.target
+        return {
+            "gate": self._service.gate_status(),
+            "servers": self._fleet.status(),
+            "newest_version": None if target is None else target.version,
+            "workers": self._service.leases.workers,
+        }
+
+    async def _begin(self) -> None:
+        """Open the gate once the master says where the run stands.
+
+        It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
+        a resumed run as if nothing had been trained.
+        """
+        await self._next_value(names.data_state_key(), None)
+        entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(ACTOR))
+        version = max((int(json.loads(value)["version"]) for value in entries.values()), default=0)
+        self._service.begin(version, (f"rollout_worker/{index}" for index in range(self.config.rollout.workers)))
+        self.log.info("the gate is open: the run is at version %d", version)
+
+    async def _watch_versions(self) -> None:
+        """Hand each published version to the servers, once it has been checked."""
+        last: str | None = None
+        while True:
+            last = await self._next_value(names.model_version_key(ACTOR), last)
+            if last is not None:
+                published = json.loads(last)
+                await self._take(Target(int(published["version"]), published["path"]))
+
+    async def _next_value(self, key: str, last: str | None) -> str | None:
+        """What name resolution has under `key` as soon as it differs from `last`."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.resolver.watch, key, _WATCH_S, last)
+            except NameResolveTimeout:
+                continue
+
+    async def _take(self, target: Target) -> None:
+        """Check `target` and make it the servers' goal; a torn or mismatching one is refused, the old version keeps
+        serving.
+        """
+        try:
+            manifest = await asyncio.to_thread(verify, Path(target.path))
+            if self._first_manifest is not None:
+                self._first_manifest.check_same_tensors(manifest)
+            if manifest.version != target.version:
+                raise ManifestError(f"{target.path} holds v{manifest.version}, published as v{target.version}")
+        except ManifestError as error:
+            self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
+            return
+        self._first_manifest = self._first_manifest or manifest
+        self._fleet.publish(target)
+
+    async def _watch_registrations(self) -> None:
+        """Follow which generation servers and RolloutWorkers there are."""
+        while True:
+            servers, workers = await asyncio.to_thread(self._read_registrations)
+            self._fleet.registered(servers)
+            self._give_up_workers(workers)
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+
+    def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+        """Servers by index with URL and version, workers by name with process id."""
+        servers = {}
+        for key, value in self.resolver.get_subtree(names.gen_servers_root()).items():
+            entry = json.loads(value)
+            servers[names.index_of(key)] = (entry["url"], int(entry["version"]))
+        statuses = self.resolver.get_subtree(f"{names.status_root()}/rollout_worker")
+        workers = {f"rollout_worker/{names.index_of(key)}": json.loads(value)["pid"] for key, value in statuses.items()}
+        return servers, workers
+
+    def _give_up_workers(self, pids: dict[str, int]) -> None:
+        """Give up the rollouts of workers that are silent, gone, or another process than before."""
+        gone = [worker for worker, pid in self._pids.items() if pids.get(worker) != pid]
+        self._pids = pids
+        for worker in gone:
+            self._service.worker_died(worker)
+        for worker in [*gone, *self._service.expire_workers()]:
+            self.log.warning(
+                "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
+            )

@@ -1,0 +1,172 @@
+"""The sample buffer: which received rollouts are trained next, and which never.
+
+A pure state machine over metadata (`RolloutRecord`); the tensors wait in the ModelWorkers.
+
+Life of a record
+
+    add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
+      │       └──expired at take──▶ dropped: stale             (its prompt goes back to the dataset)
+      ├──▶ dropped: duplicate_prompt                           (the first attempt was faster; nothing goes back)
+      └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
+
+The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
+v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
+of every live record: under `drop` and `wait` a record older than that is dropped, under `mask` only one without a
+single token in range is, and the batch's `min_version` tells the workers which tokens carry no loss. Under `wait` the
+master holds the step until no running rollout would expire; the check stays as the last line of defence.
+
+Oldest first. A batch takes the records with the oldest tokens, then in data order: those are the next to expire.
+Example, η = 1, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 1, d: 3} (data order a b c d),
+c is dropped (3 - 1 > 1), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.records import DUPLICATE_PROMPT, STALE, STALE_POLICIES, Drop, RolloutRecord
+
+REMEMBERED_IDS = 65_536
+"""Finished rollout ids kept to recognise late copies. A copy is resent within seconds, so thousands of steps are ample;
+of one that comes later still, the prompt is known as used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rollouts of the step that makes `version` + 1, in data order; tokens below `min_version` carry no loss."""
+
+    version: int
+    min_version: int
+    records: tuple[RolloutRecord, ...]
+
+
+class SampleBuffer:
+    """See the module's docstring.
+
+    Args:
+        batch_size: B, rollouts per train step.
+        eta: largest allowed age of a trained token, in versions.
+        on_stale: what becomes of records beyond `eta`.
+        used: prompts trained so far; the buffer adds to it.
+
+    Raises:
+        ValueError: `on_stale` is none of `STALE_POLICIES`.
+    """
+
+    def __init__(self, batch_size: int, eta: int, on_stale: str, used: UsedPrompts | None = None) -> None:
+        if on_stale not in STALE_POLICIES:
+            raise ValueError(f"on_stale={on_stale!r}: no such policy; choose one of {', '.join(STALE_POLICIES)}")
+        self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
+        self.used = used if used is not None else UsedPrompts()
+        self.received = 0
+        self.copies = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self._live: dict[str, RolloutRecord] = {}
+        self._taken: dict[str, RolloutRecord] = {}
+        self._prompts: set[str] = set()  # of live and taken records
+        self._finished: OrderedDict[str, None] = OrderedDict()
+        self._drops: list[Drop] = []
+
+    def __len__(self) -> int:
+        """Live records."""
+        return len(self._live)
+
+    def add(self, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+        """Take in received rollouts; returns second copies, to be freed at the worker that holds them."""
+        copies = []
+        for record in records:
+            known = self._live.get(record.rollout_id) or self._taken.get(record.rollout_id)
+            if known or record.rollout_id in self._finished:
+                if known is None or known.worker != record.worker:  # else it is told again after a lost reply
+                    self.copies += 1
+                    copies.append(record)
+                continue
+            self.received += 1
+            if record.prompt_id in self._prompts or record.prompt_id in self.used:
+                self._drop(record, DUPLICATE_PROMPT, return_prompt=False)
+            else:
+                self._live[record.rollout_id] = record
+                self._prompts.add(record.prompt_id)
+        return copies
+
+    def expire(self, version: int) -> None:
+        """Drop the live records that the step at `version` and any later one may not train."""
+        for record in [record for record in self._live.values() if self._expired(record, version)]:
+            del self._live[record.rollout_id]
+            self._prompts.discard(record.prompt_id)
+            self._drop(record, STALE, return_prompt=True)
+
+    def take(self, version: int) -> Batch | None:
+        """The batch of the step at `version`; None while fewer than B live records are left after the expiry check."""
+        self.expire(version)
+        if len(self._live) < self.batch_size:
+            return None
+        chosen = sorted(self._live.values(), key=_oldest_first)[: self.batch_size]
+        for record in chosen:
+            self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
+        return Batch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
+
+    def mark_trained(self, batch: Batch) -> None:
+        """The step of `batch` is complete: its prompts are used.
+
+        Raises:
+            KeyError: a record was not taken, or is trained twice.
+        """
+        for record in batch.records:
+            del self._taken[record.rollout_id]
+            self._prompts.discard(record.prompt_id)
+            self.used.add(record.prompt_id)
+            self._remember(record)
+            self.trained += 1
+
+    def pop_drops(self) -> list[Drop]:
+        """The drops since the last call; each is told exactly once."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    def describe(self) -> str:
+        """The counters in words, for a message about a stall."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        return (
+            f"{len(self._live)} of {self.batch_size} rollouts in the buffer "
+            f"({self.received} received, {self.trained} trained, {len(self._taken)} in training, dropped: {reasons})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: used prompts and counters. Live records are not: their prompts are tried again."""
+        return {"used_prompts": self.used.to_json(), "trained": self.trained, "dropped": dict(self.dropped)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.used = UsedPrompts.from_json(state["used_prompts"])
+        self.trained = state["trained"]
+        self.dropped = Counter(state["dropped"])
+
+    def _expired(self, record: RolloutRecord, version: int) -> bool:
+        if not record.generated_tokens:
+            return False
+        decisive = record.newest_version if self.on_stale == "mask" else record.oldest_version
+        return version - decisive > self.eta
+
+    def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:
+        self.dropped[reason] += 1
+        self._drops.append(Drop(record, reason, return_prompt))
+        self._remember(record)
+
+    def _remember(self, record: RolloutRecord) -> None:
+        self._finished[record.rollout_id] = None
+        while len(self._finished) > REMEMBERED_IDS:
+            self._finished.popitem(last=False)
+
+
+def _oldest_first(record: RolloutRecord) -> tuple[int, int, str]:
+    return (record.oldest_version, record.order, record.rollout_id)
+
+
+def _data_order(record: RolloutRecord) -> tuple[int, str]:
+    return (record.order, record.rollout_id)

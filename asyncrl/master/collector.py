@@ -1,0 +1,150 @@
+"""Brings the metadata of received rollouts to the sample buffer while training goes on.
+
+One task per ModelWorker holds a long-poll open, answered on the worker's I/O thread whatever its main thread computes.
+Each poll acknowledges the reply before it by its cursor, so a lost reply is told again; the buffer knows repeats.
+
+Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
+slow while nobody waits for data, faster than anybody could notice while somebody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.peers import ModelWorkers
+from asyncrl.master.records import RolloutRecord
+from asyncrl.runtime.waiting import cancel
+
+POLL_S = 10.0
+"""How long a worker holds a poll that has nothing to tell."""
+PACE_S = 0.1
+"""Time between two polls while nobody waits."""
+PACE_AWAITED_S = 0.004
+"""Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
+REPLY_LIMIT_S = 20.0
+"""Beyond `POLL_S`; only a worker that is gone or stuck does not answer by then."""
+
+
+class Collector:
+    """Polls every ModelWorker into `buffer`; counts what it received in `generated_tokens` and `generated_samples`."""
+
+    def __init__(self, workers: ModelWorkers, buffer: SampleBuffer) -> None:
+        self.generated_tokens = 0
+        self.generated_samples = 0
+        self._workers = workers
+        self._buffer = buffer
+        self._changed = asyncio.Event()
+        self._awaited = asyncio.Event()
+        self._kicks = [asyncio.Event() for _ in range(workers.count)]
+        self._refreshing: list[list[asyncio.Future[None]]] = [[] for _ in range(workers.count)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to poll."""
+        self._tasks = [asyncio.create_task(self._follow(worker)) for worker in range(self._workers.count)]
+
+    async def close(self) -> None:
+        """Stop polling."""
+        await cancel(*self._tasks)
+
+    def check(self) -> None:
+        """Whether every worker still answers; returns at once.
+
+        Raises:
+            Exception: what ended a worker's polls.
+        """
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def changed(self) -> None:
+        """Wait until a record came since the last call.
+
+        Raises:
+            Exception: what ended a worker's polls.
+        """
+        self._awaited.set()
+        try:
+            await self._unless_failed(self._changed.wait())
+        finally:
+            self._awaited.clear()
+        self._changed.clear()
+
+    async def refresh(self) -> None:
+        """Have every worker answer a poll that begins after this call: what they hold now is in the buffer then.
+
+        Raises:
+            Exception: what ended a worker's polls.
+        """
+        answers = [asyncio.get_running_loop().create_future() for _ in self._tasks]
+        for worker, answer in enumerate(answers):
+            self._refreshing[worker].append(answer)
+            self._kicks[worker].set()
+        await self._unless_failed(_all_of(answers))
+
+    async def _follow(self, worker: int) -> None:
+        cursor = 0
+        while True:
+            self._kicks[worker].clear()
+            refreshing, self._refreshing[worker] = self._refreshing[worker], []
+            reply = await self._poll(worker, cursor, 0.0 if refreshing else POLL_S)
+            if reply is None:
+                continue
+            cursor = reply["cursor"]
+            await self._take_in([RolloutRecord.from_meta(worker, meta) for meta in reply["rollouts"]])
+            for answer in refreshing:
+                if not answer.done():
+                    answer.set_result(None)
+            if reply["rollouts"]:
+                await self._pace(worker)
+
+    async def _pace(self, worker: int) -> None:
+        """Let a burst gather, unless a refresh is asked for."""
+        urgent = [asyncio.ensure_future(event.wait()) for event in (self._awaited, self._kicks[worker])]
+        try:
+            await asyncio.sleep(PACE_AWAITED_S)
+            await asyncio.wait(urgent, timeout=PACE_S - PACE_AWAITED_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(*urgent)
+
+    async def _poll(self, worker: int, cursor: int, hold_s: float) -> dict[str, Any] | None:
+        """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
+        meta = {"timeout_s": hold_s, "cursor": cursor}
+        request = self._workers.request(worker, "poll_buffer", meta, hold_s + REPLY_LIMIT_S)
+        if not hold_s:
+            return await request
+        poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[worker].wait())
+        try:
+            await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
+            return poll.result() if poll.done() else None
+        finally:
+            await cancel(poll, kick)
+
+    async def _take_in(self, records: list[RolloutRecord]) -> None:
+        if not records:
+            return
+        before = self._buffer.received
+        copies = self._buffer.add(records)
+        if self._buffer.received > before:
+            self.generated_tokens += sum(record.generated_tokens for record in records)
+            self.generated_samples += sum(len(record.lengths) for record in records)
+            self._changed.set()
+        for copy in copies:
+            await self._workers.request(copy.worker, "discard", {"rollout_ids": [copy.rollout_id]}, REPLY_LIMIT_S)
+
+    async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
+        """Await `waiting`, or raise what a polling task ended with."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            done, _ = await asyncio.wait({task, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {task}:
+                ended.result()
+        finally:
+            await cancel(task)
+
+
+async def _all_of(answers: list[asyncio.Future[None]]) -> None:
+    await asyncio.gather(*answers)

@@ -1,0 +1,157 @@
+"""The built-in graphs, and how the config's graph is found.
+
+A graph is a function of the experiment's config; a user's own is one like these, named by its import path. All share
+one shape: log-probabilities of the other policies where the config asks for them, advantages, training. Which loss,
+estimator or correction runs inside a call is the config's choice (`algorithm.*`), not the graph's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.master.graph.model_functions import known_functions
+from asyncrl.master.graph.types import Call, Graph, GraphError, nearest
+
+POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantages")
+
+
+def proximal(config: ExperimentConfig) -> tuple[Call, ...]:
+    """Recomputes the proximal log-probabilities at the step's start, where `algorithm.prox` says so."""
+    if config.algorithm.prox != "recompute":
+        return ()
+    return (Call("actor_inf", "actor", "actor_inf", reads=("tokens", "loss_mask"), writes=("prox_logprobs",)),)
+
+
+def reference(config: ExperimentConfig) -> tuple[Call, ...]:
+    """Log-probabilities under the reference model, where a KL term needs them."""
+    if not config.algorithm.kl_coef:
+        return ()
+    return (Call("ref_inf", "ref", "ref_inf", reads=("tokens", "loss_mask"), writes=("ref_logprobs",)),)
+
+
+def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
+    """What the advantage call reads besides, where the KL term is part of the reward."""
+    return written(*reference(config)) if config.algorithm.kl_in == "reward" else ()
+
+
+def written(*calls: Call) -> tuple[str, ...]:
+    """The keys that `calls` write."""
+    return tuple(key for call in calls for key in call.writes)
+
+
+def grpo(config: ExperimentConfig) -> Graph:
+    """Group-normalised advantages, no critic."""
+    logprobs = (*reference(config), *proximal(config))
+    kl_keys = kl_in_reward(config)
+    calls = (
+        *logprobs,
+        Call("advantage", "actor", "advantage", reads=("rewards", "loss_mask", *kl_keys), writes=("advantages",)),
+        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*logprobs))),
+    )
+    return Graph("grpo", calls)
+
+
+def reinforce(config: ExperimentConfig) -> Graph:
+    """The policy gradient itself: behaviour log-probabilities only, no proximal policy."""
+    ref = reference(config)
+    kl_keys = kl_in_reward(config)
+    calls = (
+        *ref,
+        Call("advantage", "actor", "advantage", reads=("rewards", "loss_mask", *kl_keys), writes=("advantages",)),
+        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*ref))),
+    )
+    return Graph("reinforce", calls)
+
+
+def dapo(config: ExperimentConfig) -> Graph:
+    """GRPO with dynamic sampling: groups without a signal are filtered before the advantages."""
+    logprobs = (*reference(config), *proximal(config))
+    reads = ("rewards", "loss_mask")
+    calls = (
+        *logprobs,
+        Call("filter", "actor", "filter", reads=reads, writes=("keep",)),
+        Call("advantage", "actor", "advantage", reads=(*reads, "keep", *kl_in_reward(config)), writes=("advantages",)),
+        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, "keep", *written(*logprobs))),
+    )
+    return Graph("dapo", calls)
+
+
+def ppo(config: ExperimentConfig) -> Graph:
+    """Actor and critic; where they live on different workers they run at the same time."""
+    logprobs = (*reference(config), *proximal(config))
+    kl_keys = kl_in_reward(config)
+    sequence = ("tokens", "loss_mask")
+    calls = (
+        *logprobs,
+        Call("critic_inf", "critic", "critic_inf", reads=sequence, writes=("values",)),
+        Call(
+            "advantage",
+            "actor",
+            "advantage",
+            reads=("rewards", "truncated", "loss_mask", "values", *kl_keys),
+            writes=("advantages", "returns", "value_mask"),
+        ),
+        Call("critic_train", "critic", "critic_train", reads=(*sequence, "values", "returns", "value_mask")),
+        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*logprobs))),
+    )
+    return Graph("ppo", calls)
+
+
+BUILTIN: dict[str, Callable[..., Graph]] = {"grpo": grpo, "ppo": ppo, "dapo": dapo, "reinforce": reinforce}
+
+
+def load_graph(config: ExperimentConfig) -> Graph:
+    """The graph named in `algorithm.graph`, built for `config` and validated.
+
+    Raises:
+        GraphError: no such graph, wrong `algorithm.graph_args`, a function's import path that leads nowhere, or
+            whatever `Graph.validate` finds.
+    """
+    name = config.algorithm.graph
+    graph = _build(name, _builder(name), config)
+    graph.validate(known_functions())
+    for call in graph.calls:
+        if ":" in call.function:
+            try:
+                load_plugin(call.function)
+            except PluginError as error:
+                raise GraphError(f"graph {graph.name!r}: call {call.name!r}: {error}") from error
+    return graph
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    if name in BUILTIN:
+        return BUILTIN[name]
+    if ":" not in name:
+        raise GraphError(
+            f"algorithm.graph={name!r}: no such graph{nearest(name, BUILTIN)}; built-in: {', '.join(BUILTIN)}; "
+            "your own: package.module:function"
+        )
+    try:
+        builder = load_plugin(name)
+    except PluginError as error:
+        raise GraphError(f"algorithm.graph: {error}") from error
+    if not callable(builder):
+        raise GraphError(
+            f"algorithm.graph={name!r}: not a function; name one that takes the config and returns a Graph"
+        )
+    return builder  # type: ignore[no-any-return]  # what a plug-in returns is checked by the caller
+
+
+def _build(name: str, builder: Callable[..., Any], config: ExperimentConfig) -> Graph:
+    args = config.algorithm.graph_args
+    try:
+        inspect.signature(builder).bind(config, **args)
+    except TypeError as error:
+        takes = ", ".join(list(inspect.signature(builder).parameters)[1:]) or "no arguments"
+        raise GraphError(f"algorithm.graph_args={args}: {name}: {error}; it takes {takes} beside the config") from error
+    graph = builder(config, **args)
+    if not isinstance(graph, Graph):
+        raise GraphError(
+            f"algorithm.graph={name!r}: it returned {type(graph).__name__}; return an asyncrl.master.graph Graph"
+        )
+    return graph

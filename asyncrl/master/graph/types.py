@@ -1,0 +1,246 @@
+"""A training step as a graph of model function calls.
+
+A call names the role whose workers run it, the function, the keys it reads and the keys it writes. Keys name columns of
+the step's batch: some come with the trajectories (`BATCH_KEYS`), the others are written by a call. Edges follow from
+them: the writer of a key runs before its readers. `after` adds an edge where no key passes, for example between two
+calls that train in turn. The tensors behind the keys never leave the workers.
+
+    ref_inf ──ref_logprobs──┐
+    actor_inf ─prox_logprobs┴▶ actor_train        (advantage ──advantages──▶ actor_train)
+
+`Graph.validate` finds every mistake that can be found before a process starts and names the calls in its error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BATCH_KEYS: tuple[str, ...] = (
+    "tokens",
+    "loss_mask",
+    "behave_logprobs",
+    "versions",
+    "rewards",
+    "truncated",
+    "lengths",
+    "group_ids",
+    "minibatches",
+)
+"""Keys that every step's batch has before its first call; see `asyncrl.trainer.step_batch`."""
+
+
+TRAINED_ROLES: tuple[str, ...] = ("actor", "critic", "ref")
+"""Roles whose models the config describes; any other is a reward model, whose folder a call of the role names."""
+MODEL_ARG = "path"
+"""The argument of a call that names the Hugging Face folder of its role's model, for roles beside `TRAINED_ROLES`."""
+
+
+class GraphError(ValueError):
+    """A graph that cannot run; the message names the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model function call.
+
+    `function` is a registered name (`actor_train`) or an import path (`package.module:function`, `file.py:function`)
+    of `fn(ctx, batch) -> dict[str, float]`. `args` are handed to it as `ctx.args`. `after` names calls that must run
+    first.
+    """
+
+    name: str
+    role: str
+    function: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`source` runs before `target`; `keys` pass between them (none where the edge is an explicit one)."""
+
+    source: str
+    target: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The calls of a training step.
+
+    `inputs` are the keys that are there before the first call.
+    """
+
+    name: str
+    calls: tuple[Call, ...]
+    inputs: tuple[str, ...] = BATCH_KEYS
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the calls, as written."""
+        return tuple(call.name for call in self.calls)
+
+    def roles(self) -> tuple[str, ...]:
+        """The roles that the calls name, each once, as written."""
+        return tuple(dict.fromkeys(call.role for call in self.calls))
+
+    def edges(self) -> tuple[Edge, ...]:
+        """Inferred and explicit edges, one per pair of calls, in the order of the calls. Needs unique writers."""
+        writers = {key: call.name for call in self.calls for key in call.writes}
+        edges: list[Edge] = []
+        for call in self.calls:
+            keys: dict[str, list[str]] = {source: [] for source in call.after}
+            for key in call.reads:
+                if key in writers:
+                    keys.setdefault(writers[key], []).append(key)
+            edges += [Edge(source, call.name, tuple(passed)) for source, passed in keys.items()]
+        return tuple(edges)
+
+    def predecessors(self) -> dict[str, frozenset[str]]:
+        """For every call the names of the calls that must be done before it starts."""
+        before: dict[str, set[str]] = {name: set() for name in self.names()}
+        for edge in self.edges():
+            before[edge.target].add(edge.source)
+        return {name: frozenset(sources) for name, sources in before.items()}
+
+    def order(self) -> tuple[Call, ...]:
+        """A topological order: of the calls that may come next, the one written first. The same in every process.
+
+        Raises:
+            GraphError: the calls form a cycle; the message walks it.
+        """
+        position = {name: index for index, name in enumerate(self.names())}
+        waiting = {name: set(sources) for name, sources in self.predecessors().items()}
+        ready = [position[name] for name, sources in waiting.items() if not sources]
+        heapq.heapify(ready)
+        ordered: list[Call] = []
+        while ready:
+            call = self.calls[heapq.heappop(ready)]
+            ordered.append(call)
+            del waiting[call.name]
+            for name, sources in waiting.items():
+                if call.name in sources:
+                    sources.remove(call.name)
+                    if not sources:
+                        heapq.heappush(ready, position[name])
+        if waiting:
+            raise GraphError(
+                f"graph {self.name!r}: the calls form a cycle: {_cycle(waiting)}; remove one of these edges"
+            )
+        return tuple(ordered)
+
+    def reward_models(self) -> dict[str, str]:
+        """The reward models to load: for every role beside `TRAINED_ROLES` the folder that its call names.
+
+        Raises:
+            GraphError: two calls name different folders for one role.
+        """
+        models: dict[str, str] = {}
+        for call in self.calls:
+            if call.role in TRAINED_ROLES or MODEL_ARG not in call.args:
+                continue
+            folder = str(call.args[MODEL_ARG])
+            if models.setdefault(call.role, folder) != folder:
+                raise GraphError(
+                    f"graph {self.name!r}: call {call.name!r} gives role {call.role!r} the model {folder!r}, another "
+                    f"call {models[call.role]!r}; a role has one model: use two roles"
+                )
+        return models
+
+    def validate(self, functions: Collection[str], hosted_roles: Collection[str] | None = None) -> None:
+        """Check the graph as it will run.
+
+        Args:
+            hosted_roles: roles that some worker hosts; None: those of the config and the reward models.
+            functions: registered model functions; a name with a colon is an import path and checked by its loader.
+
+        Raises:
+            GraphError: duplicate or unknown call names, two writers of a key, a key nobody writes, a role nobody hosts,
+                an unknown function, or a cycle.
+        """
+        hosted_roles = {*TRAINED_ROLES, *self.reward_models()} if hosted_roles is None else hosted_roles
+        if not self.calls:
+            raise GraphError(f"graph {self.name!r} has no calls; return at least one Call from its function")
+        self._check_names()
+        self._check_writers()
+        self._check_reads()
+        for call in self.calls:
+            if call.role not in hosted_roles:
+                raise GraphError(
+                    f"graph {self.name!r}: call {call.name!r} needs role {call.role!r}, which no worker hosts"
+                    f"{nearest(call.role, hosted_roles)}; hosted roles: {_listed(hosted_roles)}; "
+                    f"for a reward model give the call args={{'{MODEL_ARG}': <folder>}}"
+                )
+            if ":" not in call.function and call.function not in functions:
+                raise GraphError(
+                    f"graph {self.name!r}: call {call.name!r} names the unknown function {call.function!r}"
+                    f"{nearest(call.function, functions)}; known: {_listed(functions)}; "
+                    "your own: package.module:function"
+                )
+        self.order()
+
+    def _check_names(self) -> None:
+        repeated = [name for name, count in Counter(self.names()).items() if count > 1]
+        if repeated:
+            raise GraphError(f"graph {self.name!r} has several calls named {repeated[0]!r}; give each its own name")
+        for call in self.calls:
+            for source in call.after:
+                if source not in self.names():
+                    raise GraphError(
+                        f"graph {self.name!r}: call {call.name!r} comes after {source!r}, which is no call"
+                        f"{nearest(source, self.names())}; calls: {_listed(self.names())}"
+                    )
+
+    def _check_writers(self) -> None:
+        writers: dict[str, str] = {}
+        for call in self.calls:
+            for key in call.writes:
+                if key in self.inputs:
+                    raise GraphError(
+                        f"graph {self.name!r}: call {call.name!r} writes {key!r}, which comes with the trajectories; "
+                        "write under another name and have the calls after it read that"
+                    )
+                if key in writers:
+                    raise GraphError(
+                        f"graph {self.name!r}: calls {writers[key]!r} and {call.name!r} both write {key!r}; "
+                        "a key has one writer: rename one of the two"
+                    )
+                writers[key] = call.name
+
+    def _check_reads(self) -> None:
+        written = {key for call in self.calls for key in call.writes}
+        available = written.union(self.inputs)
+        for call in self.calls:
+            for key in call.reads:
+                if key not in available:
+                    raise GraphError(
+                        f"graph {self.name!r}: call {call.name!r} reads {key!r}, which no call writes"
+                        f"{nearest(key, available)}; available keys: {_listed(available)}"
+                    )
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """`, did you mean 'x'?` for the name that `name` is probably a slip of; empty where none is near."""
+    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _cycle(waiting: Mapping[str, set[str]]) -> str:
+    """One cycle among calls that all wait for another of them, written in the direction of the edges."""
+    name = next(iter(waiting))
+    walked: list[str] = []
+    while name not in walked:
+        walked.append(name)
+        name = min(source for source in waiting[name] if source in waiting)
+    loop = [*walked[walked.index(name) :], name]
+    return " -> ".join(repr(call) for call in reversed(loop))

@@ -1,0 +1,128 @@
+"""What the run writes down: a row of metrics per train step, and the evaluations.
+
+A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
+that a resumed run has every row exactly once too.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.buffer import Batch, SampleBuffer
+from asyncrl.master.collector import Collector
+from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
+from asyncrl.master.peers import EvaluationResult, GateStatus
+from asyncrl.master.records import STALE
+from asyncrl.observability.metrics import MetricsWriter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Running totals as of the last row; a row tells what was added since."""
+
+    at: float
+    tokens: int = 0
+    samples: int = 0
+    stale: int = 0
+    closed_s: float = 0.0
+
+
+class Journal:
+    """Rows and evaluations of one run.
+
+    Args:
+        collector, buffer: whose counters the rows tell.
+    """
+
+    def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:
+        self.evaluations: list[Row] = []
+        self._config = config
+        self._collector = collector
+        self._buffer = buffer
+        self._rows = RowQueue()
+        self._metrics: MetricsWriter | None = None
+        self._started_at = 0.0
+        self._totals = _Totals(0.0)
+
+    def open(self, run_dir: Path, version: int, now: float, state: dict[str, Any] | None = None) -> None:
+        """Begin to write after step `version`; `state` is that of its checkpoint."""
+        self._metrics = MetricsWriter.open(run_dir, self._config, after_step=version)
+        self._started_at = now
+        self._totals = _Totals(now, stale=self._buffer.dropped[STALE])
+        if state is None:
+            return
+        self.evaluations = list(state["evaluations"])
+        for held in state["rows"]:
+            if held["step"] > self._metrics.last_step:
+                self._metrics.write(held["step"], held["row"])
+
+    @property
+    def last_row_at(self) -> float:
+        """When the last step ended (`now` of `step`); before the first, when the journal was opened."""
+        return self._totals.at
+
+    def evaluation_due(self, version: int) -> bool:
+        """Whether `version` is to be evaluated: every `eval.interval`-th, the initial and the last one."""
+        interval = self._config.eval.interval
+        return interval > 0 and (version % interval == 0 or version == self._config.total_train_steps)
+
+    def step(self, version: int, batch: Batch, measured: Row, gate: GateStatus, now: float) -> None:
+        """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
+        before, collector, stale = self._totals, self._collector, self._buffer.dropped[STALE]
+        after = _Totals(now, collector.generated_tokens, collector.generated_samples, stale, gate.closed_s)
+        step_s = max(now - before.at, 1e-9)
+        row = {"policy_version": version, **batch_statistics(batch), **measured}
+        row |= {
+            "time/step_s": step_s,
+            "time/elapsed_s": now - self._started_at,
+            "time/gate_closed_s": after.closed_s - before.closed_s,
+            "throughput/gen_tokens_per_s": (after.tokens - before.tokens) / step_s,
+            "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
+            "rollout/dropped_stale": after.stale - before.stale,
+            "rollout/in_buffer": len(self._buffer),
+        }
+        if after.samples > before.samples:
+            row["rollout/admitted_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
+        self._totals = after
+        told_here = {version, 0} if version == 1 else {version}
+        self._rows.add(version, row, filter(self.evaluation_due, told_here))
+        self._write_ready()
+
+    def evaluated(self, version: int, result: EvaluationResult | None) -> None:
+        """The evaluation of `version` has ended; None if it failed."""
+        statistics: Row = {}
+        if result is not None:
+            name = self._config.eval.name
+            statistics = evaluation_statistics(name, result, prefix="" if version else "initial_")
+            self.evaluations.append({"version": version, **evaluation_statistics(name, result)})
+            _log.info("evaluation of version %d on %s: %s", version, name, statistics)
+            if (result.min_version, result.max_version) != (version, version):
+                answered = f"{result.min_version} to {result.max_version}"
+                _log.warning("the evaluation of version %d was answered by versions %s", version, answered)
+        self._rows.evaluated(version, statistics)
+        self._write_ready()
+
+    def accuracies(self) -> dict[str, float]:
+        """The last accuracy of each evaluated set."""
+        name = self._config.eval.name
+        return {name: self.evaluations[-1][f"eval/{name}/accuracy"]} if self.evaluations else {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"rows": self._rows.state(), "evaluations": self.evaluations}
+
+    def close(self) -> None:
+        """Write out what is left."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _write_ready(self) -> None:
+        if self._metrics is not None:
+            for step, row in self._rows.pop_ready():
+                self._metrics.write(step, row)

@@ -1,0 +1,45 @@
+"""MasterWorker: decides what is trained when, and sees no tensor."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import ClassVar
+
+from asyncrl.comm import names
+from asyncrl.config.checks import data_parallel_ranks
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.connections import Evaluators, NameBoard, WorkerClients, placement_of, registered
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.worker import AsyncWorker
+
+
+class MasterWorker(AsyncWorker):
+    """Finds the other processes, then runs the loop (`TrainLoop`) to its end."""
+
+    kind: ClassVar[str] = "master_worker"
+
+    def configure(self) -> None:
+        self._graph = load_graph(self.config)
+        self._ranks = data_parallel_ranks(self.config.trainer.parallel)
+
+    async def main(self) -> None:
+        async with AsyncExitStack() as closing:
+            try:
+                peers = await self._connect(closing)
+            except StopRequested:
+                return
+            self.ready()
+            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
+
+    async def _connect(self, closing: AsyncExitStack) -> Peers:
+        url = await registered(self, names.manager_key())
+        manager = ManagerClient(url, self.spec.name, self.secret.token if self.secret is not None else None)
+        closing.push_async_callback(manager.close)
+        trainers = await WorkerClients.connect(self, "model_worker", self._ranks)
+        closing.callback(trainers.close)
+        rollouts = await WorkerClients.connect(self, "rollout_worker", self.config.rollout.workers)
+        closing.callback(rollouts.close)
+        placement = placement_of(self._graph, self._ranks)
+        return Peers(trainers, placement, manager, Evaluators(rollouts), NameBoard(self.resolver))

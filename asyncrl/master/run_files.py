@@ -1,0 +1,83 @@
+"""What the master leaves in the run's folder besides metrics: the data state, the summary, the checkpoints' place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.peers import GateBooks
+from asyncrl.runtime.run_dir import METRICS_FILE, SUMMARY_FILE
+
+CHECKPOINTS_DIR, WEIGHTS_DIR, LOGS_DIR = "checkpoints", "weights", "logs"
+ANNOUNCED_DIR = "announced"
+"""Manifests and canaries of versions that servers get from the trainer's memory."""
+DATA_STATE_FILE = "data_state.json"
+
+
+class BooksError(RuntimeError):
+    """A rollout is unaccounted for at the end of the run."""
+
+
+def checkpoint_root(run_dir: Path) -> Path:
+    """Folder of the run's checkpoints."""
+    return run_dir / CHECKPOINTS_DIR
+
+
+def write_data_state(run_dir: Path, used: UsedPrompts) -> Path:
+    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`); returns the file."""
+    path = run_dir / DATA_STATE_FILE
+    _write_json(path, {"used_prompts": used.to_json()})
+    return path
+
+
+def write_summary(
+    run_dir: Path,
+    steps: int,
+    total_steps: int,
+    books: GateBooks,
+    accuracies: Mapping[str, float],
+    evaluations: Sequence[Mapping[str, float]],
+) -> None:
+    """Write the end of the run as `summary.json`: steps, books, the last accuracy of each set, where things lie."""
+    summary = {
+        "steps": steps,
+        "total_steps": total_steps,
+        "books": {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(books).items()},
+        "eval": dict(accuracies),
+        "evaluations": list(evaluations),
+        "paths": {
+            "metrics": str(run_dir / METRICS_FILE),
+            "weights": str(run_dir / WEIGHTS_DIR),
+            "checkpoints": str(checkpoint_root(run_dir)),
+            "logs": str(run_dir / LOGS_DIR),
+        },
+    }
+    _write_json(run_dir / SUMMARY_FILE, summary)
+
+
+def check_books(books: GateBooks, trained: int) -> None:
+    """Check that every rollout is accounted for, and that the gate saw `trained` of them reach the optimizer.
+
+    Raises:
+        BooksError: naming the counters.
+    """
+    dropped = sum(books.dropped.values())
+    if books.submitted != books.trained + dropped + books.abandoned or books.running or books.finished_untrained:
+        raise BooksError(
+            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped {dropped} "
+            f"{dict(books.dropped)}, abandoned {books.abandoned}, still running {books.running}, "
+            f"finished but untrained {books.finished_untrained}"
+        )
+    if books.trained != trained:
+        raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)

@@ -1,0 +1,358 @@
+"""The master's loop: wait for a batch, train on it, publish the new version, keep the books.
+
+The loop holds metadata only and asks everything of its peers, so the tests run it whole against peers in one process.
+
+What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
+(`VersionClock`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
+failure, or a stall: no train step for `system.stall_timeout_s`, which raises `Stalled` with who waits for what, on
+which counter.
+
+Exactly once. A prompt is used from the moment its step is complete. A checkpoint holds the model and the used prompts
+of one and the same version in one folder that appears at once, so after a restart both forget the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.assignment import assign
+from asyncrl.master.buffer import Batch, SampleBuffer
+from asyncrl.master.collector import Collector
+from asyncrl.master.graph.executor import Executor
+from asyncrl.master.graph.types import Graph
+from asyncrl.master.journal import Journal
+from asyncrl.master.metric_rows import Row
+from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus, Manager, ModelWorkers, RolloutWorkers
+from asyncrl.master.records import Drop
+from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
+from asyncrl.master.version_clock import VersionClock
+from asyncrl.runtime.waiting import StopRequested, or_stop
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+ACTOR = "actor"
+"""The role whose weights the servers follow."""
+STATUS_LIMIT_S = 5.0
+"""Limit of a question whose answer only goes into a message."""
+BOOKS_LIMIT_S = 5.0
+"""Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+HOLD_S = 10.0
+"""How long the manager holds one question about expiring rollouts."""
+
+
+class Stalled(RuntimeError):
+    """No train step for too long; the message says which stage waits for what, and on which counter."""
+
+
+class Board(Protocol):
+    """Where the run's other processes look: name resolution, as the loop needs it."""
+
+    def announce_version(self, version: int, path: str) -> None:
+        """The actor's newest weights are in `path`."""
+        ...
+
+    def announce_data_state(self, path: Path, epoch: int) -> None:
+        """The RolloutWorkers may begin; the used prompts are in `path`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other processes. `placement` names for every role of the graph the ModelWorkers that host it."""
+
+    workers: ModelWorkers
+    placement: Mapping[str, Sequence[int]]
+    manager: Manager
+    rollouts: RolloutWorkers
+    board: Board
+
+
+class TrainLoop:
+    """See the module's docstring. `run` is the whole life; set `stop` to end it early with a checkpoint."""
+
+    def __init__(
+        self, config: ExperimentConfig, run_dir: Path, graph: Graph, peers: Peers, stop: asyncio.Event
+    ) -> None:
+        self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
+        self.version = 0
+        self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+        self._limit_s = config.system.stall_timeout_s
+        self._executor = Executor(graph, peers.placement, peers.workers, self._limit_s)
+        self._collector = Collector(peers.workers, self.buffer)
+        self._journal = Journal(config, self._collector, self.buffer)
+        self._clock = VersionClock(
+            peers.board.announce_version, self._evaluate, self._journal.evaluation_due, self._journal.evaluated
+        )
+        self._status = GateStatus(0.0, frozenset(), "")
+        self._untold_trained: list[str] = []
+        self._untold_drops: list[Drop] = []
+        self._trained_before = 0
+        self._saved_version: int | None = None
+        self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
+        self._model_in_step = False
+
+    async def run(self) -> None:
+        """Train up to `total_train_steps`, or until asked to stop; then checkpoint, balance the books and sum up.
+
+        Raises:
+            Stalled, BooksError: see there.
+            ExecutionError: a model function call failed.
+            Exception: another process failed. Steps that were complete are saved first, where that is possible.
+        """
+        try:
+            await self._begin()
+            try:
+                while not self._complete:
+                    await self._step()
+            except StopRequested:
+                _log.info("asked to stop: ending at version %d", self.version)
+            await self._finish()
+        except Exception:
+            await self._save_what_is_complete()
+            raise
+        finally:
+            await self._collector.close()
+            await self._clock.close()
+            self._journal.close()
+
+    async def _begin(self) -> None:
+        """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
+        state = await self._restore()
+        self._journal.open(self.run_dir, self.version, self._now(), state["journal"] if state else None)
+        # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
+        await self._all("collect_weights", {"role": ACTOR, "keep": [self.version]})
+        if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
+            self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
+        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self.buffer.used.epoch)
+        self._collector.start()
+        if self.version == 0:
+            self._clock.begin(0)
+
+    async def _step(self) -> None:
+        """From version v to v + 1."""
+        if self.stop.is_set():
+            raise StopRequested
+        begun = self._now()
+        batch = await self._next_batch()
+        has_data = self._now()
+        stats = await self._train(batch)
+        trained = self._now()
+        path = await self._publish(to_disk=self._complete or self._wants_folder)
+        published = self._now()
+        await self._clock.published(self.version, path)
+        announced = self._now()
+        self._untold_trained += [record.rollout_id for record in batch.records]
+        times = {
+            "time/wait_data_s": has_data - begun,
+            "time/train_s": trained - has_data,
+            "time/publish_s": published - trained,
+            "time/wait_eval_s": announced - published,
+        }
+        try:
+            await self._report()
+            self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
+        finally:  # the step is complete, so its row is written, whatever kept the manager from hearing of it
+            self._journal.step(self.version, batch, stats | times, self._status, self._now())
+        if self._checkpoint_is_due:
+            await self._save()
+
+    async def _next_batch(self) -> Batch:
+        while True:
+            await self._enough_rollouts()
+            if self.config.on_stale == "wait":
+                await self._nothing_would_expire()
+            batch = self.buffer.take(self.version)
+            if batch is not None:
+                return batch
+
+    async def _enough_rollouts(self) -> None:
+        while True:
+            self.buffer.expire(self.version)
+            await self._report()  # what expired leaves the gate's count, which makes room for what the batch lacks
+            if len(self.buffer) >= self.config.train_batch_size:
+                return
+            await self._wait(self._collector.changed(), "trajectories from the RolloutWorkers")
+
+    async def _nothing_would_expire(self) -> None:
+        """Hold the step until every rollout that a later step could not train is in the buffer."""
+        what = "the end of rollouts that would expire (on_stale=wait)"
+        while running := await self._wait(self.peers.manager.wait_expiring(self.version, HOLD_S), what):
+            _log.info("step %d is held for %d rollouts that would expire", self.version, len(running))
+        await self._wait(self._collector.refresh(), "the ModelWorkers to tell what they received")
+
+    async def _train(self, batch: Batch) -> Row:
+        minibatches = self.config.trainer.ppo_minibatches
+        cut = assign(batch.records, self.peers.workers.count, minibatches, self.config.seed, batch.version)
+        step = {
+            "version": batch.version,
+            "min_version": batch.min_version,
+            "num_minibatches": minibatches,
+            "assignment": [asdict(assignment) for assignment in cut],
+        }
+        self._model_in_step = True
+        await self._all("begin_step", step)
+        stats = await self._executor.run()
+        await self._all("end_step", {})
+        self.buffer.mark_trained(batch)
+        self.version += 1
+        self._model_in_step = False
+        return stats
+
+    async def _publish(self, *, to_disk: bool) -> str:
+        """Make the actor's weights available as the current version; returns its folder, which holds the weights
+        themselves if `to_disk`. Versions nobody reads are removed, but for the newest on disk.
+        """
+        if to_disk:
+            self._on_disk = self.version
+        in_use = {self.version, self.version - 1, self._on_disk, *self._clock.put_off, *self._status.versions_in_use}
+        replies = await asyncio.gather(
+            self._all("publish", {"role": ACTOR, "version": self.version, "to_disk": to_disk}),
+            self._all("collect_weights", {"role": ACTOR, "keep": sorted(in_use)}),
+        )
+        return str(replies[0][0]["path"])
+
+    async def _report(self) -> None:
+        """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
+
+        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What it was not
+        told then, `_finish` tells.
+        """
+        self._untold_drops += self.buffer.pop_drops()
+        trained, drops = self._untold_trained, self._untold_drops
+        if not trained and not drops:
+            return
+        await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
+        self._untold_trained, self._untold_drops = [], []
+        for worker in sorted({drop.record.worker for drop in drops}):
+            ids = [drop.record.rollout_id for drop in drops if drop.record.worker == worker]
+            await self.peers.workers.request(worker, "discard", {"rollout_ids": ids}, self._limit_s)
+
+    async def _evaluate(self, version: int) -> EvaluationResult:
+        limit_s = self.config.eval.timeout_s
+        async with asyncio.timeout(limit_s):
+            return await self.peers.rollouts.evaluate(version, limit_s)
+
+    async def _finish(self) -> None:
+        if self._complete:
+            await self.peers.manager.close_gate()
+            await self._last_evaluation()
+        else:
+            await self._clock.close()
+        if self._on_disk != self.version:
+            await self._publish(to_disk=True)  # the policy that the run leaves behind
+        if self._saved_version != self.version:
+            await self._save()
+        books = await self._last_books()
+        journal = self._journal
+        write_summary(
+            self.run_dir, self.version, self.config.total_train_steps, books, journal.accuracies(), journal.evaluations
+        )
+        check_books(books, self._trained_before + self.buffer.trained)
+
+    async def _last_books(self) -> GateBooks:
+        manager = self.peers.manager
+        self._untold_drops += self.buffer.pop_drops()
+        try:
+            async with asyncio.timeout(BOOKS_LIMIT_S):
+                await manager.close_gate()
+                await manager.report_consumed(self.version, self._untold_trained, self._untold_drops)
+                return await manager.abandon()
+        except TimeoutError as error:
+            raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
+
+    async def _last_evaluation(self) -> None:
+        try:
+            await or_stop(self._clock.evaluated(), self.stop, self.config.eval.timeout_s)
+        except StopRequested:
+            await self._clock.close()
+
+    async def _restore(self) -> dict[str, Any] | None:
+        """Load the newest checkpoint; returns the master's part of it, None where there is none."""
+        replies = await self._all("load_checkpoint", {"path": str(checkpoint_root(self.run_dir))})
+        state: dict[str, Any] | None = replies[0]["master_state"]
+        if state is not None:
+            self.version = self._saved_version = state["version"]
+            self.buffer.restore(state["buffer"])
+            # The gate counts B per version, whatever B was when they were trained.
+            self._trained_before = self.version * self.config.train_batch_size - self.buffer.trained
+            _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
+        return state
+
+    async def _save(self) -> None:
+        checkpoint = {
+            "path": str(checkpoint_root(self.run_dir) / f"v{self.version}"),
+            "version": self.version,
+            "keep": self.config.checkpoint.keep,
+            "master_state": {
+                "version": self.version,
+                "buffer": self.buffer.state(),
+                "journal": self._journal.state(),
+            },
+        }
+        self._collector.check()  # a worker that is gone would be waited for, and there may be little time
+        await self._all("save_checkpoint", checkpoint)
+        self._saved_version = self.version
+
+    async def _save_what_is_complete(self) -> None:
+        """After a failure: save the last complete step, unless a step that failed has touched the model since."""
+        if self._model_in_step or self._saved_version == self.version or not self.version:
+            return
+        try:
+            await self._save()
+            _log.info("saved version %d", self.version)
+        except Exception as error:
+            _log.warning("version %d could not be saved: %s", self.version, error)
+
+    @property
+    def _checkpoint_is_due(self) -> bool:
+        interval = self.config.checkpoint.interval
+        return bool(interval) and self.version % interval == 0
+
+    @property
+    def _wants_folder(self) -> bool:
+        """Whether servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
+        return self.config.manager.weight_transport == "disk" or self._checkpoint_is_due
+
+    @property
+    def _complete(self) -> bool:
+        return self.version >= self.config.total_train_steps
+
+    async def _all(self, method: str, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Have every ModelWorker do `method`; the replies by rank."""
+        workers, limit_s = self.peers.workers, self._limit_s
+        try:
+            return await asyncio.gather(
+                *(workers.request(worker, method, meta, limit_s) for worker in range(workers.count))
+            )
+        except TimeoutError as error:
+            raise Stalled(f"step {self.version}: {method}: {error} (limit: system.stall_timeout_s)") from error
+
+    async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
+        """Await `waiting` for as long as a step may take; `what` names what is waited for."""
+        try:
+            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - self._now())
+        except TimeoutError as error:
+            raise Stalled(await self._diagnosis(what)) from error
+
+    async def _diagnosis(self, what: str) -> str:
+        try:
+            async with asyncio.timeout(STATUS_LIMIT_S):
+                gate = (await self.peers.manager.status()).description
+        except Exception as error:
+            gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
+        return (
+            f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
+            f"{self.buffer.describe()}; {gate}"
+        )
+
+    @staticmethod
+    def _now() -> float:
+        return time.perf_counter()

@@ -1,0 +1,99 @@
+"""Evaluations on the running servers, and the versions they pin.
+
+An evaluation measures one version, so the servers must stay at it: while one runs, newer versions are not announced.
+Training goes on meanwhile; what it publishes is put off, and of several only the newest is announced when the
+evaluation ends. A version that is to be evaluated itself is never skipped: its announcement waits for the evaluation
+before it.
+
+    publish 5 ─▶ announce 5 ─▶ evaluate 5 ───────────────┐
+                 publish 6 (put off)  publish 7 (put off) └▶ announce 7
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from asyncrl.master.peers import EvaluationResult
+
+_log = logging.getLogger(__name__)
+
+
+class Announce(Protocol):
+    """Makes a published version known to the servers."""
+
+    def __call__(self, version: int, path: str) -> None:
+        """`path` is the folder of its weights."""
+        ...
+
+
+class VersionClock:
+    """Announces versions and evaluates those that are due.
+
+    Args:
+        announce: makes a version known.
+        evaluate: measures a version; it has a time limit of its own.
+        is_due: whether a version is to be evaluated.
+        on_result: takes (version, result) of every evaluation that ended; None where it failed.
+    """
+
+    def __init__(
+        self,
+        announce: Announce,
+        evaluate: Callable[[int], Awaitable[EvaluationResult]],
+        is_due: Callable[[int], bool],
+        on_result: Callable[[int, EvaluationResult | None], None],
+    ) -> None:
+        self._announce = announce
+        self._evaluate = evaluate
+        self._is_due = is_due
+        self._on_result = on_result
+        self._put_off: tuple[int, str] | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def put_off(self) -> tuple[int, ...]:
+        """The published version whose announcement waits for an evaluation, if there is one."""
+        return (self._put_off[0],) if self._put_off else ()
+
+    async def published(self, version: int, path: str) -> None:
+        """`version` lies at `path`: announce it, now or once the evaluation under way ends, and evaluate it if due."""
+        if self._is_due(version):
+            self._put_off = None  # of the versions put off only the newest would be announced: this one
+            await self.evaluated()
+        elif self._running is not None:
+            self._put_off = (version, path)
+            return
+        self._announce(version, path)
+        self.begin(version)
+
+    def begin(self, version: int) -> None:
+        """Evaluate `version`, the one announced last, if it is due."""
+        if self._is_due(version):
+            self._running = asyncio.create_task(self._run(version))
+
+    async def evaluated(self) -> None:
+        """Wait for the end of the evaluation under way, if any."""
+        if self._running is not None:
+            await asyncio.shield(self._running)
+
+    async def close(self) -> None:
+        """Give up the evaluation under way."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self, version: int) -> None:
+        result = None
+        try:
+            result = await self._evaluate(version)
+        except Exception as error:
+            _log.warning("the evaluation of version %d failed: %s: %s", version, type(error).__name__, error)
+        finally:
+            self._running = None
+            self._on_result(version, result)
+            if self._put_off is not None:
+                self._announce(*self._put_off)
+                self._put_off = None

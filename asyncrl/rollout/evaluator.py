@@ -1,0 +1,44 @@
+"""Held-out evaluation on the running servers: greedy, one sample per prompt, outside the staleness count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.api import GenerationRequest, GenerationResult, Sample
+from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.user_code import Plugins
+
+
+class Evaluator:
+    """Evaluates this worker's share of the set: rows `index`, `index + workers`, ... below `size`."""
+
+    def __init__(self, plugins: Plugins, client: RolloutClient, *, index: int, workers: int, size: int) -> None:
+        self._plugins = plugins
+        self._client = client
+        self._rows = range(index, min(size, len(plugins.eval_set)), workers)
+
+    async def evaluate(self, version: int) -> dict[str, Any]:
+        """Rewards and lengths of the share under policy `version` or newer, and which versions it really was.
+
+        Raises:
+            Exception: whatever the agent, the environment or the servers raised.
+        """
+        groups = await asyncio.gather(*(self._one(row, version) for row in self._rows))
+        samples = [sample for group in groups for sample in group]
+        versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
+        return {
+            "rewards": [sample.reward for sample in samples],
+            "lengths": [sample.generated_length for sample in samples],
+            "min_version": min(versions, default=version),
+            "max_version": max(versions, default=version),
+        }
+
+    async def _one(self, row: int, version: int) -> Sequence[Sample]:
+        async def generate(request: GenerationRequest) -> GenerationResult:
+            return await self._client.generate(request, rollout_id=None, min_version=version)
+
+        plugins = self._plugins
+        return await run_episode(plugins.agent, plugins.make_env(), plugins.eval_prompt(row), generate)

@@ -1,0 +1,354 @@
+"""Generation as a rollout sees it: a group's whole answers, whatever happens to the servers meanwhile.
+
+Mechanism
+---------
+`RolloutClient.generate` keeps one `_Draft` per sample and repeats *rounds* until every draft is complete. A round
+asks the manager for a server and sends all incomplete drafts there in one HTTP call, each as the prompt plus the
+exact token ids it has so far. What comes back is appended, with the version and log-probability of every token:
+
+- `stop`: the sample is complete.
+- `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over and the next round goes on.
+- `abort`: a weight update interrupted it; the next round goes on where it was, under the new weights, so its versions
+  are mixed.
+
+A draft's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
+numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
+have been.
+
+Failures
+--------
+- The server dies or hangs: the call fails, at its time limit or as soon as the manager tells that the server left
+  service. The round is repeated elsewhere; only its own tokens are lost. Repeats back off; after `max_failures`
+  rounds in a row without a token the request fails.
+- The server refuses the request (400): it would refuse it again, so the request fails at once.
+- The caller gives up (cancellation): the server is told to abort, and the manager that the request is over.
+
+At most `max_concurrent` requests are under way at a time; further ones wait (back-pressure).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.inference.client import GenerateItem, GenerationServerClient, ServerCompletion, wire_rid
+from asyncrl.inference.seeds import derive_seed
+from asyncrl.inference.sglang.preflight import check_tokens
+from asyncrl.rollout.scheduling import Route, Scheduler, ScheduleRequest, SchedulerGone
+
+SCHEDULE_HOLD_S = 5.0
+"""How long one call waits at the manager for a server before it is made again."""
+LOSS_HOLD_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 5.0
+_ABORT_LIMIT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class GenerationFailed(RuntimeError):
+    """No server completed the request; the message has the last reason."""
+
+
+class ServerLost(HttpError):
+    """The manager says that the server is not to be waited for."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One sample so far: three lists of one length."""
+
+    seed: int | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def extend(self, part: ServerCompletion, budget: int) -> None:
+        """Append what a round brought; `budget` is the sample's `max_new_tokens`."""
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        if part.finish_reason == "stop":
+            self.finish = "stop"
+        elif len(self.token_ids) >= budget:
+            self.finish = "length"
+
+    def completion(self) -> Completion:
+        """The whole answer, once it is complete."""
+        assert self.finish is not None, "a draft was left open"
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish)
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """What happened so far, in numbers."""
+
+    requests: int = 0
+    rounds: int = 0
+    interrupted: int = 0
+    """Samples that came back aborted and went on in another round."""
+    retried: int = 0
+    """Rounds that failed."""
+    tokens: int = 0
+
+
+class RolloutClient:
+    """See the module's docstring. An asynchronous context manager; use it in one event loop.
+
+    Args:
+        scheduler: the GserverManager.
+        token: bearer token of the servers; None where the run has no secret.
+        max_concurrent: requests under way at a time.
+        request_timeout_s: limit of one HTTP call to a server.
+        new_tokens_per_chunk: ask for so many tokens per round; 0: for all.
+        max_failures: failed rounds in a row, without a token in between, after which a request fails.
+        vocab_size: of the model; a token beyond it would end an SGLang server. None: not checked.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        token: str | None,
+        max_concurrent: int,
+        request_timeout_s: float,
+        new_tokens_per_chunk: int = 0,
+        max_failures: int = 8,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._http = JsonHttp(token)
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._timeout_s = request_timeout_s
+        self._chunk = new_tokens_per_chunk
+        self._max_failures = max_failures
+        self._vocab_size = vocab_size
+        self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
+        self._calls_to: dict[str, set[asyncio.Task[list[ServerCompletion]]]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self.stats = ClientStats()
+
+    async def __aenter__(self) -> Self:
+        self._watcher = asyncio.create_task(self._watch_losses())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Finish telling servers and manager what is over, then close the connections."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background, timeout=_ABORT_LIMIT_S)
+        await self._http.close()
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        rollout_id: str | None = None,
+        *,
+        affinity: str = "",
+        min_version: int | None = None,
+        route: Route | None = None,
+    ) -> GenerationResult:
+        """`request.n` whole continuations, in the order of their seeds.
+
+        Args:
+            request: what to generate.
+            rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
+            affinity: name of the conversation, for routing to the server with its cache; default: the rollout.
+            min_version: every token is of this policy version or newer; a rollout's own admission version counts
+            anyway.
+            route: the server that the manager gave the rollout for its first request, which this is; once it has
+                expired the manager is asked for another.
+
+        Raises:
+            GenerationFailed: refused, or failed too often.
+            SchedulerGone: the manager does not answer.
+            UnknownToken: the prompt holds a token outside the vocabulary.
+        """
+        if self._vocab_size is not None:
+            check_tokens([request.input_ids], self._vocab_size)
+        seed = request.sampling.seed
+        drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
+        own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
+        async with self._slots:
+            self.stats.requests += 1
+            try:
+                name = affinity or rollout_id or ""
+                await self._complete(own_id, request, drafts, rollout_id, name, min_version, route)
+            finally:
+                self._scheduler.release(own_id)
+        self.stats.tokens += sum(len(draft.token_ids) for draft in drafts)
+        return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
+
+    async def _complete(
+        self,
+        own_id: str,
+        request: GenerationRequest,
+        drafts: list[_Draft],
+        rollout_id: str | None,
+        affinity: str,
+        min_version: int | None,
+        route: Route | None,
+    ) -> None:
+        """Rounds until every draft is complete; the first goes to `route` where it is given."""
+        failures = idle = 0
+        for attempt in itertools.count():
+            open_drafts = {index: draft for index, draft in enumerate(drafts) if draft.finish is None}
+            if not open_drafts:
+                return
+            if route is None or asyncio.get_running_loop().time() > route.expires_at:
+                drafted = list(open_drafts.values())
+                route = await self._route(own_id, request, drafted, rollout_id, affinity, min_version)
+            server, route = route, None
+            before = sum(len(draft.token_ids) for draft in drafts)
+            try:
+                await self._round(own_id, attempt, server, request, open_drafts)
+            except HttpError as error:
+                failures += 1
+                self.stats.retried += 1
+                if not _may_pass(error):
+                    raise GenerationFailed(f"request {request.request_id!r}: {error}") from error
+                if failures >= self._max_failures:
+                    raise GenerationFailed(
+                        f"request {request.request_id!r} failed {failures} times in a row, last: {error}"
+                    ) from error
+                _log.warning("request %s: %s; trying again", request.request_id, error)
+                await asyncio.sleep(_backoff_s(failures))
+                continue
+            failures = 0
+            idle = 0 if sum(len(draft.token_ids) for draft in drafts) > before else idle + 1
+            if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
+                await asyncio.sleep(_backoff_s(idle - 1))
+
+    async def _route(
+        self,
+        own_id: str,
+        request: GenerationRequest,
+        open_drafts: list[_Draft],
+        rollout_id: str | None,
+        affinity: str,
+        min_version: int | None,
+    ) -> Route:
+        """A server for the next round; waits while there is none."""
+        longest = max(len(draft.token_ids) for draft in open_drafts)
+        shortest = min(len(draft.token_ids) for draft in open_drafts)
+        wanted = ScheduleRequest(
+            request_id=own_id,
+            rollout_id=rollout_id,
+            prompt_tokens=len(request.input_ids) + longest,
+            max_new_tokens=self._ask(request.sampling, shortest),
+            n=len(open_drafts),
+            affinity=affinity,
+            min_version=min_version,
+        )
+        while True:
+            route = await self._scheduler.schedule(wanted, SCHEDULE_HOLD_S)
+            if route is not None:
+                return route
+
+    async def _round(
+        self, own_id: str, attempt: int, route: Route, request: GenerationRequest, open_drafts: dict[int, _Draft]
+    ) -> None:
+        """Send the open drafts to one server and append what it generates."""
+        self.stats.rounds += 1
+        items = [
+            GenerateItem(
+                rid=wire_rid(own_id, index, attempt),
+                input_ids=[*request.input_ids, *draft.token_ids],
+                max_new_tokens=self._ask(request.sampling, len(draft.token_ids)),
+                seed=draft.seed,
+                seed_offset=len(draft.token_ids),
+            )
+            for index, draft in open_drafts.items()
+        ]
+        server = GenerationServerClient(self._http, route.url)
+        parts = await self._call(server, own_id, items, request.sampling)
+        for draft, part in zip(open_drafts.values(), parts, strict=True):
+            draft.extend(part, request.sampling.max_new_tokens)
+            self.stats.interrupted += part.finish_reason == "abort"
+
+    async def _call(
+        self, server: GenerationServerClient, own_id: str, items: list[GenerateItem], sampling: SamplingParams
+    ) -> list[ServerCompletion]:
+        """One HTTP call that ends early where the manager says the server is lost, and is aborted where it is not
+        awaited.
+        """
+        call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
+        calls = self._calls_to.setdefault(server.url, set())
+        calls.add(call)
+        try:
+            return await asyncio.shield(call)
+        except HttpTimeout:
+            self._in_background(self._abort(server, items))
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if call.cancelled() and task is not None and not task.cancelling():  # by `_watch_losses`
+                raise ServerLost(f"{server.url} left service") from None
+            call.cancel()
+            self._in_background(self._abort(server, items))
+            raise
+        finally:
+            calls.discard(call)
+            if not calls:
+                self._calls_to.pop(server.url, None)
+
+    async def _watch_losses(self) -> None:
+        """Follow which servers the manager gives up, and end the calls to them; also this worker's sign of life."""
+        after = -1
+        while True:
+            try:
+                after, lost = await self._scheduler.lost_servers(after, LOSS_HOLD_S)
+            except (HttpError, SchedulerGone) as error:  # shows where its answers are needed
+                _log.warning("not told of lost servers: %s", error)
+                await asyncio.sleep(_LAST_BACKOFF_S)
+                continue
+            for url in lost:
+                for call in list(self._calls_to.get(url.rstrip("/"), ())):
+                    call.cancel()
+
+    async def _abort(self, server: GenerationServerClient, items: Sequence[GenerateItem]) -> None:
+        """Best effort: where the server is gone there is nothing to abort. Each by its whole id: SGLang takes prefixes
+        only where the prefix is a live id too."""
+        try:
+            async with asyncio.timeout(_ABORT_LIMIT_S):
+                await asyncio.gather(*(server.abort(item.rid) for item in items))
+        except (HttpError, TimeoutError) as error:
+            _log.info("%s was not told to abort: %s", server.url, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _ask(self, sampling: SamplingParams, have: int) -> int:
+        """How many tokens the next round asks for, for a sample that has `have`."""
+        left = sampling.max_new_tokens - have
+        return min(left, self._chunk) if self._chunk else left
+
+
+def _may_pass(error: HttpError) -> bool:
+    """Whether the same request may succeed another time."""
+    if isinstance(error, HttpRefused):
+        return error.status >= 500
+    return isinstance(error, HttpUnreachable | HttpTimeout | ServerLost)
+
+
+def _backoff_s(failures: int) -> float:
+    return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (failures - 1))

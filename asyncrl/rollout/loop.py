@@ -1,0 +1,220 @@
+"""The loop of a RolloutWorker: admit, roll out, hand over, report; many rollouts at the same time.
+
+Life of a rollout here
+
+1. `allocate`: the staleness gate admits it; until then its prompt waits.
+2. `run_episode`: the agent acts in its environment; the policy answers.
+3. Filters may reject the group; it leaves the count with its reason, its prompt goes back where the filter says so.
+4. `push`: a training rank acknowledges the trajectory. Only then
+5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
+
+A rollout that fails (the agent, the environment or a server raised) is dropped as `failed` and its prompt tried again,
+`MAX_ATTEMPTS` times in all. When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success
+raise the last error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from asyncrl.algorithms.registry import resolve
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
+from asyncrl.config.experiment import RolloutConfig
+from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
+from asyncrl.rollout.episode import judge, run_episode, shape
+from asyncrl.rollout.scheduling import RequestSize, Route
+from asyncrl.rollout.user_code import Plugins
+
+_log = logging.getLogger(__name__)
+
+ALLOCATE_WAIT_S = 5.0
+"""How long one call waits at the gate before the loop asks again."""
+MAX_ASKED = 64
+"""Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
+MAX_ATTEMPTS = 3
+MAX_FAILURES_IN_A_ROW = 16
+
+FAILED, TIMED_OUT, REJECTED = "failed", "timeout", "agent_rejected"
+"""Reasons for which a rollout is dropped here; filters add their own."""
+
+
+class Gate(Protocol):
+    """The part of the GserverManager that the loop needs."""
+
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+        """Ask to start `wanted`; some, the first of them, are granted."""
+        ...
+
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Report rollouts that ended; told with the next call."""
+        ...
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A rollout to be: its prompt (or why there is none), and where its first request goes."""
+
+    rollout_id: str
+    ref: PromptRef
+    prompt: Prompt | Exception
+    route: Route | None = None
+
+    @property
+    def first(self) -> RequestSize | None:
+        """Its first request, as far as one can tell: what an agent asks first is mostly the prompt's whole group."""
+        prompt = self.prompt
+        if isinstance(prompt, Exception):
+            return None
+        return RequestSize(len(prompt.input_ids), prompt.sampling.max_new_tokens, prompt.group_size)
+
+    def take_route(self) -> Route | None:
+        """The route, once."""
+        route, self.route = self.route, None
+        return route
+
+
+class GenerateFor(Protocol):
+    """Asks the policy on behalf of a rollout; the first time at the server of its admission."""
+
+    def __call__(
+        self, request: GenerationRequest, rollout_id: str, *, route: Route | None
+    ) -> Awaitable[GenerationResult]: ...
+
+
+class RolloutLoop:
+    """See the module's docstring. `run` goes on until it is cancelled or everything fails.
+
+    Args:
+        stream: the worker's prompts.
+        plugins: the user's agent, environment, dataset and reward.
+        gate: admits rollouts and is told of their end.
+        generate: asks the policy on behalf of a rollout, at the server given where one is.
+        push: hands a trajectory to a training rank; returns once it is acknowledged.
+        config: concurrency, filters, limits.
+        registered_in: the user's modules in which filters and shapings may be registered.
+    """
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        plugins: Plugins,
+        gate: Gate,
+        generate: GenerateFor,
+        push: Callable[[Trajectory], Awaitable[None]],
+        config: RolloutConfig,
+        registered_in: Sequence[str] = (),
+    ) -> None:
+        self._stream, self._plugins, self._gate = stream, plugins, gate
+        self._generate, self._push, self._config = generate, push, config
+        self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
+        self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
+        self._candidates: list[_Candidate] = []
+        self._returned_ack = 0
+        self._free = config.max_concurrent
+        self._room = asyncio.Event()
+        self._attempts: Counter[str] = Counter()
+        self._failures_in_a_row = 0
+
+    async def run(self) -> NoReturn:
+        """Keep as many rollouts going as the gate and `max_concurrent` allow."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wait_for_room()
+                for candidate in await self._admitted():
+                    self._free -= 1
+                    tasks.create_task(self._roll_out(candidate))
+
+    async def _wait_for_room(self) -> None:
+        while self._free == 0:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _admitted(self) -> list[_Candidate]:
+        while len(self._candidates) < min(self._free, MAX_ASKED):
+            self._candidates.append(self._next_candidate())
+        asked = self._candidates[: self._free]
+        reply = await self._gate.allocate(
+            [WantedRollout(item.rollout_id, item.ref.prompt_id, item.ref.order, item.first) for item in asked],
+            timeout_s=ALLOCATE_WAIT_S,
+            returned_ack=self._returned_ack,
+        )
+        for returned in reply.returned:
+            self._take_back(returned.seq, returned.prompt_id)
+        routes = {grant.rollout_id: grant.route for grant in reply.granted}
+        self._candidates = [item for item in self._candidates if item.rollout_id not in routes]
+        granted = [item for item in asked if item.rollout_id in routes]
+        for item in granted:
+            item.route = routes[item.rollout_id]
+        return granted
+
+    def _next_candidate(self) -> _Candidate:
+        ref = self._stream.next()
+        prompt: Prompt | Exception
+        try:
+            prompt = self._plugins.train_prompt(ref)
+        except Exception as error:  # whatever the user's dataset raises: the rollout fails with it, once it is admitted
+            prompt = error
+        return _Candidate(uuid.uuid4().hex, ref, prompt)
+
+    def _take_back(self, seq: int, prompt_id: str) -> None:
+        if seq <= self._returned_ack:
+            return
+        self._returned_ack = seq
+        try:
+            self._stream.give_back(prompt_id)
+        except ValueError:  # handed out by this worker's predecessor: the new stream comes to it by itself
+            _log.info("prompt %s came back and was not out", prompt_id)
+
+    async def _roll_out(self, candidate: _Candidate) -> None:
+        try:
+            async with asyncio.timeout(self._config.rollout_timeout_s):
+                outcome = await self._attempt(candidate)
+            self._failures_in_a_row = 0
+        except TimeoutError:
+            _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
+            outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=TIMED_OUT)
+        except Exception as error:
+            outcome = self._failure(candidate, error)
+        finally:
+            self._free += 1
+            self._room.set()
+        self._gate.finish([outcome])
+
+    async def _attempt(self, candidate: _Candidate) -> FinishedRollout:
+        """Roll out, judge, and hand over what is kept."""
+
+        async def generate(request: GenerationRequest) -> GenerationResult:
+            return await self._generate(request, candidate.rollout_id, route=candidate.take_route())
+
+        ref, plugins = candidate.ref, self._plugins
+        if isinstance(candidate.prompt, Exception):
+            raise candidate.prompt
+        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, generate)
+        if not samples:
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=REJECTED)
+        verdict = judge(samples, self._filters)
+        if not verdict.keep:
+            back = verdict.return_prompt
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=verdict.reason, return_prompt=back)
+        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shape(samples, self._shapings)))
+        tokens = sum(len(sample.tokens) for sample in samples)
+        return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
+
+    def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:
+        prompt_id = candidate.ref.prompt_id
+        self._attempts[prompt_id] += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
+            raise error
+        again = self._attempts[prompt_id] < MAX_ATTEMPTS
+        fate = "to be tried again" if again else "given up"
+        _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
+        return FinishedRollout(candidate.rollout_id, accepted=False, reason=FAILED, return_prompt=again)

@@ -1,0 +1,145 @@
+"""RolloutWorker: the process around `RolloutLoop` and `Evaluator`: sockets, addresses, and the stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from asyncrl.comm import names
+from asyncrl.comm.codec import Message
+from asyncrl.comm.push_pull import TrajectoryPusher
+from asyncrl.comm.push_pull.grouping import group
+from asyncrl.comm.request_reply import RequestServer
+from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.connections import registered
+from asyncrl.rollout.evaluator import Evaluator
+from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.loop import RolloutLoop
+from asyncrl.rollout.user_code import Plugins
+from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.worker import AsyncWorker
+
+MEMBERSHIP_INTERVAL_S = 1.0
+"""How often the training ranks are looked up again."""
+CLOSE_LIMIT_S = 1.0
+"""So long the last trajectories may take to be acknowledged after a stop request."""
+
+
+class RolloutWorker(AsyncWorker):
+    """Agents, environments and rewards on one shard of the prompts."""
+
+    kind: ClassVar[str] = "rollout_worker"
+
+    async def main(self) -> None:
+        """Find the others, then roll out until a stop is requested."""
+        try:
+            await self._main_until_stopped()
+        except StopRequested:
+            self.log.info("stopped before the others were there")
+
+    async def _main_until_stopped(self) -> None:
+        self._plugins = Plugins(self.config)
+        self._loop_of_main = asyncio.get_running_loop()
+        rollout = self.config.rollout
+        token = self.secret.token if self.secret is not None else None
+        manager = ManagerClient(await registered(self, names.manager_key()), self.name, token)
+        try:
+            async with RolloutClient(
+                manager,
+                token=token,
+                max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
+                request_timeout_s=rollout.request_timeout_s,
+                new_tokens_per_chunk=rollout.new_tokens_per_chunk,
+                vocab_size=self._plugins.vocab_size,
+            ) as client:
+                await self._run(manager, client)
+        finally:
+            await manager.close()
+
+    async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
+        security = self.secret.sockets() if self.secret is not None else None
+        evaluator = Evaluator(
+            self._plugins,
+            client,
+            index=self.index,
+            workers=self.config.rollout.workers,
+            size=self.config.eval.size,
+        )
+        pusher = TrajectoryPusher((), security, identity=self.spec.name)
+        server = RequestServer(
+            self.config.system.host, security, immediate={"evaluate": self._evaluate_with(evaluator)}
+        )
+        try:
+            self._register(server.endpoint)
+            loop = RolloutLoop(
+                await self._open_stream(),
+                self._plugins,
+                manager,
+                client.generate,
+                pusher.push,
+                self.config.rollout,
+                self.config.algorithm.plugins,
+            )
+            self.ready()
+            await self._until_stopped(loop, pusher)
+        finally:
+            server.close()
+            unacknowledged = await pusher.close(CLOSE_LIMIT_S)
+            self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
+
+    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
+        """Run the loop until a stop is requested; a failure of it is this worker's."""
+        working = asyncio.create_task(loop.run())
+        following = asyncio.create_task(self._follow_pullers(pusher))
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            done, _ = await asyncio.wait({working, following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+        finally:
+            for task in (working, following, stopping):
+                task.cancel()
+            await asyncio.gather(working, following, stopping, return_exceptions=True)
+
+    def _register(self, endpoint: str) -> None:
+        lease_s = self.config.system.heartbeat_s
+        address = json.dumps({"endpoint": endpoint, "pid": os.getpid()})
+        self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+        self.resolver.add(names.pusher_key(self.index), self.spec.name, lease_s=lease_s, replace=True)
+
+    async def _open_stream(self) -> PromptStream:
+        """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
+        state = json.loads(await registered(self, names.data_state_key()))
+        return PromptStream(
+            len(self._plugins.train_set),
+            self.config.seed,
+            self.index,
+            self.config.rollout.workers,
+            used=UsedPrompts.read(Path(state["path"])),
+        )
+
+    async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
+        """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""
+        groups: Mapping[str, tuple[str, ...]] = {}
+        me = names.pusher_key(self.index)
+        while True:
+            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.pullers_root())
+            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.pushers_root())
+            groups = group({*pushers, me}, pullers, groups)
+            pusher.set_addresses(pullers[key] for key in groups[me])
+            await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
+
+    def _evaluate_with(self, evaluator: Evaluator) -> Callable[[Message], Awaitable[Message]]:
+        async def evaluate(request: Message) -> Message:
+            """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
+            version = int(str(request.meta["version"]))
+            future = asyncio.run_coroutine_threadsafe(evaluator.evaluate(version), self._loop_of_main)
+            return Message("evaluation", await asyncio.wrap_future(future), {})
+
+        return evaluate

@@ -1,0 +1,33 @@
+"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the resolved config all processes
+read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from asyncrl.config.experiment import ExperimentConfig
+
+CONFIG_FILE = "config.yaml"
+SECRET_FILE = "secret"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+def run_dir_of(config: ExperimentConfig) -> Path:
+    """`<fileroot>/<experiment>/<trial>`, absolute."""
+    return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
+
+
+def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:
+    """Write the resolved config where `read_run_config` finds it."""
+    OmegaConf.save(OmegaConf.structured(config), run_dir / CONFIG_FILE)
+
+
+def read_run_config(run_dir: Path) -> ExperimentConfig:
+    """The resolved config of the run in `run_dir`."""
+    merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.load(run_dir / CONFIG_FILE))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ExperimentConfig), type(config)
+    return config

@@ -1,0 +1,182 @@
+"""The common base of every process: configure, run, heartbeat, stop.
+
+Life cycle of a worker process
+
+1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, output to a log file of
+   its own.
+2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
+   lease. The
+   lease is the heartbeat: it is renewed by the resolver's keep-alive thread and lapses when the process dies.
+3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
+   (SIGTERM).
+4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
+
+A worker never outlives the launcher that started it: the kernel kills it when its parent dies (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import setproctitle
+import uvloop
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver, make_resolver
+from asyncrl.comm.security import RunSecret
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
+
+State = Literal["starting", "ready", "done", "failed"]
+
+
+class _StoppedEarly(BaseException):
+    """Asked to stop while still configuring."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Which worker this process is: the `index`-th of its `kind`, of the run in `run_dir`."""
+
+    kind: str
+    index: int
+    run_dir: Path
+
+    @property
+    def name(self) -> str:
+        """`<kind>/<index>`, as in name resolution."""
+        return f"{self.kind}/{self.index}"
+
+
+def open_resolver(config: ExperimentConfig, run_dir: Path) -> NameResolver:
+    """Name resolution of the run in `run_dir`, as `config.system` says."""
+    system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
+    if system.name_resolve == "etcd3":
+        return make_resolver("etcd3", f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
+    if system.name_resolve_root:  # which other trials may share
+        return make_resolver("file", str(Path(system.name_resolve_root).expanduser() / trial))
+    return make_resolver("file", str(run_dir / "name_resolve"))
+
+
+class Worker(ABC):
+    """Base of a process. Subclasses override `configure`, `run` and `close`; see the module's docstring."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.run_dir = spec.run_dir
+        self.config = read_run_config(spec.run_dir)
+        self.log = logging.getLogger(f"asyncrl.{spec.kind}")
+        self.resolver = open_resolver(self.config, spec.run_dir)
+        self.secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
+        self.stop_requested = threading.Event()
+        self._configured = False
+
+    @property
+    def name(self) -> str:
+        """`<kind>/<index>`, as in name resolution."""
+        return self.spec.name
+
+    def start(self) -> int:
+        """Run the whole life cycle; returns the process's exit code."""
+        setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
+        self.set_status("starting")
+        try:
+            self.configure()
+            self._configured = True
+            self.run()
+        except _StoppedEarly:
+            self.set_status("done")
+            return 0
+        except BaseException as error:
+            self.log.exception("%s failed", self.name)
+            self.set_status("failed", f"{type(error).__name__}: {error}")
+            return 1
+        else:
+            self.set_status("done")
+            return 0
+        finally:
+            self.close()
+            self.resolver.close()
+
+    def request_stop(self) -> None:
+        """Ask `run` to end soon. May be called from a signal handler."""
+        self.stop_requested.set()
+
+    def _on_sigterm(self, *_: object) -> None:
+        self.request_stop()
+        if not self._configured:  # nothing looks at the request yet: loading a model takes its time
+            raise _StoppedEarly
+
+    def configure(self) -> None:
+        """Bind sockets, load what is needed, register addresses. The default has nothing to do."""
+        return None
+
+    @abstractmethod
+    def run(self) -> None:
+        """Work until done or until `stop_requested` is set."""
+
+    def close(self) -> None:
+        """Release what `configure` acquired; also called after a failure. The default holds nothing."""
+        return None
+
+    def ready(self) -> None:
+        """Tell the launcher that this worker can serve.
+
+        What is loaded by now stays until the end: the garbage collector need not go through it again and again, which
+        takes a tenth of a second with a model's libraries.
+        """
+        gc.collect()
+        gc.freeze()
+        self.set_status("ready")
+        self.log.info("%s is ready (pid %d)", self.name, os.getpid())
+
+    def set_status(self, state: State, reason: str = "") -> None:
+        """Publish this worker's state; a last state stays, the others vanish with the process."""
+        value = json.dumps({"state": state, "pid": os.getpid(), "reason": reason})
+        lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
+        self.resolver.add(names.status_key(self.spec.kind, self.index), value, lease_s=lease_s, replace=True)
+
+
+class AsyncWorker(Worker):
+    """A worker whose `run` is a coroutine, `main`, on uvloop."""
+
+    stop: asyncio.Event
+    """Set when a stop is requested; bound to the loop before `main` starts."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGTERM, self.request_stop)
+        if self.stop_requested.is_set():
+            self.stop.set()
+        await self.main()
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.stop.set)
+
+    @abstractmethod
+    async def main(self) -> None:
+        """Work until done or until `stop` is set."""

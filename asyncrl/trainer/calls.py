@@ -1,0 +1,127 @@
+"""Model function calls: what a function gets, how it is registered, how one is found by name.
+
+A model function is `fn(ctx: CallContext, batch: StepBatch) -> dict[str, float]`. It runs on every rank that hosts its
+role, reads and writes columns of its rank's batch, and returns statistics that are equal on all ranks (`ctx.reduce`). A
+user's own is named by its import path; nothing here needs to know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.trainer.engines.flat import Engine, PolicyEngine, ValueEngine
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.trainer.train_state import TrainState
+
+StatValues: TypeAlias = dict[str, Any]
+"""Numbers by name; `ppo/loss_per_minibatch` is a list."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallContext:
+    """The surroundings of one call.
+
+    Attributes:
+        name, role, reads, writes, args: as in the graph's `Call`.
+        engines: every role this rank hosts; `state` what is kept from step to step beside the models.
+    """
+
+    name: str
+    role: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    args: Mapping[str, Any]
+    config: ExperimentConfig
+    engines: Mapping[str, Engine]
+    ranks: Ranks
+    state: TrainState
+
+    def policy(self, role: str | None = None) -> PolicyEngine:
+        """The language model of `role` (the call's own by default).
+
+        Raises:
+            TypeError: that role is no language model.
+        """
+        engine = self._engine(role or self.role)
+        if not isinstance(engine, PolicyEngine):
+            raise TypeError(f"call {self.name!r}: role {role or self.role!r} has no vocabulary; use actor or ref")
+        return engine
+
+    def value(self, role: str | None = None) -> ValueEngine:
+        """The critic or reward model of `role` (the call's own by default).
+
+        Raises:
+            TypeError: that role has no scalar head.
+        """
+        engine = self._engine(role or self.role)
+        if not isinstance(engine, ValueEngine):
+            raise TypeError(
+                f"call {self.name!r}: role {role or self.role!r} has no scalar head; use critic or a reward role"
+            )
+        return engine
+
+    def reduce(self, stats: Stats) -> StatValues:
+        """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""
+        return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
+
+    def _engine(self, role: str) -> Engine:
+        try:
+            return self.engines[role]
+        except KeyError:
+            hosted = ", ".join(self.engines)
+            raise KeyError(f"call {self.name!r} needs role {role!r}; this rank hosts {hosted}") from None
+
+
+ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
+
+_REGISTERED: dict[str, ModelFunction] = {}
+
+
+def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
+    """Registers a built-in model function under `name`."""
+
+    def register(function: ModelFunction) -> ModelFunction:
+        _REGISTERED[name] = function
+        return function
+
+    return register
+
+
+def find_function(name: str) -> ModelFunction:
+    """The registered function `name`, or the one at the import path `name`.
+
+    Raises:
+        PluginError: the import path leads nowhere.
+        ValueError: no function is registered under `name`.
+    """
+    if ":" in name:
+        function: ModelFunction = load_plugin(name)
+        return function
+    import asyncrl.trainer.functions.library  # noqa: F401  # registers the built-in functions
+
+    if name not in _REGISTERED:
+        known = ", ".join(sorted(_REGISTERED))
+        raise ValueError(f"no model function {name!r}; known: {known}; your own: package.module:function")
+    return _REGISTERED[name]
+
+
+def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Run one call and check that it kept its promise.
+
+    Raises:
+        KeyError: a key that it reads is not there, or one that it writes was not written.
+    """
+    for key in ctx.reads:
+        if key not in batch:
+            raise KeyError(f"call {ctx.name!r} reads {key!r}, which is not in the batch; no call before it wrote it")
+    stats = function(ctx, batch)
+    for key in ctx.writes:
+        if key not in batch:
+            raise KeyError(f"call {ctx.name!r} says that it writes {key!r} but did not; set batch[{key!r}]")
+    return stats

@@ -1,0 +1,1 @@
+"""The built-in model functions, a few per file; `asyncrl.trainer.calls` says what one is."""

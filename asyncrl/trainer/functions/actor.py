@@ -1,0 +1,223 @@
+"""The actor's train step: one optimizer step per minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.early_stop import should_stop
+from asyncrl.algorithms.inputs import PolicyLossInputs
+from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.stats import Stats, count_stat, merge_stats
+from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.functions.minibatches import global_normalisers
+from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.optimizer import StepOutcome
+from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.step_batch import StepBatch
+
+PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
+
+
+@model_function("actor_train")
+def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Trains the actor on `advantages` with the objective of the config.
+
+    Reads `prox_logprobs`, `ref_logprobs` and `keep` where the graph provides them. Left out of loss and normaliser:
+    samples that `keep` leaves out, and those whose advantages are all zero, as they have nothing to say; the latter
+    stay in where a KL term or an entropy bonus acts on them, or `args.drop_zero_advantage` is false.
+
+    The loop ends early, the step of that minibatch not taken, once a bound (`stop_kl`, `stop_weight_variance`) is
+    passed. In the critic's warm-up steps losses are computed and no step is taken.
+    """
+    loss = _Loss(ctx, batch)
+    progress = _Progress()
+    with torch.set_grad_enabled(batch.version >= _warmup_steps(ctx)):
+        _run_minibatches(ctx, batch, loss, progress)
+    if ctx.config.algorithm.reference.mode == "ema" and "ref" in ctx.engines:
+        reference = ctx.policy("ref").model.parameters()
+        ema_update_(reference, ctx.policy().required_optimizer.masters(), ctx.config.algorithm.reference.ema_decay)
+    return _report(ctx, batch, loss, progress)
+
+
+@dataclass
+class _Progress:
+    """What the minibatch loop did."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    stopped: str | None = None
+
+
+def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress) -> None:
+    optimizer = ctx.policy().required_optimizer
+    for number in range(batch.num_minibatches):
+        if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
+            progress.losses.append(torch.zeros((), device=batch.device))
+            continue
+        optimizer.zero_grad()
+        share_of = partial(loss.share, number=number)
+        share, stats = ctx.policy().accumulate(batch, loss.wanted_T, batch.minibatch(number), share_of)
+        progress.losses.append(share)
+        progress.stats += stats
+        if torch.is_grad_enabled():
+            progress.stopped = _reason_to_stop(ctx, [loss.no_stats(), *stats])
+            if progress.stopped:
+                return
+            optimizer.reduce_gradients(ctx.ranks)
+            progress.outcomes.append(optimizer.step())
+
+
+def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
+    """Decided on statistics of all ranks, so that all ranks decide alike."""
+    algorithm = ctx.config.algorithm
+    if not algorithm.stop_kl and not algorithm.stop_weight_variance:
+        return None
+    reduced = ctx.reduce(merge_stats(stats))
+    return should_stop(reduced, max_kl=algorithm.stop_kl, max_weight_variance=algorithm.stop_weight_variance)
+
+
+def _warmup_steps(ctx: CallContext) -> int:
+    return ctx.config.algorithm.critic.warmup_steps if "critic" in ctx.engines else 0
+
+
+class _Loss:
+    """The objective on this step's batch: which tokens carry loss, over which denominators, against which policies."""
+
+    def __init__(self, ctx: CallContext, batch: StepBatch) -> None:
+        self._ctx, self._batch = ctx, batch
+        self._engine: PolicyEngine = ctx.policy()
+        self._objective = ctx.state.objective
+        kl = self._objective.spec.kl
+        self._exact_kl = kl is not None and kl.name == "full"
+        self._entropy: EntropyMode = "differentiable" if self._objective.spec.entropy_coef else "constant"
+        self.wanted_T = self._signal()
+        self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
+        self._first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
+        self._prox_T = self._proximal()
+        self._ref_T = batch[REF] if self._objective.needs_reference and not self._exact_kl else None
+
+    def share(self, micro_batch: MicroBatch, number: int) -> tuple[Tensor, Stats]:
+        """Loss share and statistics of a micro-batch of minibatch `number`."""
+        if self._exact_kl:
+            return self._share_with_distributions(micro_batch, number)
+        logprobs_N, entropy_N = self._engine.score(micro_batch, self._entropy)
+        inputs = self._inputs(micro_batch, logprobs_N, entropy_N, number)
+        ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
+        return self._objective(inputs, ref_N, self.normalisers[number], kl_coef=self._ctx.state.kl.coef)
+
+    def no_stats(self) -> Stats:
+        """The statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the
+        others."""
+        device = self._batch.device
+        none_N = torch.zeros(0, device=device)
+        ids_N = torch.zeros(0, dtype=torch.int64, device=device)
+        vocabulary_NV = torch.zeros(0, 1, device=device) if self._exact_kl else None
+        inputs = PolicyLossInputs(
+            none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N
+        )
+        with torch.no_grad():
+            return self._objective(
+                inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
+            )[1]
+
+    def _share_with_distributions(self, micro_batch: MicroBatch, number: int) -> tuple[Tensor, Stats]:
+        log_probs_NV = self._engine.distributions(micro_batch)
+        with torch.no_grad():
+            ref_NV = self._ctx.policy("ref").distributions(micro_batch)
+        tokens_N1 = micro_batch.tokens_N[:, None]
+        inputs = self._inputs(
+            micro_batch,
+            log_probs_NV.gather(-1, tokens_N1).squeeze(-1),
+            -(log_probs_NV.exp() * log_probs_NV).sum(-1),
+            number,
+        )
+        return self._objective(
+            inputs,
+            ref_NV.gather(-1, tokens_N1).squeeze(-1),
+            self.normalisers[number],
+            kl_coef=self._ctx.state.kl.coef,
+            log_probs_TV=log_probs_NV,
+            ref_log_probs_TV=ref_NV,
+        )
+
+    def _inputs(
+        self, micro_batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor | None, number: int
+    ) -> PolicyLossInputs:
+        batch, targets_N = self._batch, micro_batch.targets_N
+        return PolicyLossInputs(
+            logprobs_T=logprobs_N,
+            prox_logprobs_T=self._proximal_of(micro_batch, logprobs_N, number),
+            behave_logprobs_T=batch["behave_logprobs"][targets_N],
+            advantages_T=batch["advantages"][targets_N],
+            mask_T=torch.ones_like(targets_N, dtype=torch.bool),
+            seq_ids_T=micro_batch.seq_ids_N,
+            num_seqs=micro_batch.num_seqs,
+            versions_T=batch["versions"][targets_N],
+            current_version=batch.version,
+            entropy_T=entropy_N,
+        )
+
+    def _proximal_of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor | None:
+        if self._prox_T is None:
+            return None
+        if self._prox_deferred and number == self._first:
+            return logprobs_N.detach()  # no step has been taken yet: this is the proximal policy
+        return self._prox_T[micro_batch.targets_N]
+
+    def _proximal(self) -> Tensor | None:
+        """Proximal log-probabilities [T]; where still deferred, computed for what the later minibatches need."""
+        self._prox_deferred = False
+        batch = self._batch
+        if not self._objective.needs_prox and PROX not in self._ctx.reads:
+            return None
+        compute = batch.deferred(PROX)
+        if compute is None:
+            return batch[PROX]
+        self._prox_deferred = True
+        later_T = (batch["minibatches"] != self._first)[batch.seq_ids_T]
+        return compute(self.wanted_T & later_T)
+
+    def _signal(self) -> Tensor:
+        """The tokens that carry loss, bool [T]."""
+        batch, spec = self._batch, self._objective.spec
+        wanted_T = batch["loss_mask"]
+        if KEEP in self._ctx.reads:
+            wanted_T = wanted_T & batch[KEEP][batch.seq_ids_T]
+        acts_anyway = spec.kl is not None or spec.entropy_coef != 0.0
+        if acts_anyway or not self._ctx.args.get("drop_zero_advantage", True):
+            return wanted_T
+        nonzero_T = (batch["advantages"] != 0) & wanted_T
+        counts_S = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
+        signal_S = counts_S.index_add_(0, batch.seq_ids_T, nonzero_T.long()) > 0
+        return wanted_T & signal_S[batch.seq_ids_T]
+
+
+def _report(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress) -> StatValues:
+    """Reduce what the loop did over ranks and update the KL coefficient, once per step."""
+    generated = count_stat(batch["loss_mask"].sum())
+    own = {"tokens/trained": generated, "samples/total": count_stat(torch.tensor(batch.num_seqs, device=batch.device))}
+    reduced = ctx.reduce(merge_stats([loss.no_stats(), own, *progress.stats]))
+    missing = batch.num_minibatches - len(progress.losses)
+    losses: list[float] = ctx.ranks.all_reduce_sum(torch.stack(progress.losses).double()).tolist()
+    outcomes = progress.outcomes
+    if "kl/reference" in reduced:
+        ctx.state.kl.update(reduced["kl/reference"], int(reduced["samples/total"]))
+    return {
+        **reduced,
+        "loss": sum(losses) / len(losses),
+        "ppo/loss_per_minibatch": losses,
+        "ppo/minibatches_skipped": float(missing if progress.stopped is None else missing + 1),
+        "grad_norm": sum(outcome.grad_norm for outcome in outcomes) / max(1, len(outcomes)),
+        "grad_norm/max": max((outcome.grad_norm for outcome in outcomes), default=0.0),
+        "optimizer/steps": float(sum(outcome.applied for outcome in outcomes)),
+        "optimizer/not_finite": float(sum(not outcome.applied for outcome in outcomes)),
+        "lr": outcomes[-1].lr if outcomes else ctx.policy().required_optimizer.lr,
+        "kl/coef": ctx.state.kl.coef,
+    }

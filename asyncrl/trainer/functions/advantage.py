@@ -1,0 +1,84 @@
+"""Advantages, with the KL penalty in the reward where the config puts it there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.critic_alignment import align_values
+from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
+from asyncrl.algorithms.kl_in_reward import kl_token_rewards
+from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.stats import Stats, mean_stat
+from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.step_batch import StepBatch
+
+GREEDY_REWARD = "greedy_reward"
+"""`Trajectory.metrics` entry in which an agent reports the greedy answer's reward, ReMax's baseline."""
+
+
+@model_function("advantage")
+def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes `advantages` [T]; where the estimator has a critic also `returns` [T] and `value_mask` [T].
+
+    `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. Samples that
+    `keep` leaves out have no advantage.
+    """
+    algorithm = ctx.config.algorithm
+    estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
+    mask_T = batch["loss_mask"]
+    if "keep" in ctx.reads:
+        mask_T = mask_T & batch["keep"][batch.seq_ids_T]
+    token_rewards_T, stats = _kl_penalty(ctx, batch, mask_T)
+    values_T, bootstrap_S = (
+        align_values(batch["values"], batch.seq_ids_T, batch.num_seqs) if "values" in ctx.reads else (None, None)
+    )
+    output = estimate(
+        AdvantageInputs(
+            rewards_S=_rewards(ctx, batch).float(),
+            group_ids_S=batch["group_ids"],
+            mask_T=mask_T,
+            seq_ids_T=batch.seq_ids_T,
+            num_seqs=batch.num_seqs,
+            values_T=values_T,
+            bootstrap_values_S=bootstrap_S,
+            truncated_S=batch["truncated"],
+            token_rewards_T=token_rewards_T,
+            greedy_rewards_S=_greedy_rewards(batch),
+            all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
+        )
+    )
+    batch["advantages"] = output.advantages_T
+    if output.returns_T is not None:
+        batch["returns"] = output.returns_T
+        batch["value_mask"] = mask_T if output.value_mask_T is None else output.value_mask_T
+    stats["advantage/abs_mean"] = mean_stat(output.advantages_T.abs(), mask_T)
+    return ctx.reduce(stats)
+
+
+def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
+    chosen = ctx.args.get("rewards", "rewards")
+    keys = [chosen] if isinstance(chosen, str) else list(chosen)
+    return torch.stack([batch[key].double() for key in keys]).sum(dim=0)
+
+
+def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Tensor | None, Stats]:
+    """The KL penalty per token, between the policy at generation (or the proximal one, if read) and the reference."""
+    algorithm = ctx.config.algorithm
+    if algorithm.kl_in != "reward" or algorithm.kl_coef == 0.0:
+        return None, {}
+    if "ref_logprobs" not in ctx.reads:
+        raise KeyError(
+            f"algorithm.kl_in is reward, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its reads"
+        )
+    key = "prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"
+    estimate = resolve("kl", algorithm.kl.name, algorithm.kl.params, algorithm.plugins)
+    kl_T = estimate(KLInputs(batch[key], batch["ref_logprobs"], mask_T))
+    return kl_token_rewards(kl_T, mask_T, ctx.state.kl.coef), {"kl/reference": mean_stat(kl_T, mask_T)}
+
+
+def _greedy_rewards(batch: StepBatch) -> Tensor | None:
+    if not batch.metrics or any(GREEDY_REWARD not in metrics for metrics in batch.metrics):
+        return None
+    rewards_G = torch.tensor([metrics[GREEDY_REWARD] for metrics in batch.metrics], device=batch.device)
+    return rewards_G[batch["group_ids"]]

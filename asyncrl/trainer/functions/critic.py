@@ -1,0 +1,72 @@
+"""The critic's train step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.critic_alignment import align_values
+from asyncrl.algorithms.inputs import ValueLossInputs
+from asyncrl.algorithms.stats import Stats, merge_stats
+from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.functions.minibatches import global_normalisers
+from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.step_batch import StepBatch
+
+
+@model_function("critic_train")
+def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Trains the critic on `returns`, one optimizer step per minibatch; `values` are its outputs at the step's start.
+
+    With `value_norm` the returns enter the normalisation first, and old values and targets are in its units.
+    """
+    engine, objective, optimizer = ctx.value(), ctx.state.value_objective, ctx.value().required_optimizer
+    wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
+    old_T, returns_T = _targets(ctx, batch, wanted_T)
+    normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
+    losses, stats, norms = [], [_no_stats(ctx, batch.device)], []
+    for number, normaliser in enumerate(normalisers):
+        if normaliser == 0.0:
+            continue
+
+        def share(micro_batch: MicroBatch, normaliser: float = normaliser) -> tuple[Tensor, Stats]:
+            targets_N = micro_batch.targets_N
+            inputs = ValueLossInputs(
+                engine.score(micro_batch),
+                old_T[targets_N],
+                returns_T[targets_N],
+                torch.ones_like(targets_N, dtype=torch.bool),
+            )
+            return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
+
+        optimizer.zero_grad()
+        loss, parts = engine.accumulate(batch, wanted_T, batch.minibatch(number), share)
+        optimizer.reduce_gradients(ctx.ranks)
+        norms.append(optimizer.step())
+        losses.append(loss)
+        stats += parts
+    total = torch.stack([*losses, torch.zeros((), device=batch.device)]).sum()
+    return {
+        **ctx.reduce(merge_stats(stats)),
+        "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
+        "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
+        "critic/lr": norms[-1].lr if norms else optimizer.lr,
+    }
+
+
+def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Values at the step's start and regression targets, both in the critic's units."""
+    old_T, _ = align_values(batch["values"], batch.seq_ids_T, batch.num_seqs)
+    returns_T = batch["returns"]
+    norm = ctx.state.value_norm
+    if norm is None:
+        return old_T, returns_T
+    old_T = norm.normalise(old_T)
+    norm.update(returns_T, wanted_T, ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None)
+    return old_T, norm.normalise(returns_T)
+
+
+def _no_stats(ctx: CallContext, device: torch.device) -> Stats:
+    none_N = torch.zeros(0, device=device)
+    ids_N = torch.zeros(0, dtype=torch.int64, device=device)
+    return ctx.state.value_objective(ValueLossInputs(none_N, none_N, none_N, ids_N.bool()), ids_N, 0, 0.0)[1]

@@ -1,0 +1,44 @@
+"""Forward passes at the step's start: proximal and reference log-probabilities, values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.step_batch import StepBatch
+
+
+@model_function("actor_inf")
+def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes `prox_logprobs` [T]: log-probabilities under the actor as it is at the step's start.
+
+    They are deferred. `actor_train` computes them before its first optimizer step, and only for the samples that carry
+    loss in its second and later minibatches: the first minibatch sees the very policy that they refer to. Any other
+    reader gets all of them.
+    """
+    _defer_logprobs(ctx.policy(), batch, ctx.writes[0])
+    return {}
+
+
+@model_function("ref_inf")
+def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read."""
+    _defer_logprobs(ctx.policy(), batch, ctx.writes[0])
+    return {}
+
+
+@model_function("critic_inf")
+def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes `values` [T]: the critic's output after each token, in reward units."""
+    outputs_T = ctx.value().outputs(batch)
+    norm = ctx.state.value_norm
+    batch[ctx.writes[0]] = outputs_T if norm is None else norm.denormalise(outputs_T)
+    return {}
+
+
+def _defer_logprobs(engine: PolicyEngine, batch: StepBatch, key: str) -> None:
+    def compute(wanted_T: Tensor) -> Tensor:
+        return engine.logprobs(batch, wanted_T)
+
+    batch.defer(key, compute)

@@ -1,0 +1,26 @@
+"""What actor and critic training share: the denominators of a step's minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncrl.trainer.calls import CallContext
+from asyncrl.trainer.step_batch import StepBatch
+
+Normaliser = Callable[[Tensor, Tensor, int], float]
+"""(mask_N, seq_ids_N, num_seqs) to a share of the denominator."""
+
+
+def global_normalisers(ctx: CallContext, batch: StepBatch, wanted_T: Tensor, share: Normaliser) -> list[float]:
+    """The denominator of every minibatch over all ranks: one collective for the whole step."""
+    minibatch_T = batch["minibatches"][batch.seq_ids_T]
+    shares = torch.zeros(batch.num_minibatches, dtype=torch.float64)
+    for number in range(batch.num_minibatches):
+        chosen_T = wanted_T & (minibatch_T == number)
+        ids, seq_ids_N = torch.unique_consecutive(batch.seq_ids_T[chosen_T], return_inverse=True)
+        shares[number] = share(torch.ones_like(seq_ids_N, dtype=torch.bool), seq_ids_N, len(ids))
+    total: list[float] = ctx.ranks.all_reduce_sum(shares).tolist()
+    return total

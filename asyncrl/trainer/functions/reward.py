@@ -1,0 +1,51 @@
+"""Rewards from a model, and the filter of groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.algorithms.group_view import GroupView
+from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.stats import count_stat, mean_stat
+from asyncrl.trainer.calls import CallContext, StatValues, model_function
+from asyncrl.trainer.step_batch import StepBatch
+
+
+@model_function("reward")
+def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes [S] the reward model's score of each whole sequence. `args.path` names the model's folder."""
+    ends_S = torch.from_numpy(batch.starts_S + batch.lengths_S - 1).to(batch.device)
+    scores_S = ctx.value().outputs(batch)[ends_S].double()
+    key = ctx.writes[0]
+    batch[key] = scores_S
+    return ctx.reduce({f"reward/{key}": mean_stat(scores_S, torch.ones_like(scores_S, dtype=torch.bool))})
+
+
+@model_function("filter")
+def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Writes `keep` [S] bool: whether the sample's group may carry loss.
+
+    `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. What
+    is filtered here was trained on nothing but is consumed; a filter in `rollout.filters` saves its place in the batch.
+    """
+    plugins = ctx.config.algorithm.plugins
+    decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}), plugins)
+    rewards_S, groups_S = batch[ctx.args.get("rewards", "rewards")].cpu().numpy(), batch["group_ids"].cpu().numpy()
+    truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
+    keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
+    dropped = 0
+    for group in range(len(batch.rollout_ids)):
+        members = groups_S == group
+        verdict = decide(GroupView(rewards_S[members], generated_S[members], truncated_S[members]))
+        keep_S[torch.from_numpy(members)] = verdict.keep
+        dropped += not verdict.keep
+    batch[ctx.writes[0]] = keep_S.to(batch.device)
+    return ctx.reduce({f"{ctx.name}/dropped_groups": count_stat(torch.tensor(dropped, device=batch.device))})
+
+
+def _generated_lengths(batch: StepBatch) -> NDArray[np.int64]:
+    lengths = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
+    counted: NDArray[np.int64] = lengths.index_add_(0, batch.seq_ids_T, batch["loss_mask"].long()).cpu().numpy()
+    return counted

@@ -1,0 +1,100 @@
+"""Loading the models of a training rank from a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from asyncrl.trainer import packed_attention
+from asyncrl.trainer.layout import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+AttentionKind = Literal["packed", "flash", "padded"]
+"""How a model's attention keeps the sequences of a micro-batch apart; see `engine.ModelInputs`."""
+
+
+def attention_kind(attn_implementation: str) -> AttentionKind:
+    """`model.attn_implementation` as what the engine must lay out: sdpa works packed, eager on padded rows."""
+    kinds: dict[str, AttentionKind] = {"sdpa": "packed", "flash_attention_2": "flash", "eager": "padded"}
+    return kinds[attn_implementation]
+
+
+def layout_of(kind: AttentionKind) -> Layout:
+    """How micro-batches of that kind are counted and cut."""
+    return "padded" if kind == "padded" else "packed"
+
+
+def load_causal_lm(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> PreTrainedModel:
+    """The causal language model in `path`, in evaluation mode: RL trains without dropout.
+
+    Raises:
+        OSError: `path` holds no model.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
+    )
+    assert isinstance(model, PreTrainedModel), type(model)
+    model.train(False)
+    nn.Module.to(model, device)
+    return model
+
+
+def _transformers_name(attn_implementation: str) -> str:
+    return packed_attention.PACKED if attn_implementation == "sdpa" else attn_implementation
+
+
+class Critic(nn.Module):
+    """A transformer's trunk with a linear head: the value of every prefix of a sequence.
+
+    The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise.
+    """
+
+    def __init__(self, trunk: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states [N, H], shape [N], in fp32."""
+        value: Tensor = self.head(hidden.float()).squeeze(-1)
+        return value
+
+
+def load_critic(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> Critic:
+    """An untrained critic on the trunk in `path`."""
+    trunk = AutoModel.from_pretrained(
+        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
+    )
+    return Critic(trunk).eval().to(device)
+
+
+def load_reward_model(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> Critic:
+    """The sequence classifier with one label in `path`, as a trunk and its head.
+
+    Raises:
+        ValueError: it has several labels, or no linear head called `score`.
+    """
+    model = AutoModelForSequenceClassification.from_pretrained(
+        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
+    )
+    heads = dict(model.named_children())
+    head = heads.get("score")
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
+    critic = Critic(model.base_model)
+    critic.head.weight.data.copy_(head.weight.data)
+    if head.bias is not None:
+        critic.head.bias.data.copy_(head.bias.data)
+    return critic.eval().to(device)

@@ -1,0 +1,108 @@
+"""The base model of an RL experiment: made by a supervised experiment on first use, found again afterwards.
+
+The folder's name holds a digest of every setting that decides the result, so that a changed recipe is a new model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from asyncrl.trainer.supervised.settings import SFTConfig
+
+NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch")
+"""Settings that change where or how fast a model is made, not which."""
+PLAIN_LINE_EVERY = 100
+"""Steps between two progress lines where the output is no terminal."""
+
+
+class BaseModelError(RuntimeError):
+    """Supervised training failed; the message ends with its last lines."""
+
+
+def base_model_dir(config: SFTConfig) -> Path:
+    """Where the model of `config` is or will be."""
+    decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
+    digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
+    return Path(config.fileroot).expanduser().resolve() / "models" / f"{config.experiment_name}-{digest}"
+
+
+def ensure_base_model(config: SFTConfig) -> Path:
+    """The folder of `config`'s model; trains it, with progress shown, where it is not there yet.
+
+    Raises:
+        BaseModelError: training failed.
+    """
+    folder = base_model_dir(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(folder.parent):
+        if not (folder / "config.json").is_file():
+            _make(config, folder)
+    return folder
+
+
+def _make(config: SFTConfig, folder: Path) -> None:
+    config_file = folder.with_suffix(".yaml")
+    OmegaConf.save(OmegaConf.structured(config), config_file)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.trainer.supervised.__main__", str(config_file), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(config.threads)},
+    )
+    try:
+        last_lines = _show_progress(process, f"base model {folder.name}")
+    finally:
+        process.terminate()
+        code = process.wait()
+        if code != 0:
+            config_file.unlink()
+    if code != 0:
+        raise BaseModelError(f"the base model's training exited with {code}:\n" + "\n".join(last_lines))
+    config_file.rename(folder / "sft.yaml")
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the lock on `folder`, so that of several launches one makes the model and the others find it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _show_progress(process: subprocess.Popen[str], title: str) -> list[str]:
+    """Show the progress lines until the output ends; returns the last lines of other output."""
+    console = Console(highlight=False)
+    other: deque[str] = deque(maxlen=20)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
+    times = (TextColumn("loss {task.fields[loss]:.3f}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    assert process.stdout is not None
+    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None, loss=float("nan"))
+        for line in process.stdout:
+            if not line.startswith('{"step"'):
+                other.append(line.rstrip("\n"))
+                continue
+            row = json.loads(line)
+            bar.update(task, total=row["total"], completed=row["step"], loss=row["loss"])
+            if not console.is_terminal and row["step"] % PLAIN_LINE_EVERY == 0:
+                text = f"{title}: step {row['step']}/{row['total']}  loss {row['loss']:.3f}  {row['eta_s']:.0f} s left"
+                console.print(text, markup=False, soft_wrap=True)
+    return list(other)

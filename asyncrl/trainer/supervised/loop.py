@@ -1,0 +1,277 @@
+"""Supervised training: it makes the base model that RL starts from.
+
+A run is a list of phases, each so many steps on one dataset's demonstrations. The demo has two: right demonstrations,
+then a few careless ones, so that the model knows two ways and RL has something to select.
+
+What makes it fast on a CPU:
+
+- Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the weight matrices: its orthogonalised
+  updates need about a third of AdamW's steps here. Embeddings and norms, which it is not made for, take AdamW.
+- A batch is drawn at random, then cut into micro-batches of similar length whose gradients add up to the batch's own.
+  So padding costs little, and the optimizer still sees random batches (batches of one length learn worse).
+- Only the answer's positions go through the output layer and the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from asyncrl.api import Tokenizer
+from asyncrl.datasets import DemonstrationDataset
+from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
+from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer
+from asyncrl.weights import atomic_dir
+
+DEMO_MODEL: Mapping[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 288,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+"""The demo's architecture: 242k parameters with the arithmetic alphabet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SFTPhase:
+    """`steps` optimizer steps on the demonstrations of `dataset`."""
+
+    dataset: DemonstrationDataset
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class SFTSettings:
+    """How supervised training optimises. The defaults suit a model from scratch; others want lower rates."""
+
+    batch_size: int = 64
+    """Demonstrations per step."""
+    optimizer: str = "muon"
+    """`muon`: matrices by Muon, the rest by AdamW; `adamw`: everything by AdamW."""
+    lr: float = 7e-3
+    """Peak learning rate of Muon, scaled to AdamW's root mean square."""
+    adamw_lr: float = 2e-2
+    """Peak learning rate of AdamW."""
+    min_lr_share: float = 0.1
+    """The cosine's end, as a share of the peak."""
+    warmup_steps: int = 50
+    max_grad_norm: float = 1.0
+    tokens_per_micro_batch: int = 2048
+    """Padded tokens of one forward and backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class SFTProgress:
+    """Reported after each step: 1-based step of `total`, loss in nats per answer token, seconds left."""
+
+    step: int
+    total: int
+    loss: float
+    eta_s: float
+
+
+ProgressCallback = Callable[[SFTProgress], None]
+
+
+def make_base_model(
+    out_dir: Path,
+    *,
+    tokenizer: Tokenizer,
+    phases: Sequence[SFTPhase],
+    architecture: Mapping[str, Any] | None = None,
+    initial_model: str | None = None,
+    settings: SFTSettings = SFTSettings(),
+    seed: int = 1,
+    threads: int = 2,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Train and save a model in the Hugging Face layout; `out_dir` appears whole or not at all.
+
+    Args:
+        out_dir: the folder to make; one that exists is replaced.
+        tokenizer: saved beside the weights.
+        phases: what to imitate, in order.
+        architecture: `transformers` configuration of a model to start at random; by default `DEMO_MODEL`.
+        initial_model: start from this model folder or name instead.
+        settings: the optimisation.
+        seed: of the initial weights and the data order. The result is the same for the same seed and `threads`.
+        threads: CPU threads.
+        progress: called after each step.
+
+    Raises:
+        ValueError: both `architecture` and `initial_model` are given, there are no steps, or a setting is out of range.
+    """
+    if architecture is not None and initial_model is not None:
+        raise ValueError("give architecture (a model from scratch) or initial_model (a pretrained one), not both")
+    with _threads(threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = (
+            _random_model(architecture or DEMO_MODEL, tokenizer)
+            if initial_model is None
+            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial_model))
+        )
+        started = time.monotonic()
+        loss = train_on_demonstrations(model, tokenizer, phases, settings, seed=seed, progress=progress)
+    record = {
+        "seed": seed,
+        "steps": [phase.steps for phase in phases],
+        "settings": asdict(settings),
+        "final_loss": loss,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    save_model(model, tokenizer, out_dir, record)
+    return out_dir
+
+
+def train_on_demonstrations(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    phases: Sequence[SFTPhase],
+    settings: SFTSettings,
+    *,
+    seed: int,
+    progress: ProgressCallback | None = None,
+) -> float:
+    """Train `model` in place; returns the last step's loss in nats per answer token.
+
+    Raises:
+        ValueError: there are no steps, or a setting is out of range.
+    """
+    total = sum(phase.steps for phase in phases)
+    if total < 1:
+        raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
+    optimizers = _optimizers(model, settings)
+    schedulers = [
+        get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, settings.warmup_steps, total, min_lr_rate=settings.min_lr_share
+        )
+        for optimizer in optimizers
+    ]
+    model.train()
+    started, loss = time.monotonic(), 0.0
+    batches = itertools.chain.from_iterable(
+        demonstration_batches(
+            phase.dataset, tokenizer, batch_size=settings.batch_size, steps=phase.steps, seed=seed + index
+        )
+        for index, phase in enumerate(phases)
+    )
+    for step, batch in enumerate(batches, start=1):
+        loss = _accumulate_gradients(model, batch, settings.tokens_per_micro_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        if progress is not None:
+            progress(SFTProgress(step, total, loss, (time.monotonic() - started) / step * (total - step)))
+    model.train(False)
+    return loss
+
+
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, record: Mapping[str, Any]) -> None:
+    """Write weights, config, tokenizer and `training.json` aside and synced, then rename the folder to `out_dir`.
+
+    Raises:
+        TypeError: the tokenizer is neither a `CharTokenizer` nor a `HuggingFaceTokenizer`.
+    """
+    aside = atomic_dir.begin(out_dir)
+    model.save_pretrained(aside)
+    if isinstance(tokenizer, CharTokenizer):
+        tokenizer.save(aside)
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.wrapped.save_pretrained(aside)
+    else:
+        raise TypeError(
+            f"cannot save a {type(tokenizer).__name__}: give what load_tokenizer returns, or a CharTokenizer"
+        )
+    (aside / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for file in aside.iterdir():
+        atomic_dir.sync_file(file)
+    atomic_dir.commit(out_dir)
+
+
+def _accumulate_gradients(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
+    """Backward of the batch's mean loss per answer token; returns that mean."""
+    answer_tokens = sum(item.answer_length for item in batch)
+    total = 0.0
+    for indices in by_length([len(item.token_ids) for item in batch], max_tokens):
+        loss = _answer_loss(model, [batch[i] for i in indices]) / answer_tokens
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
+
+
+def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> Tensor:
+    """Summed cross entropy of the answers' tokens. Padding is on the right, where causal attention ignores it."""
+    longest = max(len(item.token_ids) for item in demonstrations)
+    tokens_BL = torch.zeros(len(demonstrations), longest, dtype=torch.long)
+    answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)
+    for row, item in enumerate(demonstrations):
+        tokens_BL[row, : len(item.token_ids)] = torch.tensor(item.token_ids)
+        answer_BL[row, item.prompt_length : len(item.token_ids)] = True
+    hidden_BLH = model.base_model(input_ids=tokens_BL[:, :-1], use_cache=False).last_hidden_state
+    predicts_BL = answer_BL[:, 1:]
+    logits_AV = _output_layer(model)(hidden_BLH[predicts_BL])
+    return F.cross_entropy(logits_AV.float(), tokens_BL[:, 1:][predicts_BL], reduction="sum")
+
+
+def _optimizers(model: PreTrainedModel, settings: SFTSettings) -> list[Optimizer]:
+    if settings.optimizer not in ("muon", "adamw"):
+        raise ValueError(f"sft optimizer is {settings.optimizer!r}: choose 'muon' or 'adamw'")
+    layers = (model.get_input_embeddings(), _output_layer(model))
+    embeddings = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    by_muon: list[Tensor] = []
+    by_adamw: list[Tensor] = []
+    for parameter in model.parameters():
+        matrix = parameter.ndim == 2 and id(parameter) not in embeddings
+        (by_muon if matrix and settings.optimizer == "muon" else by_adamw).append(parameter)
+    optimizers: list[Optimizer] = [AdamW(by_adamw, lr=settings.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)]
+    if by_muon:
+        optimizers.append(Muon(by_muon, lr=settings.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def _output_layer(model: Any) -> torch.nn.Module:
+    layer: torch.nn.Module = model.get_output_embeddings()
+    return layer
+
+
+def _random_model(architecture: Mapping[str, Any], tokenizer: Tokenizer) -> PreTrainedModel:
+    settings = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, **architecture}
+    if isinstance(tokenizer, CharTokenizer):
+        settings = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_token_id, **settings}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(config)
+    return model
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,65 @@
+"""What training keeps from step to step beside models and optimizers, and the objectives built once from the config."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
+from asyncrl.algorithms.objective import Objective, build_objective
+from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ValueObjectiveSpec
+from asyncrl.algorithms.value_norm import ValueNorm
+from asyncrl.algorithms.value_objective import ValueObjective, build_value_objective
+from asyncrl.config.experiment import AlgorithmConfig, ChoiceConfig
+
+
+class TrainState:
+    """Objectives, the KL coefficient and the normalisation of values, as `algorithm` sets them."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.objective: Objective = build_objective(objective_spec(algorithm))
+        self.value_objective: ValueObjective = build_value_objective(
+            ValueObjectiveSpec(
+                _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation), tuple(algorithm.plugins)
+            )
+        )
+        self.kl: KLController = _kl_controller(algorithm)
+        norm = algorithm.critic.value_norm
+        self.value_norm = None if norm == "none" else ValueNorm(cast(Literal["running", "ema"], norm))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; JSON-able."""
+        return {
+            "kl": self.kl.state_dict(),
+            "value_norm": None if self.value_norm is None else self.value_norm.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; a value normalisation switched on since then starts anew."""
+        self.kl.load_state_dict(state["kl"])
+        if self.value_norm is not None and state["value_norm"] is not None:
+            self.value_norm.load_state_dict(state["value_norm"])
+
+
+def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
+    """The actor's objective as `algorithm` sets it."""
+    kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == "loss"
+    return ObjectiveSpec(
+        policy_loss=_choice(algorithm.policy_loss),
+        correction=_choice(algorithm.correction),
+        kl=_choice(algorithm.kl) if kl_in_loss else None,
+        kl_coef=algorithm.kl_coef if kl_in_loss else 0.0,
+        entropy_coef=algorithm.entropy_coef,
+        aggregation=_choice(algorithm.aggregation),
+        prox=cast(Literal["recompute", "approximate", "behave"], algorithm.prox),
+        plugins=tuple(algorithm.plugins),
+    )
+
+
+def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
+    if algorithm.kl_coef > 0.0 and algorithm.kl_target > 0.0:
+        return AdaptiveKLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    return FixedKLController(algorithm.kl_coef)
+
+
+def _choice(config: ChoiceConfig) -> Choice:
+    return Choice(config.name, dict(config.params))

@@ -1,0 +1,63 @@
+"""Which checkpoints there are, and which is the newest whole one. Torch-free.
+
+    <root>/v<N>/    actor.optimizer-<rank>-of-<world>.safetensors ... rng-<rank>.safetensors state.json manifest.json
+
+A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So one
+that is there is whole, unless the disk lost something later; such a one is passed over for the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import ManifestError, verify
+
+STATE_FILE = "state.json"
+
+_log = logging.getLogger(__name__)
+
+
+def versions(root: Path) -> list[int]:
+    """The policy versions that `root` has checkpoints of, ascending; whole or not."""
+    found = (path.name[1:] for path in root.glob("v*"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint in `root`; None if there is none at all. A damaged one is logged and passed over.
+
+    Raises:
+        ManifestError: there are some, but none can be used: whoever began anew here would lose them.
+    """
+    newest: ManifestError | None = None
+    for version in reversed(versions(root)):
+        directory = root / f"v{version}"
+        try:
+            verify(directory)
+        except ManifestError as error:
+            _log.warning("checkpoint %s cannot be used, looking for an older one: %s", directory, error)
+            newest = newest or error
+        else:
+            return directory
+    if newest is not None:
+        raise ManifestError(
+            f"no checkpoint in {root} can be used, the newest because {newest}; set resume=restart to begin anew"
+        ) from newest
+    return None
+
+
+def prune(root: Path, keep: int) -> list[int]:
+    """Delete all but the newest `keep` checkpoints, and what killed writers left; returns the deleted versions.
+
+    Raises:
+        ValueError: `keep` is not positive.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}: a run needs its newest checkpoint; set checkpoint.keep to at least 1")
+    atomic_dir.clear_leftovers(root)
+    doomed = versions(root)[:-keep]
+    for version in doomed:
+        atomic_dir.remove(root / f"v{version}")
+    return doomed

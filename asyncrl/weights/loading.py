@@ -1,0 +1,96 @@
+"""Replacing a model's parameters by those of a Hugging Face checkpoint on disk, all or nothing.
+
+`stage_weights` reads and checks everything without touching the model (it may run while the engine decodes); what it
+returns is applied between two steps. A missing, unknown or misshapen tensor, or a file that cannot be read, is refused
+as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncrl.inference.embedded.types import WeightUpdateError
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files: those its index names, else all in the folder."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WeightUpdateError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise WeightUpdateError(f"{index} names {missing[0]!r}, which is not there; the checkpoint is torn")
+    return [folder / name for name in names]
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in `folder`, by name, on the CPU.
+
+    Raises:
+        WeightUpdateError: there is none, or it cannot be read.
+    """
+    if not folder.is_dir():
+        raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
+    shards = _shards(folder)
+    if not shards:
+        raise WeightUpdateError(f"model_path {str(folder)!r} holds no *.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    tensors[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightUpdateError(f"cannot read {str(shard)!r}: {error}") from error
+    return tensors
+
+
+def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (parameter of the model, its new value), checked to be complete and of the right shapes.
+
+    `targets` are the model's parameters and buffers by name, as its `state_dict(keep_vars=True)` gives them. Tied
+    parameters appear under several names; one of them in the checkpoint is enough, and all that are there must agree in
+    shape.
+
+    Raises:
+        WeightUpdateError: the checkpoint does not fit the model; nothing was changed.
+    """
+    found = read_checkpoint(folder)
+    unknown = sorted(set(found) - set(targets))
+    if unknown:
+        raise WeightUpdateError(
+            f"{str(folder)!r} holds {unknown[0]!r} ({len(unknown)} such), which the model does not have"
+        )
+    values: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, target in targets.items():
+        value = found.get(name)
+        if value is None:
+            continue
+        if value.shape != target.shape:
+            raise WeightUpdateError(f"{name} has shape {tuple(value.shape)}, the model's is {tuple(target.shape)}")
+        values[target.data_ptr()] = (target, value)
+    missing = sorted(name for name, target in targets.items() if target.data_ptr() not in values)
+    if missing:
+        raise WeightUpdateError(
+            f"{str(folder)!r} lacks {missing[0]!r} ({len(missing)} missing); give a whole checkpoint"
+        )
+    return list(values.values())
+
+
+@torch.no_grad()
+def apply_weights(staged: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy staged values into the model, converting to its dtype and device."""
+    for target, value in staged:
+        target.copy_(value)

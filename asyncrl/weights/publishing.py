@@ -1,0 +1,285 @@
+"""Publishing a role's weights: versioned, sharded safetensors in the Hugging Face layout.
+
+    <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
+                           config.json, the tokenizer's files, canary.json, manifest.json
+
+Every rank holds all weights, so all take part, in three steps, each of which begins when all have done the one before:
+
+    begin    rank 0 creates the directory aside (`atomic_dir`)
+    write    every rank writes its share of the shards, syncs them and computes their checksums meanwhile
+    finish   rank 0 adds what is not weights: the index, the canary, hard links to what no version changes
+             (`SharedFiles`), the manifest; and renames the directory into place
+
+So what a reader sees is whole and on the disk, the last version being the run's result. The bytes go from the tensors'
+memory to the page cache once, and are summed from there while the disk takes them.
+
+The other ranks tell rank 0 what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
+the generation servers read it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import orjson
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
+from asyncrl.weights.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    TensorEntry,
+    verify,
+    write_manifest,
+)
+from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
+
+MAX_SHARD_BYTES = 4 << 30
+"""Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""
+_INDEX_FILE = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
+_MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where a version lies, the size of its tensors and how long writing took."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def version_dir(root: Path, role: str, version: int) -> Path:
+    """Directory of `version` of `role`."""
+    return root / role / f"v{version}"
+
+
+def publish(
+    model: PreTrainedModel,
+    root: Path,
+    *,
+    role: str,
+    version: int,
+    ranks: Ranks,
+    shared: SharedFiles | None = None,
+    canary: Canary | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Published:
+    """Write `model` as `version` of `role`. Called by all ranks; returns on all once it is visible.
+
+    A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
+    after it (`collect`): steps that are taken again asynchronously lead to other weights.
+
+    Args:
+        shared: what lies beside the weights of every version; by default the configuration alone.
+        canary: by which a server that loaded the version can be checked; the same on all ranks.
+
+    Raises:
+        PeerFailed: another rank could not write its part.
+        OSError: this rank could not.
+    """
+    started = time.perf_counter()
+    final = version_dir(root, role, version)
+    tensors = published_tensors(model)
+    whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
+    if whole.item() < ranks.world:
+        beside = shared or SharedFiles(model)
+        shards = plan_shards(tensors, ranks.world, max_shard_bytes)
+        writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
+        ranks.together(writing.begin, f"creating {final}")
+        ranks.together(writing.write, f"writing {final}")
+        ranks.together(lambda: writing.finish(beside, canary), f"publishing {final}")
+    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+
+
+def announce(
+    model: PreTrainedModel, root: Path, *, role: str, version: int, ranks: Ranks, canary: Canary | None
+) -> Published:
+    """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
+    which names no weight files, and the canary. Called by all ranks; returns on all once it is visible.
+
+    Raises:
+        PeerFailed: rank 0 could not write it.
+        OSError: this rank could not.
+    """
+    started = time.perf_counter()
+    final = version_dir(root, role, version)
+    tensors = published_tensors(model)
+
+    def write() -> None:
+        if ranks.rank == 0:
+            directory = atomic_dir.begin(final)
+            files = {}
+            if canary is not None:
+                files[CANARY_FILE] = _write_file(directory / CANARY_FILE, encode_canary(canary))
+            entries = {
+                name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], "")
+                for name, tensor in tensors.items()
+            }
+            write_manifest(directory, Manifest(role, version, files, entries))
+            atomic_dir.commit(final)
+
+    ranks.together(write, f"announcing {final}")
+    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of `model` holds: parameters and persistent buffers, tied ones once."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    seen = {parameter.data_ptr() for parameter in tensors.values()}
+    for name, tensor in model.state_dict().items():
+        if name not in tensors and tensor.data_ptr() not in seen:
+            tensors[name] = tensor
+            seen.add(tensor.data_ptr())
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def plan_shards(
+    tensors: dict[str, Tensor], world: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[tuple[int, dict[str, Tensor]]]:
+    """The files to write: (rank that writes it, its tensors), cut in the model's order.
+
+    Tensors are dealt to `world` ranks as contiguous runs of nearly equal bytes, each run cut into files of at most
+    `max_shard_bytes` (a larger tensor gets a file of its own). Small models are not cut: below 1 MiB a rank, opening
+    files costs more than writing them.
+    """
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    share = max(-(-total // world), 1 << 20)
+    shards: list[tuple[int, dict[str, Tensor]]] = []
+    before = filled = 0
+    for name, tensor in tensors.items():
+        rank = min(before // share, world - 1)
+        size = tensor.nbytes
+        if not shards or shards[-1][0] != rank or filled + size > max_shard_bytes:
+            shards.append((rank, {}))
+            filled = 0
+        shards[-1][1][name] = tensor
+        before += size
+        filled += size
+    return shards
+
+
+def tokenizer_assets(model_dir: Path) -> tuple[Path, ...]:
+    """The files beside a model's weights that a server needs: tokenizer, chat template, generation settings."""
+    made_here = {"config.json", CANARY_FILE, MANIFEST_FILE}
+    return tuple(
+        path
+        for path in sorted(model_dir.iterdir())
+        if path.is_file()
+        and path.name not in made_here
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and path.stat().st_size <= _MAX_ASSET_BYTES
+    )
+
+
+def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
+    """Delete the versions of `role` that are not in `keep`, and what killed writers left; returns the deleted ones."""
+    parent = root / role
+    if not parent.is_dir():
+        return []
+    atomic_dir.clear_leftovers(parent)
+    doomed = sorted(version for version in list_versions(root, role) if version not in keep)
+    for version in doomed:
+        atomic_dir.remove(version_dir(root, role, version))
+    return doomed
+
+
+def list_versions(root: Path, role: str) -> list[int]:
+    """The versions of `role` on disk, ascending."""
+    found = (path.name[1:] for path in (root / role).glob("v*"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except ManifestError:
+        return False
+    return True
+
+
+def _shard_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _tensor_entries(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], _shard_name(index, len(shards)))
+        for index, (_, tensors) in enumerate(shards)
+        for name, tensor in tensors.items()
+    }
+
+
+@dataclass(slots=True)
+class _Writing:
+    """One rank's part in writing the version `final`; see the module's docstring for the order of its steps."""
+
+    final: Path
+    manifest: Manifest
+    """Without files."""
+    shards: Sequence[tuple[int, dict[str, Tensor]]]
+    ranks: Ranks
+    written: dict[str, FileEntry] = field(default_factory=dict)
+    """This rank's shards."""
+
+    @property
+    def directory(self) -> Path:
+        return atomic_dir.aside(self.final)
+
+    def begin(self) -> None:
+        if self.ranks.rank == 0:
+            atomic_dir.begin(self.final)
+
+    def write(self) -> None:
+        files = [
+            write_tensors(self.directory / _shard_name(index, len(self.shards)), tensors)
+            for index, (rank, tensors) in enumerate(self.shards)
+            if rank == self.ranks.rank
+        ]
+        with atomic_dir.syncing([file.path for file in files]):
+            self.written = {file.path.name: file.entry() for file in files}
+        if self.ranks.rank > 0:  # gone before the rename, so it need not reach the disk
+            self._part(self.ranks.rank).write_bytes(orjson.dumps(self.written))
+
+    def finish(self, shared: SharedFiles, canary: Canary | None) -> None:
+        if self.ranks.rank > 0:
+            return
+        files = shared.link_into(self.directory) | self.written
+        for rank in range(1, self.ranks.world):
+            part = self._part(rank)
+            files |= {name: FileEntry(**entry) for name, entry in orjson.loads(part.read_bytes()).items()}
+            part.unlink()
+        if len(self.shards) > 1:
+            files[_INDEX_FILE] = _write_file(self.directory / _INDEX_FILE, self._index())
+        if canary is not None:
+            files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
+        write_manifest(self.directory, replace(self.manifest, files=files))
+        atomic_dir.commit(self.final)
+
+    def _index(self) -> bytes:
+        total = sum(tensor.nbytes for _, tensors in self.shards for tensor in tensors.values())
+        file_of = {name: entry.file for name, entry in self.manifest.tensors.items()}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=1).encode()
+
+    def _part(self, rank: int) -> Path:
+        return self.directory / f"part-{rank}.json"
+
+
+def _write_file(path: Path, data: bytes) -> FileEntry:
+    """Write and sync one small file."""
+    atomic_dir.write_file(path, data)
+    return FileEntry.of([data])

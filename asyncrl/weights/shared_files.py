@@ -1,0 +1,56 @@
+"""The files that lie beside the weights of every version and never change: configuration, tokenizer, chat template.
+
+They are written and synced once in the life of a process, and each version holds hard links to them:
+
+    <root>/<role>/.shared/tokenizer.json        ◀── same file ──▶   <root>/<role>/v7/tokenizer.json
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import FileEntry, file_entry
+
+_STORE = ".shared"
+
+
+class SharedFiles:
+    """The configuration of `model` and copies of the files `assets`."""
+
+    def __init__(self, model: PreTrainedModel, assets: Sequence[Path] = ()) -> None:
+        self._config = model.config
+        self._assets = tuple(assets)
+        self._entries: dict[str, FileEntry] = {}
+
+    def link_into(self, directory: Path) -> dict[str, FileEntry]:
+        """Put the files into `directory`, a version's; returns their sizes and checksums.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        store = directory.parent / _STORE
+        if not (self._entries and store.is_dir()):
+            self._entries = self._write(store)
+        for name in self._entries:
+            try:
+                os.link(store / name, directory / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(store / name, directory / name)
+                atomic_dir.sync_file(directory / name)
+        return dict(self._entries)
+
+    def _write(self, store: Path) -> dict[str, FileEntry]:
+        directory = atomic_dir.begin(store)
+        self._config.to_json_file(str(directory / "config.json"), use_diff=True)
+        for asset in self._assets:
+            shutil.copyfile(asset, directory / asset.name)
+        files = sorted(directory.iterdir())
+        atomic_dir.sync_files(files)
+        atomic_dir.commit(store)
+        return {path.name: file_entry(store / path.name) for path in files}

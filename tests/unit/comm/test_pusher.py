@@ -1,0 +1,97 @@
+"""The pusher over a connection that takes one message at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.api import Sample, Trajectory
+from asyncrl.comm.codec import Frame
+from asyncrl.comm.push_pull import TrajectoryPusher, messages, pusher
+from asyncrl.comm.push_pull.outbox import Entry, Outbox
+
+COUNT = 4 * messages.BATCH_TRAJECTORIES
+
+
+class NarrowLink:
+    """In place of a PeerLink: takes one message, then nothing until it was acknowledged.
+
+    That at "full" takes none at all, that at "wide" always takes another.
+    """
+
+    def __init__(
+        self,
+        _context: object,
+        address: str,
+        _security: object,
+        *,
+        on_writable: Callable[[NarrowLink], None],
+        on_message: Callable[[NarrowLink, list[memoryview]], None],
+        **_settings: object,
+    ) -> None:
+        self.address = address
+        self.writable = False
+        self.messages: list[tuple[int, ...]] = []
+        self._on_writable, self._on_message = on_writable, on_message
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._open)
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        self.writable = self.address == "wide"
+        if self.address == "full":
+            return False
+        self.messages.append(messages.unpack_seqs(memoryview(frames[0])))
+        self._loop.call_soon(self._acknowledge)
+        return True
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _open(self) -> None:
+        self.writable = True
+        self._on_writable(self)
+
+    def _acknowledge(self) -> None:
+        self._on_message(self, [memoryview(messages.pack_acks(self.messages[-1]))])
+        if not self.writable:
+            self._open()
+
+
+def trajectory(number: int) -> Trajectory:
+    tokens = np.arange(3, dtype=np.int32)
+    sample = Sample(tokens, np.ones(3, np.uint8), np.zeros(3, np.float32), tokens, 1.0)
+    return Trajectory(f"rollout-{number}", "prompt", number, (sample,))
+
+
+async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = 0
+    take = Outbox.take
+
+    def counted(outbox: Outbox[Any], *arguments: Any) -> tuple[Entry[Any], str] | None:
+        nonlocal takes
+        takes += 1
+        return take(outbox, *arguments)
+
+    monkeypatch.setattr(Outbox, "take", counted)
+    monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
+    sender = TrajectoryPusher(["narrow"], None, identity="test", high_water=COUNT)
+    (link,) = sender._links.values()
+    assert isinstance(link, NarrowLink)
+    await asyncio.gather(*(sender.push(trajectory(number)) for number in range(COUNT)))
+    assert await sender.close(1.0) == []
+    assert [seq for message in link.messages for seq in message] == list(range(COUNT))
+    assert [len(message) for message in link.messages] == [messages.BATCH_TRAJECTORIES] * 4
+    assert takes <= COUNT + 4 * len(link.messages) + 2, "what waits was taken and given back again and again"
+    assert sender.resent == 0
+
+
+async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
+    sender = TrajectoryPusher(["wide", "full"], None, identity="test")
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
+    assert await sender.close(1.0) == []

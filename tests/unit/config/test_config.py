@@ -1,0 +1,201 @@
+"""A wrong setting ends before anything starts, with one message that names the setting, the value and the mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.checks import data_parallel_ranks, validate
+from asyncrl.config.describe import experiment_help, list_experiments
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import SCHEMAS, ConfigError, experiments_dir, known_experiments, load_experiment, settings
+from asyncrl.config.setting import setting_info
+from asyncrl.runtime.run_dir import read_run_config, write_run_config
+
+
+def load(*overrides: str) -> ExperimentConfig:
+    config = load_experiment("async_ppo", overrides)
+    assert isinstance(config, ExperimentConfig)
+    return config
+
+
+def message_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(load(*overrides))
+    return str(caught.value)
+
+
+def adopting(url: str) -> list[str]:
+    """Overrides for an SGLang server that runs already."""
+    return ["generation.backend=sglang", f"generation.sglang.urls=[{url}]"]
+
+
+@pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
+def test_every_built_in_experiment_is_valid_as_it_stands(name: str) -> None:
+    validate(load_experiment(name, []))
+
+
+def test_a_misspelt_setting_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'train_batchsize'.*did you mean 'train_batch_size'"):
+        load("train_batchsize=8")
+
+
+def test_a_misspelt_experiment_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"no experiment 'async_pop'.*did you mean 'async_ppo'"):
+        load_experiment("async_pop", [])
+
+
+def test_a_group_of_settings_takes_no_value() -> None:
+    with pytest.raises(ConfigError, match="optimizer is a group of settings"):
+        load("optimizer=3")
+
+
+def test_a_value_of_the_wrong_type_names_the_setting_and_the_value() -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size: .*'many'.*Integer"):
+        load("train_batch_size=many")
+
+
+def test_an_override_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'seed' is not setting=value"):
+        load("seed")
+
+
+def test_a_home_folder_or_a_quote_in_a_value_needs_no_quoting() -> None:
+    assert load("fileroot=~/my runs").fileroot == "~/my runs"
+    assert load("experiment_name=it's").experiment_name == "it's"
+
+
+def test_keys_of_a_mapping_need_no_plus_sign() -> None:
+    config = load("algorithm.policy_loss.params.clip_low=0.3", "agent.args={retries: 2}")
+    assert config.algorithm.policy_loss.params == {"clip_low": 0.3}
+    assert config.agent.args == {"retries": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["optimizer.lr=-1"], ["optimizer.lr=-1.0", "use 0 or more"]),
+        (["on_stale=keep"], ["on_stale='keep'", "drop, mask, wait"]),
+        (["train_batch_size=30"], ["train_batch_size=30", "ppo_minibatches=4", "28 or 32"]),
+        (["trainer.parallel=t2"], ["trainer.parallel='t2'", "d2"]),
+        (["trainer.parallel=d9"], ["trainer.parallel='d9'", "at most d8"]),
+        (["trainer.buffer_capacity=159"], ["trainer.buffer_capacity=159", "160 or more"]),
+        (["trainer.buffer_capacity=79", "trainer.parallel=d2"], ["2 rank(s) hold 158", "= 160", "80 or more"]),
+        (["group_size=1"], ["group_size=1", "group_size=2"]),
+        (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature=0.0", "use 1.0"]),
+        (["generation.context_length=20"], ["generation.context_length=20", "or more"]),
+        (["generation.max_running_requests=4"], ["generation.max_running_requests=4", "group_size=8"]),
+        (["generation.max_total_tokens=20"], ["generation.max_total_tokens=20", "or more"]),
+        (["model.path=/nowhere"], ["model.path='/nowhere'", "config.json"]),
+        (["dataset.path=/nowhere.jsonl"], ["dataset.path='/nowhere.jsonl'", "no such file"]),
+        (["agent.path=nowhere:Agent"], ["agent.path='nowhere:Agent'", "PYTHONPATH"]),
+        (["agent.path=asyncrl.agents.single_turn:Agnet"], ["defines no 'Agnet'", "SingleTurnAgent"]),
+        (["reward.path=plain"], ["reward.path", "package.module:Name"]),
+        (["algorithm.policy_loss.name=gpso"], ["'gpso'", "did you mean 'gspo'"]),
+        (["algorithm.policy_loss.params.clipp=1"], ["'clipp'"]),
+        (["algorithm.plugins=[no_such_package]"], ["algorithm.plugins", "'no_such_package'", "PYTHONPATH"]),
+        (["generation.backend=sglang", "generation.sglang.python=/no/python"], ["/no/python", "not an executable"]),
+        (["manager.update_mode=inplace"], ["manager.update_mode='inplace'", "interrupt, retract, in_place, finish"]),
+        (["manager.weight_transport=tensor"], ["manager.weight_transport='tensor'", "backend='embedded'", "disk"]),
+        (
+            [*adopting("http://10.1.1.1:1"), "manager.weight_transport=tensor"],
+            ["'http://10.1.1.1:1'", "distributed or disk"],
+        ),
+        ([*adopting("http://10.1.1.1:1"), "manager.weight_transport=distributed"], ["cannot reach", "system.host"]),
+        (
+            [*adopting("http://127.0.0.1:1"), "manager.weight_transport=tensor", "generation.sglang.args.dp_size=2"],
+            ["generation.sglang.args.dp_size=2", "generation.servers"],
+        ),
+        (["system.name_resolve=etcd3"], ["system.name_resolve_root", "host:port"]),
+        (["trial_name=../up"], ["trial_name='../up'", "folder"]),
+        (["fileroot=/proc/1/x"], ["fileroot='/proc/1/x'"]),
+    ],
+)
+def test_a_bad_value_or_combination_names_setting_value_and_mend(overrides: list[str], parts: list[str]) -> None:
+    message = message_of(*overrides)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("transport", "url", "host"),
+    [
+        ("tensor", "http://localhost:1", "127.0.0.1"),
+        ("distributed", "http://127.0.0.1:1", "127.0.0.1"),
+        ("distributed", "http://10.1.1.1:1", "10.1.1.2"),
+    ],
+)
+def test_weights_can_be_sent_where_trainer_and_servers_reach_each_other(transport: str, url: str, host: str) -> None:
+    config = load(*adopting(url), f"manager.weight_transport={transport}", f"system.host={host}")
+    assert config.manager.weight_transport == transport
+
+
+def test_all_wrong_settings_are_told_at_once() -> None:
+    assert len(message_of("train_batch_size=30", "group_size=1", "agent.path=nowhere:X").splitlines()) == 3
+
+
+def test_parallel_layout_gives_the_number_of_ranks() -> None:
+    assert data_parallel_ranks("d1") == 1
+    assert data_parallel_ranks("d16") == 16
+
+
+def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:
+    config = load("algorithm.policy_loss.params.clip_low=0.3", "rollout.filters=[{name: zero_variance}]", "seed=7")
+    write_run_config(config, tmp_path)
+    assert read_run_config(tmp_path) == config
+
+
+def test_every_setting_has_help_and_shows_up_in_it() -> None:
+    for schema in SCHEMAS.values():
+        for path, _, info in settings(schema):
+            assert info.help, f"{path} has no help"
+    text = experiment_help("async_ppo", load("max_head_offpolicyness=3"))
+    assert "max_head_offpolicyness = 3" in text
+    assert all(f"  {path} = " in text for path, _, _ in settings(ExperimentConfig))
+
+
+def test_a_field_made_without_setting_has_no_info() -> None:
+    groups = [item for item in fields(ExperimentConfig) if is_dataclass(item.type)]
+    assert all(setting_info(item).help == "" for item in groups)
+
+
+def test_the_list_of_experiments_shows_each_with_its_summary() -> None:
+    text = list_experiments(None)
+    for name, summary in known_experiments(experiments_dir()).items():
+        assert summary, f"experiments/{name}.yaml should begin with a comment that says what it is"
+        assert name in text
+        assert summary in text
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_ends_with_2_and_one_message_before_any_process_starts(tmp_path: Path) -> None:
+    ended = launch("async_ppo", f"fileroot={tmp_path}", "group_sise=8")
+    assert ended.returncode == 2
+    assert ended.stderr.count("error:") == 1
+    assert "group_size" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
+    ended = launch("async_ppo", "group_size=3", "--cfg", "job")
+    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "config.yaml").write_text(ended.stdout)
+    assert read_run_config(tmp_path).group_size == 3
+
+
+def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, asyncrl.launch, asyncrl.commands.run, asyncrl.rollout.process; "
+        "import asyncrl.manager.process, asyncrl.master.process; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.datasets import load_dataset
+from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.rewards.math_answer import math_answer_reward
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("field", ["prompt", "question", "problem"])
+def test_each_prompt_field_is_read_and_other_fields_are_kept(tmp_path: Path, field: str) -> None:
+    path = write(tmp_path / "data.jsonl", [{field: "1+1?", "answer": "2", "level": 3}])
+    row = JsonlDataset(path=str(path)).row(0)
+    assert (row["prompt"], row["answer"], row["level"]) == ("1+1?", "2", 3)
+
+
+def test_the_template_surrounds_the_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"question": "1+1?", "unit": "apples"}])
+    dataset = JsonlDataset(path=str(path), prompt_template="Q: {prompt} ({unit})\nA:")
+    assert dataset.row(0)["prompt"] == "Q: 1+1? (apples)\nA:"
+
+
+def test_a_held_out_share_splits_the_prompts_without_overlap(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": f"p{i}"} for i in range(400)])
+    train = load_dataset(str(path), {"held_out_share": 0.25}, "train", 1)
+    held_out = load_dataset(str(path), {"held_out_share": 0.25}, "held_out", 1)
+    prompts = [{dataset.row(i)["prompt"] for i in range(len(dataset))} for dataset in (train, held_out)]
+    assert not prompts[0] & prompts[1]
+    assert len(prompts[0] | prompts[1]) == 400
+    assert 60 <= len(held_out) <= 140
+
+
+@pytest.mark.parametrize("line", ["{not json", "[1]", '{"answer": "2"}', '{"prompt": 3}', '{"prompt": ""}'])
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"data\.jsonl:2"):
+        JsonlDataset(path=str(path))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no rows"):
+        JsonlDataset(path=str(path))
+
+
+def test_demonstrations_come_from_the_first_completion_field(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": "a", "completion": "b", "answer": "c"}, {"prompt": "d"}])
+    dataset = JsonlDataset(path=str(path))
+    assert dataset.demonstration(dataset.row(0)) == "b"
+    with pytest.raises(ValueError, match="completion"):
+        dataset.demonstration(dataset.row(1))
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the shared GSM8K files are not here")
+def test_gsm8k_loads_and_every_reference_solution_earns_its_reward() -> None:
+    dataset = JsonlDataset(path=str(GSM8K / "test.jsonl"))
+    assert len(dataset) > 1000
+    assert all(math_answer_reward(row, row["answer"]) == 1.0 for row in map(dataset.row, range(len(dataset))))

@@ -1,0 +1,126 @@
+"""The engine's log-probabilities against a plain forward of the whole sequence, for every architecture it serves."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+
+VOCAB = 61
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma": {},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+FP32_TOLERANCE = 1e-6
+"""The bound asked for; sums in another order differ in the last bits of fp32."""
+
+
+def build(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    config = CONFIG_MAPPING[architecture](**{**COMMON, **ARCHITECTURES[architecture]})
+    torch.manual_seed(3)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def run(engine: Engine, inputs: list[GenerationInput]) -> list[GenerationOutput]:
+    future = engine.submit(Job(tuple(inputs)))
+    while engine.step():
+        pass
+    return future.result(timeout=0)
+
+
+@torch.no_grad()
+def plain_logprobs(
+    model: PreTrainedModel, prompt: tuple[int, ...], output: list[int], temperature: float
+) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *output]])
+    logits = model(input_ids=ids).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)
+    rows = torch.arange(len(prompt) - 1, len(prompt) + len(output) - 1)
+    return logprobs[rows, torch.tensor(output)]
+
+
+def ragged_inputs(seed: int, count: int, temperature: float = 1.0) -> list[GenerationInput]:
+    rng = random.Random(seed)
+    inputs = []
+    for index in range(count):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 30)))
+        spec = SamplingSpec(max_new_tokens=rng.randint(1, 40), temperature=temperature, seed=rng.getrandbits(60))
+        inputs.append(GenerationInput(f"r{index:03d}", prompt, spec))
+    return inputs
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(architecture: str, temperature: float) -> None:
+    model = build(architecture)
+    reference = copy.deepcopy(model)
+    engine = Engine(model, max_running_requests=5)
+    inputs = ragged_inputs(11, 17, temperature)
+    for request, output in zip(inputs, run(engine, inputs), strict=True):
+        assert len(output.output_ids) == request.sampling.max_new_tokens
+        expected = plain_logprobs(reference, request.input_ids, output.output_ids, temperature)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0.0, atol=FP32_TOLERANCE)
+
+
+def test_bfloat16_logprobs_stay_near_a_plain_forward() -> None:
+    model = build("qwen2", torch.bfloat16)
+    reference = copy.deepcopy(model)
+    engine = Engine(model, max_running_requests=4)
+    inputs = ragged_inputs(5, 6)
+    for request, output in zip(inputs, run(engine, inputs), strict=True):
+        expected = plain_logprobs(reference, request.input_ids, output.output_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0.0, atol=3e-2)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text"])
+def test_prompt_logprobs_equal_a_plain_forward(architecture: str) -> None:
+    model = build(architecture)
+    reference = copy.deepcopy(model)
+    prompt = tuple(random.Random(2).randrange(VOCAB) for _ in range(20))
+    request = GenerationInput("p", prompt, SamplingSpec(max_new_tokens=0, temperature=0.5), prompt_logprobs_from=0)
+    (output,) = run(Engine(model), [request])
+    assert output.output_ids == []
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    expected = plain_logprobs(reference, prompt[:1], list(prompt[1:]), 1.0)
+    torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), expected, rtol=0.0, atol=FP32_TOLERANCE)
+
+
+def test_a_group_is_prefilled_once_and_each_sample_is_exact() -> None:
+    model = build("qwen3")
+    reference = copy.deepcopy(model)
+    prompt = tuple(range(3, 20))
+    inputs = [GenerationInput(f"g{i}", prompt, SamplingSpec(max_new_tokens=5 + i, seed=i)) for i in range(6)]
+    engine = Engine(model, max_running_requests=4)
+    outputs = run(engine, inputs)
+    assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
+    for request, output in zip(inputs, outputs, strict=True):
+        expected = plain_logprobs(reference, request.input_ids, output.output_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0.0, atol=FP32_TOLERANCE)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.engine_host import RestartBudget, context_length
+from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
+from asyncrl.inference.sglang.ports import BLOCK_SIZE, NoFreePorts, PortBlock, reserve_ports
+
+
+@pytest.fixture
+def ports() -> PortBlock:
+    return PortBlock(21000, socket.socket())
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256, "vocab_size": 17}))
+    return tmp_path
+
+
+def command(config: ExperimentConfig, model_dir: Path, ports: PortBlock, **changes: object) -> ServerCommand:
+    arguments = {"device": "cpu", "secrets_file": Path("/run/secrets.yaml"), "scratch": Path("/run/x")} | changes
+    return build_command(config, model_dir=model_dir, ports=ports, **arguments)
+
+
+def flag(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_a_cpu_server_gets_torch_kernels_and_a_bounded_cache(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    built = command(config, model_dir, ports)
+    assert flag(built.argv, "--device") == "cpu"
+    assert flag(built.argv, "--attention-backend") == "torch_native"
+    assert flag(built.argv, "--max-total-tokens") == str(config.generation.max_total_tokens)
+    assert built.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert built.env["TMPDIR"] == "/run/x"
+
+
+def test_a_gpu_server_is_left_to_size_itself(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    config.generation.sglang.tensor_parallel = 4
+    built = command(config, model_dir, ports, device="cuda")
+    assert flag(built.argv, "--tp-size") == "4"
+    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(built.argv)
+    assert "SGLANG_USE_CPU_ENGINE" not in built.env
+
+
+def test_every_port_comes_from_the_reserved_block(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    built = command(config, model_dir, ports)
+    assert built.url == "http://127.0.0.1:21000"
+    assert flag(built.argv, "--port") == "21000"
+    assert flag(built.argv, "--nccl-port") == "21001"
+    assert "--dist-init-addr" not in built.argv
+    config.generation.sglang.args = {"enable_dp_attention": True, "dp_size": 2}
+    assert flag(command(config, model_dir, ports).argv, "--dist-init-addr") == "127.0.0.1:21002"
+
+
+def test_the_key_is_in_a_file_and_never_on_the_command_line(model_dir: Path, ports: PortBlock) -> None:
+    with_key = command(ExperimentConfig(), model_dir, ports)
+    assert flag(with_key.argv, "--config") == "/run/secrets.yaml"
+    assert "--api-key" not in with_key.argv
+    assert "--config" not in command(ExperimentConfig(), model_dir, ports, secrets_file=None).argv
+
+
+def test_the_users_arguments_and_environment_win(model_dir: Path, ports: PortBlock) -> None:
+    config = ExperimentConfig()
+    config.generation.sglang.args = {"mem-fraction-static": 0.7, "sleep_on_idle": False, "skip_tokenizer_init": None}
+    config.generation.sglang.env = {"OMP_NUM_THREADS": "8"}
+    built = command(config, model_dir, ports)
+    assert flag(built.argv, "--mem-fraction-static") == "0.7"
+    assert not {"--sleep-on-idle", "--skip-tokenizer-init"} & set(built.argv)
+    assert built.env["OMP_NUM_THREADS"] == "8"
+
+
+def test_updates_that_leave_the_cache_in_place_want_no_shared_prefixes_and_no_step_ahead(
+    model_dir: Path, ports: PortBlock
+) -> None:
+    config = ExperimentConfig()
+    flags = {"--disable-radix-cache", "--disable-overlap-schedule"}
+    assert not flags & set(command(config, model_dir, ports, device="cuda").argv)
+    config.manager.update_mode = "in_place"
+    assert flags <= set(command(config, model_dir, ports, device="cuda").argv)
+
+
+@pytest.mark.parametrize("name", sorted(OWNED_FLAGS))
+def test_a_flag_that_another_setting_owns_is_refused_with_that_setting(
+    name: str, model_dir: Path, ports: PortBlock
+) -> None:
+    config = ExperimentConfig()
+    config.generation.sglang.args = {name.replace("_", "-"): 1}
+    with pytest.raises(ValueError, match=r"generation\.sglang\.args") as caught:
+        command(config, model_dir, ports)
+    assert OWNED_FLAGS[name] in str(caught.value)
+
+
+def test_flags_render_by_the_type_of_their_value() -> None:
+    flags = {"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"x": 1}, "g": 0.5, "h": 0}
+    assert render_flags(flags) == ["--a-b", "--e", "1", "2", "--f", '{"x": 1}', "--g", "0.5", "--h", "0"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "positions", "expected"), [(0, 4096, 624), (100, 4096, 100), (0, 256, 256), (1000, 256, 256)]
+)
+def test_context_is_what_is_needed_or_set_within_the_models_positions(
+    setting: int, positions: int, expected: int
+) -> None:
+    config = ExperimentConfig()
+    config.generation.context_length = setting
+    assert context_length(config, {"max_position_embeddings": positions}) == expected
+    assert context_length(config, {"text_config": {"max_position_embeddings": positions}}) == expected
+
+
+def test_two_reservations_never_share_a_port() -> None:
+    blocks = [reserve_ports("127.0.0.1") for _ in range(20)]
+    taken = [port for block in blocks for port in range(block.base, block.base + BLOCK_SIZE)]
+    assert len(set(taken)) == len(taken)
+    for block in blocks:
+        block.release()
+
+
+def test_a_released_block_can_be_reserved_again() -> None:
+    base = 27000
+    first = reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
+    with pytest.raises(NoFreePorts, match="27000-27009"):
+        reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
+    first.release()
+    second = reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
+    assert second.http == base
+    second.release()
+
+
+def test_a_block_with_a_strangers_port_in_it_is_passed_over() -> None:
+    base = 27100
+    with socket.create_server(("127.0.0.1", base + 5)):
+        block = reserve_ports("127.0.0.1", first=base, last=base + 2 * BLOCK_SIZE - 1)
+    assert block.base == base + BLOCK_SIZE
+    block.release()
+
+
+def test_restarts_are_bounded_within_a_window_and_allowed_again_after_it() -> None:
+    budget = RestartBudget(limit=2, window_s=10.0)
+    assert [budget.spend(now) for now in (0.0, 1.0, 9.9)] == [True, True, False]
+    assert budget.spend(10.0)
+    assert not budget.spend(10.5)
+    assert budget.spend(11.0)

@@ -1,0 +1,374 @@
+"""Each server's way to the newest weights, in every kind of failure."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from asyncrl.manager.fleet.decisions import (
+    FIRST_BACKOFF_S,
+    LAST_BACKOFF_S,
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    Fleet,
+    Order,
+    ServerLife,
+    ServerState,
+    Target,
+    UpdateMode,
+)
+
+LIMIT_S = 10.0
+NOTHING: dict[int, int] = {}
+
+
+def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0) -> Fleet:
+    fleet = Fleet(mode, LIMIT_S)
+    for index in range(servers):
+        fleet.register(index, f"http://{index}", version, 0.0)
+    return fleet
+
+
+def life_of(fleet: Fleet, index: int = 0) -> ServerLife:
+    return next(life for life in fleet.servers if life.index == index)
+
+
+def updates(orders: list[Order]) -> dict[int, BeginUpdate]:
+    return {order.server: order for order in orders if isinstance(order, BeginUpdate)}
+
+
+def target(version: int) -> Target:
+    return Target(version, f"/weights/v{version}")
+
+
+def test_a_server_at_the_initial_model_serves_at_once() -> None:
+    fleet = fleet_of(2)
+    assert fleet.served_version == 0
+    assert fleet.poll(0.0, NOTHING) == []
+
+
+def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(1))
+    orders = updates(fleet.poll(0.0, {0: 5}))
+    assert orders[0].target == target(1)
+    assert orders[0].pause == "abort"
+    assert fleet.served_version is None
+    fleet.succeeded(0, orders[0].attempt)
+    assert fleet.served_version == 1
+    assert life_of(fleet, 1).state is ServerState.UPDATING
+
+
+def test_versions_may_be_skipped() -> None:
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    first = updates(fleet.poll(0.0, NOTHING))[0]
+    for version in (2, 3, 7):
+        fleet.publish(target(version))
+    fleet.publish(target(5))
+    assert fleet.poll(1.0, NOTHING) == []
+    fleet.succeeded(0, first.attempt)
+    assert fleet.served_version == 1
+    assert updates(fleet.poll(2.0, NOTHING))[0].target.version == 7
+
+
+def test_a_failed_update_quarantines_with_growing_back_off() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(1))
+    now, waits = 0.0, []
+    for other in updates(fleet.poll(now, NOTHING)).values():
+        if other.server == 1:
+            fleet.succeeded(1, other.attempt)
+    for _ in range(9):
+        life = life_of(fleet)
+        assert life.version is None
+        fleet.failed(0, life.attempt, "no", now)
+        assert life.state is ServerState.QUARANTINED
+        assert life.reason == "no"
+        assert fleet.served_version == 1
+        due = fleet.next_due()
+        assert due is not None
+        assert fleet.poll(due - 0.01, NOTHING) == []
+        waits.append(due - now)
+        now = due
+        assert updates(fleet.poll(now, NOTHING))[0].pause == "abort"
+    assert waits == pytest.approx([min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**k) for k in range(9)])
+
+
+def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
+    fleet.publish(target(2))
+    order = updates(fleet.poll(FIRST_BACKOFF_S, NOTHING))[0]
+    assert order.target.version == 2
+    fleet.succeeded(0, order.attempt)
+    assert fleet.served_version == 2
+    assert life_of(fleet).failures == 0
+
+
+def test_a_server_that_failed_gets_no_requests_though_it_had_the_version_before() -> None:
+    """Weights may be replaced although the reply was 400: only a whole update makes them known again."""
+    fleet = fleet_of(version=1)
+    fleet.publish(target(2))
+    fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "400", 0.0)
+    assert fleet.healthy(0, "http://0") is False
+    assert fleet.served_version is None
+
+
+def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    order = updates(fleet.poll(0.0, NOTHING))[0]
+    assert fleet.next_due() == LIMIT_S
+    assert fleet.poll(LIMIT_S, NOTHING) == [CancelUpdate(0, order.attempt)]
+    assert life_of(fleet).reason == "update took longer than 10 s"
+    assert fleet.succeeded(0, order.attempt) is False
+    assert fleet.served_version is None
+    again = updates(fleet.poll(LIMIT_S + FIRST_BACKOFF_S, NOTHING))[0]
+    assert fleet.failed(0, order.attempt, "late", 20.0) is False
+    assert fleet.succeeded(0, again.attempt)
+
+
+def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(3))
+    for order in updates(fleet.poll(0.0, NOTHING)).values():
+        fleet.succeeded(order.server, order.attempt)
+    assert fleet.register(0, "http://new", 0, 5.0)
+    assert life_of(fleet).reason == "new at version 0"
+    assert fleet.served_version == 3
+    order = updates(fleet.poll(5.0, NOTHING))[0]
+    assert (order.url, order.target.version) == ("http://new", 3)
+
+
+def test_a_restart_during_an_update_gives_the_update_up() -> None:
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    old = updates(fleet.poll(0.0, NOTHING))[0]
+    fleet.register(0, "http://new", 0, 1.0)
+    orders = fleet.poll(1.0, NOTHING)
+    assert CancelUpdate(0, old.attempt) in orders
+    assert fleet.succeeded(0, old.attempt) is False
+    assert fleet.succeeded(0, updates(orders)[0].attempt)
+
+
+def test_the_same_registration_is_no_news() -> None:
+    fleet = fleet_of()
+    assert fleet.register(0, "http://0", 0, 1.0) is False
+
+
+def test_a_server_whose_registration_is_gone_is_forgotten() -> None:
+    fleet = fleet_of(2)
+    assert fleet.deregister(0)
+    assert not fleet.deregister(0)
+    assert [life.index for life in fleet.servers] == [1]
+
+
+def test_one_late_answer_to_a_health_check_is_forgiven_two_in_a_row_are_not() -> None:
+    fleet = fleet_of(2)
+    assert not fleet.unhealthy(0, "http://0", "late", 0.0, gone=False)
+    fleet.healthy(0, "http://0")
+    assert not fleet.unhealthy(0, "http://0", "late", 1.0, gone=False)
+    assert fleet.unhealthy(0, "http://0", "late", 2.0, gone=False)
+    assert life_of(fleet).state is ServerState.QUARANTINED
+
+
+def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy() -> None:
+    fleet = fleet_of()
+    assert fleet.unhealthy(0, "http://0", "refused", 0.0, gone=True)
+    assert fleet.served_version is None
+    (check,) = fleet.poll(FIRST_BACKOFF_S, NOTHING)
+    assert isinstance(check, CheckHealth)
+    assert fleet.poll(FIRST_BACKOFF_S, NOTHING) == []
+    fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
+    (check,) = fleet.poll(1.0 + 2 * FIRST_BACKOFF_S, NOTHING)
+    assert fleet.healthy(0, "http://0")
+    assert fleet.served_version == 0
+
+
+def test_an_unhealthy_server_comes_back_through_a_whole_update_where_weights_are_published() -> None:
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    fleet.succeeded(0, updates(fleet.poll(0.0, NOTHING))[0].attempt)
+    fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
+    order = updates(fleet.poll(1.0 + FIRST_BACKOFF_S, NOTHING))[0]
+    assert order.pause == "abort"
+    fleet.succeeded(0, order.attempt)
+    assert fleet.served_version == 1
+
+
+def test_health_reports_about_a_former_life_are_ignored() -> None:
+    fleet = fleet_of()
+    fleet.register(0, "http://new", 0, 1.0)
+    assert not fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
+    assert fleet.served_version == 0
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
+    fleet = fleet_of(2, mode=mode)
+    fleet.publish(target(1))
+    orders = list(updates(fleet.poll(0.0, {0: 5, 1: 5})).values())
+    assert [order.pause for order in orders] == [mode, mode]
+    assert all(order.keeps_requests for order in orders)
+    assert [order.keeps_cache for order in orders] == [mode == "in_place"] * 2
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode) -> None:
+    fleet = fleet_of(mode=mode)
+    fleet.publish(target(1))
+    fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
+    again = updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0]
+    assert (again.pause, again.frozen) == ("abort", mode == "in_place")
+
+
+def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since() -> None:
+    fleet = fleet_of(mode="retract")
+    fleet.publish(target(1))
+    first = updates(fleet.poll(0.0, NOTHING))[0]
+    assert not fleet.contradicted(0, first.attempt, "differs", 0.0)  # not there yet
+    fleet.succeeded(0, first.attempt)
+    fleet.publish(target(2))
+    second = updates(fleet.poll(1.0, NOTHING))[0]
+    assert not fleet.contradicted(0, first.attempt, "differs", 1.0)
+    fleet.succeeded(0, second.attempt)
+    assert not fleet.contradicted(0, first.attempt, "differs", 2.0)
+    assert fleet.served_version == 2
+    assert fleet.contradicted(0, second.attempt, "differs", 2.0)
+    assert (life_of(fleet).state, life_of(fleet).version, life_of(fleet).reason) == (
+        ServerState.QUARANTINED,
+        None,
+        "differs",
+    )
+
+
+def test_finish_lets_running_requests_end_first() -> None:
+    fleet = fleet_of(mode="finish")
+    fleet.publish(target(1))
+    assert fleet.poll(0.0, {0: 3}) == []
+    assert life_of(fleet).state is ServerState.DRAINING
+    assert fleet.poll(500.0, {0: 1}) == []
+    order = updates(fleet.poll(501.0, {0: 0}))[0]
+    assert order.pause == "abort"  # nothing runs; what arrives in spite of that must not
+    fleet.succeeded(0, order.attempt)
+    assert fleet.served_version == 1
+
+
+def test_finish_keeps_one_server_serving_until_another_is_back() -> None:
+    fleet = fleet_of(2, mode="finish")
+    fleet.publish(target(1))
+    assert fleet.poll(0.0, {0: 1, 1: 1}) == []
+    assert [life.state for life in fleet.servers] == [ServerState.DRAINING, ServerState.SERVING]
+    order = updates(fleet.poll(1.0, {1: 1}))[0]
+    assert life_of(fleet, 1).state is ServerState.SERVING
+    fleet.succeeded(0, order.attempt)
+    assert fleet.poll(2.0, {1: 1}) == []
+    assert life_of(fleet, 1).state is ServerState.DRAINING
+
+
+def test_finish_does_not_wait_for_a_quarantined_server() -> None:
+    fleet = fleet_of(2, mode="finish")
+    fleet.publish(target(1))
+    order = updates(fleet.poll(0.0, {1: 1}))[0]
+    fleet.failed(0, order.attempt, "no", 1.0)
+    fleet.poll(1.0, {1: 1})
+    assert life_of(fleet, 1).state is ServerState.DRAINING
+
+
+class AnyFaults(RuleBasedStateMachine):
+    """Servers fail, hang, restart and vanish in any order while versions are published."""
+
+    @initialize(mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]))
+    def begin(self, mode: UpdateMode) -> None:
+        self.fleet = Fleet(mode, LIMIT_S)
+        self.now = 0.0
+        self.version = 0
+        self.lives = 0
+        self.orders: list[BeginUpdate] = []
+        self.checks: list[CheckHealth] = []
+        self.weights: dict[str, int | None] = {}
+
+    @rule(index=st.integers(0, 2))
+    def register(self, index: int) -> None:
+        self.lives += 1
+        url = f"http://{index}/{self.lives}"
+        self.fleet.register(index, url, 0, self.now)
+        self.weights[url] = 0
+
+    @rule(index=st.integers(0, 2))
+    def vanish(self, index: int) -> None:
+        self.fleet.deregister(index)
+
+    @rule()
+    def publish(self) -> None:
+        self.version += 1
+        self.fleet.publish(target(self.version))
+
+    @rule(wait=st.floats(0.0, 12.0), busy=st.sets(st.integers(0, 2)))
+    def poll(self, wait: float, busy: set[int]) -> None:
+        self.now += wait
+        for order in self.fleet.poll(self.now, dict.fromkeys(busy, 1)):
+            if isinstance(order, BeginUpdate):
+                self.orders.append(order)
+                self.weights[order.url] = None
+            elif isinstance(order, CheckHealth):
+                self.checks.append(order)
+
+    @rule(pick=st.integers(0, 100), success=st.booleans())
+    def outcome(self, pick: int, success: bool) -> None:
+        """Of any update ever ordered, so also late and repeated."""
+        if not self.orders:
+            return
+        order = self.orders[pick % len(self.orders)]
+        if not success:
+            self.fleet.failed(order.server, order.attempt, "no", self.now)
+        elif self.fleet.succeeded(order.server, order.attempt):
+            self.weights[order.url] = order.target.version
+
+    @rule(pick=st.integers(0, 100))
+    def contradict(self, pick: int) -> None:
+        """A late look at any update ever ordered."""
+        if self.orders:
+            order = self.orders[pick % len(self.orders)]
+            self.fleet.contradicted(order.server, order.attempt, "differs", self.now)
+
+    @rule(index=st.integers(0, 2), well=st.booleans(), gone=st.booleans())
+    def health(self, index: int, well: bool, gone: bool) -> None:
+        life = next((life for life in self.fleet.servers if life.index == index), None)
+        if life is not None and well:
+            self.fleet.healthy(index, life.url)
+        elif life is not None:
+            self.fleet.unhealthy(index, life.url, "late", self.now, gone=gone)
+
+    @invariant()
+    def served_weights_are_known(self) -> None:
+        for life in self.fleet.servers:
+            if life.state in (ServerState.SERVING, ServerState.DRAINING):
+                assert life.version == self.weights[life.url]
+
+    @invariant()
+    def something_is_due_for_every_server_that_is_behind(self) -> None:
+        for life in self.fleet.servers:
+            if life.state in (ServerState.UPDATING, ServerState.QUARANTINED) and not life.checking:
+                assert life.due - self.now <= max(LIMIT_S, LAST_BACKOFF_S)
+
+    def teardown(self) -> None:
+        """Once all updates succeed, every server serves the newest version."""
+        for _ in range(20):
+            self.now += LAST_BACKOFF_S
+            for order in self.fleet.poll(self.now, NOTHING):
+                if isinstance(order, BeginUpdate):
+                    self.fleet.succeeded(order.server, order.attempt)
+            for life in self.fleet.servers:
+                self.fleet.healthy(life.index, life.url)
+        assert all(life.state is ServerState.SERVING for life in self.fleet.servers)
+        assert all(life.version == self.version for life in self.fleet.servers)
+
+
+AnyFaults.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_every_server_gets_to_the_newest_version_after_any_faults = AnyFaults.TestCase

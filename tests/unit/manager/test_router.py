@@ -1,0 +1,198 @@
+"""Routing policies, and that every placement is released once whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from asyncrl.manager.router import POLICIES, PrefixAffine, Router, RouteRequest
+
+
+def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
+    router = Router(policy)
+    for index in range(servers):
+        router.update(index, f"http://{index}", version, True)
+    return router
+
+
+def place(
+    router: Router, name: str, *, n: int = 1, tokens: int = 10, affinity: str = "", rollout: str | None = None
+) -> int:
+    request = RouteRequest(name, "w0", rollout, max_new_tokens=tokens, n=n, affinity=affinity)
+    placement = router.schedule(request)
+    assert placement is not None
+    return placement.server
+
+
+def test_round_robin_takes_each_server_in_turn() -> None:
+    router = router_of("round_robin")
+    assert [place(router, f"r{i}") for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_round_robin_goes_on_when_a_server_leaves() -> None:
+    router = router_of("round_robin")
+    place(router, "a")
+    router.remove(1)
+    assert [place(router, name) for name in "bcd"] == [2, 0, 2]
+
+
+def test_least_requests_counts_the_sequences_of_a_group() -> None:
+    router = router_of("least_requests", servers=2)
+    assert place(router, "a", n=8) == 0
+    assert [place(router, name) for name in "bcd"] == [1, 1, 1]
+
+
+def test_least_tokens_weighs_long_answers() -> None:
+    router = router_of("least_tokens", servers=2)
+    assert place(router, "a", tokens=1000) == 0
+    assert [place(router, name, tokens=100) for name in "bcd"] == [1, 1, 1]
+
+
+def test_a_conversation_stays_where_its_cache_is() -> None:
+    router = router_of("prefix_affine")
+    home = place(router, "a0", affinity="a")
+    for other in range(6):
+        place(router, f"other{other}", affinity=f"o{other}")
+    assert place(router, "a1", affinity="a", tokens=9) == home
+
+
+def test_a_conversation_moves_when_its_server_takes_no_requests_and_stays_there() -> None:
+    router = router_of("prefix_affine", servers=2)
+    assert place(router, "a0", affinity="a") == 0
+    router.update(0, "http://0", 0, False)
+    assert place(router, "a1", affinity="a") == 1
+    router.update(0, "http://0", 0, True)
+    assert place(router, "a2", affinity="a") == 1
+
+
+def test_affinities_are_bounded() -> None:
+    policy = PrefixAffine(kept=4)
+    views = router_of("prefix_affine").servers
+    for index in range(100):
+        policy.choose(views, RouteRequest(str(index), "w", affinity=str(index)))
+    assert len(policy._home) == 4
+
+
+def test_only_servers_at_the_wanted_version_get_a_request() -> None:
+    router = router_of("least_requests", servers=2, version=3)
+    router.update(1, "http://1", 4, True)
+    request = RouteRequest("a", "w0", min_version=4)
+    placement = router.schedule(request)
+    assert placement is not None
+    assert (placement.server, placement.version) == (1, 4)
+    assert router.schedule(RouteRequest("b", "w0", min_version=5)) is None
+
+
+def test_nothing_is_placed_while_no_server_takes_requests() -> None:
+    router = Router("least_requests")
+    assert router.schedule(RouteRequest("a", "w0")) is None
+    assert router.placed == 0
+
+
+def test_scheduling_again_moves_the_request() -> None:
+    router = router_of("least_requests", servers=2)
+    place(router, "a", n=4)
+    router.update(0, "http://0", 0, False)
+    assert place(router, "a", n=2) == 1
+    assert [view.sequences for view in router.servers] == [0, 2]
+
+
+def test_a_request_that_cannot_move_leaves_its_old_place() -> None:
+    router = router_of("least_requests", servers=1)
+    place(router, "a")
+    router.update(0, "http://0", 0, False)
+    assert router.schedule(RouteRequest("a", "w0")) is None
+    assert router.servers[0].sequences == 0
+
+
+def test_the_end_of_a_rollout_releases_all_its_requests() -> None:
+    router = router_of("least_requests")
+    place(router, "a", rollout="r")
+    place(router, "b", rollout="r")
+    place(router, "c", rollout="other")
+    assert router.release_rollout("r") == 2
+    assert router.placed == 1
+
+
+def test_a_restarted_server_starts_empty_and_names_what_was_lost() -> None:
+    router = router_of("least_requests", servers=1)
+    place(router, "a")
+    assert router.update(0, "http://elsewhere", 0, True) == ["a"]
+    assert router.servers[0].sequences == 0
+    assert router.release("a") is False
+
+
+def test_an_unknown_policy_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"manager.routing is 'best'; choose one of round_robin, "):
+        Router("best")
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Requests, workers and servers come and go in any order; messages repeat."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, policy: str) -> None:
+        self.router = Router(policy)
+
+    @rule(server=st.integers(0, 3), generation=st.integers(0, 1), version=st.integers(0, 2), routable=st.booleans())
+    def update(self, server: int, generation: int, version: int, routable: bool) -> None:
+        self.router.update(server, f"http://{server}/{generation}", version, routable)
+
+    @rule(server=st.integers(0, 3))
+    def remove(self, server: int) -> None:
+        self.router.remove(server)
+
+    @rule(
+        request=st.integers(0, 8),
+        worker=st.sampled_from(["w0", "w1"]),
+        rollout=st.sampled_from([None, "r0", "r1"]),
+        n=st.integers(1, 8),
+        tokens=st.integers(0, 100),
+        version=st.integers(0, 2),
+    )
+    def schedule(self, request: int, worker: str, rollout: str | None, n: int, tokens: int, version: int) -> None:
+        wanted = RouteRequest(
+            str(request), worker, rollout, tokens, tokens, n, affinity=str(request % 3), min_version=version
+        )
+        possible = [view for view in self.router.servers if view.routable and view.version >= version]
+        placement = self.router.schedule(wanted)
+        if placement is None:
+            assert not possible
+        else:
+            assert placement.server in [view.index for view in possible]
+
+    @rule(request=st.integers(0, 8))
+    def release(self, request: int) -> None:
+        self.router.release(str(request))
+
+    @rule(rollout=st.sampled_from(["r0", "r1"]))
+    def finish_rollout(self, rollout: str) -> None:
+        self.router.release_rollout(rollout)
+
+    @rule(worker=st.sampled_from(["w0", "w1"]))
+    def worker_dies(self, worker: str) -> None:
+        self.router.release_worker(worker)
+        assert all(placement.request.worker != worker for placement in self.router._placements.values())
+
+    @invariant()
+    def counts_are_those_of_the_placements(self) -> None:
+        placements = self.router._placements.values()
+        for view in self.router.servers:
+            here = [placement.request for placement in placements if placement.server == view.index]
+            assert view.sequences == sum(request.n for request in here)
+            assert view.tokens == sum(request.tokens for request in here)
+        known = {view.index for view in self.router.servers}
+        assert all(placement.server in known for placement in placements)
+
+    def teardown(self) -> None:
+        for worker in ("w0", "w1"):
+            self.router.release_worker(worker)
+        assert self.router.placed == 0
+        assert not self.router._of_rollout
+        assert not self.router._of_worker
+
+
+AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+test_counts_never_leak = AnyOrder.TestCase

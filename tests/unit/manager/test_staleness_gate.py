@@ -1,0 +1,209 @@
+"""The staleness gate, example by example; `test_gate_properties.py` has the interleavings."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+
+
+def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:
+    return [gate.start(Ticket(name, owner, prompt_id=f"p-{name}")) for name in names]
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=1)
+    assert start(gate, "1", "2", "3", "4", "5") == [0, 0, 0, 0, None]
+    gate.finish("1")
+    gate.finish("3")
+    gate.train(1, ["1", "3"])
+    assert start(gate, "5") == [None]
+    gate.advance(1)
+    assert start(gate, "5", "6", "7") == [1, 1, None]
+
+
+def test_eta_zero_admits_exactly_one_batch_per_version() -> None:
+    gate = StalenessGate(batch_size=3, max_staleness=0)
+    assert start(gate, "a", "b", "c", "d") == [0, 0, 0, None]
+    gate.train(1, ["a", "b", "c"])
+    assert start(gate, "d") == [None]
+    gate.advance(1)
+    assert start(gate, "d", "e", "f", "g") == [1, 1, 1, None]
+
+
+def test_a_repeated_start_is_answered_as_before() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    assert start(gate, "a") == [0]
+    gate.advance(1)
+    assert start(gate, "a") == [0]
+    assert gate.books().submitted == 1
+
+
+def test_an_id_that_left_the_count_cannot_start_again() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    start(gate, "a")
+    gate.drop("a", "rejected")
+    with pytest.raises(ValueError, match="already rejected; give each attempt an id of its own"):
+        start(gate, "a")
+
+
+def test_a_drop_makes_room_and_returns_the_ticket_once() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    start(gate, "a")
+    ticket = gate.drop("a", "rejected")
+    assert ticket is not None
+    assert ticket.prompt_id == "p-a"
+    assert gate.drop("a", "rejected") is None
+    assert gate.books().dropped == {"rejected": 1}
+    assert start(gate, "b") == [0]
+
+
+def test_a_train_report_may_overtake_the_finish() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=1)
+    start(gate, "a")
+    gate.train(1, ["a"])
+    assert gate.finish("a") is None
+    books = gate.books()
+    assert (books.trained, books.running, books.finished_untrained) == (1, 0, 0)
+
+
+def test_a_rollout_of_a_silent_worker_comes_back_when_it_finishes() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=1)
+    start(gate, "a")
+    gate.drop("a", WORKER_LOST)
+    assert gate.finish("a") == Ticket("a", "w0", prompt_id="p-a")
+    books = gate.books()
+    assert books.dropped == {}
+    assert books.finished_untrained == 1
+    assert books.balanced
+
+
+@pytest.mark.parametrize("reason", [WORKER_LOST, "stale"])
+def test_what_the_optimizer_consumed_is_trained_whatever_was_said_before(reason: str) -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=1)
+    start(gate, "a")
+    gate.drop("a", reason)
+    gate.train(1, ["a"])
+    books = gate.books()
+    assert (books.trained, books.dropped, books.submitted) == (1, {}, 1)
+
+
+def test_a_rollout_dropped_by_the_trainer_does_not_come_back() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=1)
+    start(gate, "a")
+    gate.drop("a", "stale")
+    assert gate.finish("a") is None
+    assert gate.books().dropped == {"stale": 1}
+
+
+def test_a_repeated_train_report_counts_once() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=1)
+    start(gate, "a")
+    gate.train(1, ["a"])
+    gate.train(1, ["a"])
+    assert gate.books().trained == 1
+
+
+def test_trained_rollouts_of_a_gate_that_was_restarted_enter_the_books_once() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=0)
+    gate.train(1, ["x", "y"])
+    gate.train(1, ["x", "y", "z"])
+    books = gate.books()
+    assert (books.submitted, books.trained) == (2, 2)
+    assert books.balanced
+
+
+def test_a_resumed_run_starts_at_its_version() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=0)
+    gate.resume(5)
+    assert start(gate, "a") == [None]
+    gate.advance(5)
+    assert start(gate, "a", "b", "c") == [5, 5, None]
+    assert gate.books().balanced
+
+
+def test_resuming_after_the_first_start_is_refused() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=0)
+    start(gate, "a")
+    with pytest.raises(ValueError, match="1 rollouts are already submitted"):
+        gate.resume(5)
+
+
+def test_the_version_never_goes_back() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=0)
+    assert gate.advance(3)
+    assert not gate.advance(2)
+    assert gate.version == 3
+
+
+def test_abandon_closes_and_accounts_for_everything() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=1)
+    start(gate, "a", "b", "c")
+    gate.finish("b")
+    gate.abandon()
+    books = gate.books()
+    assert (books.abandoned, books.running, books.finished_untrained) == (3, 0, 0)
+    assert books.balanced
+    assert start(gate, "d") == [None]
+
+
+def test_a_late_train_report_takes_back_abandonment() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=1)
+    start(gate, "a")
+    gate.abandon()
+    gate.train(1, ["a"])
+    assert (gate.books().abandoned, gate.books().trained) == (0, 1)
+
+
+def test_wait_holds_a_step_before_two_rollouts_fall_due_at_once() -> None:
+    """The counterexample of the docstring: waiting only for what is due now would be one step too late."""
+    gate = StalenessGate(batch_size=1, max_staleness=2)
+    start(gate, "1", "2", "3")
+    gate.finish("1")
+    assert gate.blocking(0) == []
+    gate.train(1, ["1"])
+    gate.advance(1)
+    start(gate, "4")
+    gate.finish("4")
+    assert gate.blocking(1) == ["2", "3"]
+    gate.finish("3")
+    assert gate.blocking(1) == []
+
+
+def test_a_due_rollout_that_runs_blocks_its_step() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=0)
+    start(gate, "a", "b")
+    gate.finish("a")
+    assert gate.blocking(0) == ["b"]
+    gate.finish("b")
+    assert gate.blocking(0) == []
+
+
+def test_running_of_names_the_running_rollouts_of_one_worker() -> None:
+    gate = StalenessGate(batch_size=4, max_staleness=0)
+    start(gate, "a", "b", owner="w0")
+    start(gate, "c", owner="w1")
+    gate.finish("a")
+    assert gate.running_of("w0") == ["b"]
+    assert gate.admitted_at("b") == 0
+    assert gate.admitted_at("a") is None
+
+
+def test_memory_is_bounded_and_forgotten_rollouts_change_nothing() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0, retired_kept=10)
+    for version in range(1000):
+        start(gate, str(version))
+        gate.train(version + 1, [str(version)])
+        gate.advance(version + 1)
+    assert len(gate._retired) == 10
+    before = gate.books()
+    assert gate.finish("3") is None
+    assert gate.drop("3", "stale") is None
+    gate.train(1000, ["3"])
+    assert gate.books() == before
+
+
+@pytest.mark.parametrize(("batch", "eta"), [(0, 1), (1, -1)])
+def test_impossible_settings_are_refused(batch: int, eta: int) -> None:
+    with pytest.raises(ValueError, match=r"train_batch_size is 0|max_head_offpolicyness is -1"):
+        StalenessGate(batch, eta)

@@ -1,0 +1,81 @@
+"""How a batch is cut: independent of the number of ranks, balanced, with little to move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.master.assignment import assign, minibatch_of_groups
+from asyncrl.master.records import RolloutRecord
+
+
+def records(tokens: list[int], workers: list[int]) -> list[RolloutRecord]:
+    return [
+        RolloutRecord(f"r{i}", f"e0-{i}", i, worker, 0, {0: count}, (count,), (count,), (1.0,), (False,))
+        for i, (count, worker) in enumerate(zip(tokens, workers, strict=True))
+    ]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[RolloutRecord], int, int]:
+    minibatches, size, ranks = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    groups = minibatches * size
+    tokens = draw(st.lists(st.integers(1, 1000), min_size=groups, max_size=groups))
+    workers = draw(st.lists(st.integers(0, ranks - 1), min_size=groups, max_size=groups))
+    return records(tokens, workers), ranks, minibatches
+
+
+@given(batches(), st.integers(0, 5), st.integers(0, 5))
+def test_every_rank_count_takes_the_same_minibatches(
+    batch: tuple[list[RolloutRecord], int, int], seed: int, version: int
+) -> None:
+    members, ranks, minibatches = batch
+    many = assign(members, ranks, minibatches, seed, version)
+    one = assign(members, 1, minibatches, seed, version)
+    assert [entry.minibatch for entry in many] == [entry.minibatch for entry in one]
+    assert [entry.rollout_id for entry in many] == [member.rollout_id for member in members]
+    assert [entry.src for entry in many] == [member.worker for member in members]
+    assert many == assign(members, ranks, minibatches, seed, version)
+
+
+@given(batches())
+def test_groups_per_rank_differ_by_one_at_most_and_tokens_by_one_group(
+    batch: tuple[list[RolloutRecord], int, int],
+) -> None:
+    members, ranks, minibatches = batch
+    cut = assign(members, ranks, minibatches, 0, 0)
+    for part in range(minibatches):
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        for entry, member in zip(cut, members, strict=True):
+            if entry.minibatch == part:
+                shares[entry.dst].append(member.tokens)
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        if len(set(sizes)) == 1 and sizes[0]:
+            largest = max(tokens for share in shares for tokens in share)
+            assert max(map(sum, shares)) - min(map(sum, shares)) <= largest
+
+
+def test_minibatches_follow_the_documented_permutation() -> None:
+    permutation = np.random.default_rng([7, 3]).permutation(6)
+    expected = {int(group): position // 2 for position, group in enumerate(permutation)}
+    assert minibatch_of_groups(6, 3, 7, 3) == [expected[group] for group in range(6)]
+
+
+def test_shares_go_to_the_ranks_that_hold_them() -> None:
+    members = records([100, 90, 5, 4], [1, 0, 0, 1])  # dealt longest first: {100, 4} and {90, 5}
+    assert all(entry.src == entry.dst for entry in assign(members, 2, 1, 0, 0))
+
+
+def test_long_groups_are_spread() -> None:
+    members = records([100, 100, 1, 1], [0, 0, 0, 0])
+    cut = assign(members, 2, 1, 0, 0)
+    assert cut[0].dst != cut[1].dst
+    assert cut[2].dst != cut[3].dst
+
+
+def test_a_batch_that_cannot_be_cut_names_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.ppo_minibatches"):
+        minibatch_of_groups(6, 4, 0, 0)

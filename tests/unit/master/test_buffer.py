@@ -1,0 +1,227 @@
+"""The sample buffer: staleness at consumption, each prompt once, nothing unaccounted for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.buffer import REMEMBERED_IDS, SampleBuffer
+from asyncrl.master.records import RolloutRecord
+
+
+def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str = "r", worker: int = 0) -> RolloutRecord:
+    newest = oldest if newest is None else newest
+    return RolloutRecord(
+        rollout_id=f"{tag}{order}",
+        prompt_id=f"e0-{order}",
+        order=order,
+        worker=worker,
+        oldest_version=oldest,
+        version_tokens={oldest: 3, newest: 3},
+        lengths=(8,),
+        generated=(6,),
+        rewards=(1.0,),
+        truncated=(False,),
+    )
+
+
+def ids(buffer: SampleBuffer, version: int) -> list[str] | None:
+    batch = buffer.take(version)
+    return None if batch is None else [taken.rollout_id for taken in batch.records]
+
+
+def test_the_example_of_the_docstring() -> None:
+    buffer = SampleBuffer(2, 1, "drop")
+    buffer.add([record(0, 3), record(1, 2), record(2, 1), record(3, 3)])
+    assert ids(buffer, 3) == ["r0", "r1"]
+    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in buffer.pop_drops()] == [
+        ("r2", "stale", True)
+    ]
+    assert len(buffer) == 1
+
+
+def test_a_short_batch_takes_nothing_but_drops_what_expired() -> None:
+    buffer = SampleBuffer(3, 0, "drop")
+    buffer.add([record(0, 0), record(1, 1), record(2, 1)])
+    assert buffer.take(1) is None
+    assert len(buffer) == 2
+    assert len(buffer.pop_drops()) == 1
+    assert buffer.pop_drops() == []
+
+
+def test_the_prompt_of_a_stale_rollout_may_come_again() -> None:
+    buffer = SampleBuffer(1, 0, "drop")
+    buffer.add([record(0, 0)])
+    buffer.expire(1)
+    buffer.add([record(0, 1, tag="again")])
+    assert ids(buffer, 1) == ["again0"]
+
+
+def test_mask_keeps_what_has_a_token_in_range_and_tells_from_where() -> None:
+    buffer = SampleBuffer(1, 1, "mask")
+    buffer.add([record(0, 0, 4), record(1, 0, 2)])
+    batch = buffer.take(4)
+    assert batch is not None
+    assert [taken.rollout_id for taken in batch.records] == ["r0"]
+    assert batch.min_version == 3
+    assert buffer.dropped == {"stale": 1}
+
+
+def test_a_group_without_generated_tokens_never_expires() -> None:
+    buffer = SampleBuffer(1, 0, "drop")
+    empty = RolloutRecord("r0", "e0-0", 0, 0, -1, {}, (5,), (0,), (0.0,), (False,))
+    buffer.add([empty])
+    assert ids(buffer, 9) == ["r0"]
+
+
+def test_a_second_copy_is_freed_where_it_lies_and_a_repeat_is_nothing() -> None:
+    buffer = SampleBuffer(1, 1, "drop")
+    assert buffer.add([record(0, worker=0)]) == []
+    assert buffer.add([record(0, worker=0)]) == []
+    copies = buffer.add([record(0, worker=1)])
+    assert [(copy.rollout_id, copy.worker) for copy in copies] == [("r0", 1)]
+    batch = buffer.take(0)
+    assert batch is not None
+    assert [copy.worker for copy in buffer.add([record(0, worker=1)])] == [1]
+    buffer.mark_trained(batch)
+    assert [copy.worker for copy in buffer.add([record(0, worker=1), record(0, worker=0)])] == [1, 0]
+    assert (buffer.received, buffer.copies, buffer.trained, len(buffer)) == (1, 4, 1, 0)
+    assert buffer.pop_drops() == []
+
+
+@pytest.mark.parametrize("state", ["live", "taken", "trained"])
+def test_a_second_attempt_at_a_prompt_is_dropped(state: str) -> None:
+    buffer = SampleBuffer(1, 1, "drop")
+    buffer.add([record(0)])
+    if state != "live":
+        batch = buffer.take(0)
+        assert batch is not None
+        if state == "trained":
+            buffer.mark_trained(batch)
+    buffer.add([record(0, tag="again")])
+    drops = buffer.pop_drops()
+    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [
+        ("again0", "duplicate_prompt", False)
+    ]
+
+
+def test_state_survives_json_and_live_records_are_forgotten() -> None:
+    buffer = SampleBuffer(2, 1, "drop")
+    buffer.add([record(0), record(1), record(2)])
+    batch = buffer.take(0)
+    assert batch is not None
+    buffer.mark_trained(batch)
+    restored = SampleBuffer(2, 1, "drop")
+    restored.restore(json.loads(json.dumps(buffer.state())))
+    assert sorted(restored.used) == ["e0-0", "e0-1"]
+    assert restored.trained == 2
+    restored.add([record(2, tag="new"), record(1, tag="new")])
+    assert len(restored) == 1
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on_stale='keep'.*drop, mask, wait"):
+        SampleBuffer(1, 0, "keep")
+
+
+def test_finished_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.master.buffer.REMEMBERED_IDS", 3)
+    assert REMEMBERED_IDS > 3
+    buffer = SampleBuffer(1, 0, "drop")
+    for order in range(10):
+        buffer.add([record(order, 0)])
+        buffer.expire(1)
+    assert [copy.rollout_id for copy in buffer.add([record(order, worker=1) for order in range(7, 10)])] == [
+        "r7",
+        "r8",
+        "r9",
+    ]
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask", "wait"])
+class TestRandomHistories:
+    """Any order of arrivals, repeats, retries and steps."""
+
+    def test_nothing_too_old_is_trained_and_the_counts_add_up(self, policy: str) -> None:
+        class History(RuleBasedStateMachine):
+            def __init__(self) -> None:
+                super().__init__()
+                self.buffer = SampleBuffer(2, 2, policy)
+                self.version = 0
+                self.trained: list[str] = []
+                self.told: list[str] = []
+                self.attempts = 0
+
+            @rule(order=st.integers(0, 12), age=st.integers(0, 4), fresh=st.booleans(), worker=st.integers(0, 1))
+            def arrive(self, order: int, age: int, fresh: bool, worker: int) -> None:
+                self.attempts += fresh
+                oldest = max(0, self.version - age)
+                self.buffer.add(
+                    [record(order, oldest, self.version if fresh else oldest, tag=f"t{self.attempts}-", worker=worker)]
+                )
+
+            @rule()
+            def step(self) -> None:
+                batch = self.buffer.take(self.version)
+                if batch is None:
+                    return
+                assert [taken.order for taken in batch.records] == sorted(taken.order for taken in batch.records)
+                for taken in batch.records:
+                    trainable = [v for v in taken.version_tokens if v >= batch.min_version]
+                    assert trainable
+                    assert self.version - min(trainable) <= 2
+                    if policy != "mask":
+                        assert self.version - taken.oldest_version <= 2
+                self.trained += [taken.prompt_id for taken in batch.records]
+                self.buffer.mark_trained(batch)
+                self.version += 1
+
+            @rule()
+            def report(self) -> None:
+                self.told += [drop.record.rollout_id for drop in self.buffer.pop_drops()]
+
+            @invariant()
+            def balanced(self) -> None:
+                counted = self.buffer.trained + sum(self.buffer.dropped.values()) + len(self.buffer)
+                assert self.buffer.received == counted
+                assert len(self.trained) == len(set(self.trained)) == len(self.buffer.used)
+                assert len(self.told) == len(set(self.told))
+
+        History.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+        History.TestCase("runTest").runTest()  # type: ignore[no-untyped-call]
+
+
+@given(
+    st.sets(st.tuples(st.integers(0, 3), st.integers(0, 5000))),
+    st.sets(st.sampled_from(["x", "e01-2", "e1-", "e1-02"])),
+)
+def test_used_prompts_are_a_set_that_survives_json(pairs: set[tuple[int, int]], others: set[str]) -> None:
+    expected = {f"e{epoch}-{row}" for epoch, row in pairs} | others
+    used = UsedPrompts(expected)
+    for prompt_id in expected:
+        used.add(prompt_id)
+    again = UsedPrompts.from_json(json.loads(json.dumps(used.to_json())))
+    for one in (used, again):
+        assert set(one) == expected
+        assert len(one) == len(expected) == len(list(one))
+        assert all(prompt_id in one for prompt_id in expected)
+        assert "e9-1" not in one
+        assert 3 not in one
+    again.add("e3-70000")
+    assert "e3-70000" in again
+
+
+def test_a_finished_epoch_of_used_prompts_takes_next_to_nothing() -> None:
+    used = UsedPrompts(f"e0-{row}" for row in range(50_000))
+    assert len(json.dumps(used.to_json())) < 200
+
+
+def test_damaged_used_prompts_are_refused() -> None:
+    value = UsedPrompts(["e0-1", "e0-2"]).to_json()
+    with pytest.raises(ValueError, match="2 ids where count says 3"):
+        UsedPrompts.from_json(value | {"count": 3})

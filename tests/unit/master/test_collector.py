@@ -1,0 +1,134 @@
+"""The collector: polls that go on during training, repeats, copies, refreshes and failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.collector import Collector
+
+
+class Workers:
+    """Hold polls open until `wake`; what they received is told from the cursor on."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.received: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self.wake = [asyncio.Event() for _ in range(count)]
+        self.polls: list[tuple[int, int, float]] = []
+        self.discarded: list[tuple[int, str]] = []
+        self.failure: Exception | None = None
+
+    async def request(
+        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        if method == "discard":
+            self.discarded += [(worker, rollout_id) for rollout_id in meta["rollout_ids"]]
+            return {}
+        self.polls.append((worker, meta["cursor"], meta["timeout_s"]))
+        if meta["timeout_s"]:
+            await self.wake[worker].wait()
+            self.wake[worker].clear()
+        if self.failure is not None:
+            raise self.failure
+        return {"cursor": len(self.received[worker]), "rollouts": self.received[worker][meta["cursor"] :]}
+
+
+def meta(order: int) -> dict[str, Any]:
+    return {
+        "rollout_id": f"r{order}",
+        "prompt_id": f"e0-{order}",
+        "order": order,
+        "oldest_version": 0,
+        "version_tokens": {"0": 4},
+        "lengths": [4, 4],
+        "generated": [2, 2],
+        "rewards": [0.0, 1.0],
+        "truncated": [False, True],
+    }
+
+
+async def rounds(number: int = 20) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  # what is waited for is the loop itself
+            await asyncio.sleep(0)
+
+
+async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
+    workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
+    collector = Collector(workers, buffer)
+    collector.start()
+    for order in range(50):
+        workers.received[0].append(meta(order))
+        workers.wake[0].set()
+        await rounds(5)
+    assert len(workers.polls) < 10
+    await collector.refresh()
+    assert len(buffer) == 50
+    await collector.close()
+
+
+async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
+    workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
+    collector = Collector(workers, buffer)
+    collector.start()
+    waiting = asyncio.create_task(collector.changed())
+    await rounds()
+    assert not waiting.done()
+    workers.received[1].append(meta(0))
+    workers.wake[1].set()
+    await waiting
+    assert len(buffer) == 1
+    assert (collector.generated_tokens, collector.generated_samples) == (4, 2)
+    await until(lambda: workers.polls[-1][:2] == (1, 1))
+    await collector.close()
+
+
+async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
+    workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
+    collector = Collector(workers, buffer)
+    collector.start()
+    await rounds()
+    workers.received[0].append(meta(0))
+    workers.received[1].append(meta(1))
+    await collector.refresh()
+    assert len(buffer) == 2
+    await until(lambda: sorted(poll[:2] for poll in workers.polls[-2:]) == [(0, 1), (1, 1)])
+    assert all(hold for _, _, hold in workers.polls[-2:])
+    await collector.close()
+
+
+async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
+    workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
+    collector = Collector(workers, buffer)
+    workers.received[0].append(meta(0))
+    collector.start()
+    await collector.refresh()
+    workers.received[1].append(meta(0))
+    await collector.refresh()
+    assert workers.discarded == [(1, "r0")]
+    assert collector.generated_tokens == 4
+    await collector.close()
+
+
+@pytest.mark.parametrize("wait", ["changed", "refresh"])
+async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
+    workers = Workers(2)
+    workers.failure = ConnectionError("model_worker/1 is gone")
+    collector = Collector(workers, SampleBuffer(4, 0, "drop"))
+    collector.start()
+    await rounds()
+    workers.wake[1].set()
+    with pytest.raises(ConnectionError, match="model_worker/1"):
+        await (collector.changed() if wait == "changed" else collector.refresh())
+    await collector.close()
+    assert len(asyncio.all_tasks()) == 1

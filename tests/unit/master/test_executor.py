@@ -1,0 +1,115 @@
+"""The executor: independent calls overlap, every worker sees one order, errors name the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.master.graph.executor import ExecutionError, Executor
+from asyncrl.master.graph.types import Call, Graph
+
+
+@dataclass
+class Workers:
+    """Each worker serves one call at a time, in the order of arrival; a call takes some rounds of the loop."""
+
+    count: int
+    rounds: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    fails: Mapping[str, Exception] = field(default_factory=dict)
+    arrived: dict[int, list[str]] = field(default_factory=dict)
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.locks = [asyncio.Lock() for _ in range(self.count)]
+
+    async def request(
+        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        name = meta["name"]
+        self.arrived.setdefault(worker, []).append(name)
+        async with self.locks[worker]:
+            self.events.append(("begin", name))
+            for _ in range(self.rounds.get((name, worker), 1)):
+                await asyncio.sleep(0)
+            if name in self.fails:
+                raise self.fails[name]
+            self.events.append(("end", name))
+        return {"stats": {name: worker}}
+
+
+DIAMOND = Graph(
+    "diamond",
+    (
+        Call("left", "actor", "f", writes=("l",)),
+        Call("right", "ref", "f", writes=("r",)),
+        Call("train", "actor", "f", reads=("l", "r")),
+    ),
+)
+
+
+async def test_independent_calls_on_different_workers_overlap() -> None:
+    workers = Workers(2, rounds={("left", 0): 5, ("right", 1): 5})
+    stats = await Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 1.0).run()
+    assert workers.events[:2] == [("begin", "left"), ("begin", "right")]
+    assert workers.events[-2:] == [("begin", "train"), ("end", "train")]
+    assert {"left": 0, "right": 1, "train": 0}.items() <= stats.items()
+    assert "time/train_s" in stats
+
+
+async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
+    workers = Workers(2, rounds={("left", 1): 50})
+    await Executor(DIAMOND, {"actor": [0, 1], "ref": [0]}, workers, 1.0).run()
+    assert workers.events.index(("begin", "train")) > max(
+        index for index, event in enumerate(workers.events) if event[1] in ("left", "right")
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(data: st.DataObject) -> None:
+    number = data.draw(st.integers(2, 7))
+    names = [f"c{index}" for index in range(number)]
+    roles = {f"r{role}": data.draw(st.sets(st.integers(0, 2), min_size=1)) for role in range(3)}
+    calls = []
+    for index, name in enumerate(names):
+        before = data.draw(st.sets(st.sampled_from(names[:index]), max_size=2)) if index else set()
+        calls.append(Call(name, data.draw(st.sampled_from(sorted(roles))), "f", after=tuple(sorted(before))))
+    rounds = {(name, worker): data.draw(st.integers(0, 4)) for name in names for worker in range(3)}
+    workers = Workers(3, rounds=rounds)
+    placement = {role: sorted(members) for role, members in roles.items()}
+
+    asyncio.run(Executor(Graph("g", tuple(calls)), placement, workers, 1.0).run())
+
+    position = {
+        worker: {name: index for index, name in enumerate(arrived)} for worker, arrived in workers.arrived.items()
+    }
+    for first in position.values():
+        for second in position.values():
+            shared = [name for name in first if name in second]
+            assert sorted(shared, key=first.__getitem__) == sorted(shared, key=second.__getitem__)
+    for call in calls:
+        for source in call.after:
+            assert workers.events.index(("begin", call.name)) > workers.events.index(("end", source))
+
+
+async def test_a_failure_names_call_role_and_worker_and_cancels_the_rest() -> None:
+    workers = Workers(2, rounds={("right", 1): 10**6}, fails={"left": ValueError("bad shape")})
+    executor = Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 1.0)
+    with pytest.raises(
+        ExecutionError, match=r"'left' \(function 'f', role 'actor'\) on model_worker/0 failed: bad shape"
+    ):
+        await executor.run()
+    assert ("end", "right") not in workers.events
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_late_call_is_named_with_its_limit() -> None:
+    workers = Workers(2, fails={"right": TimeoutError()})
+    with pytest.raises(ExecutionError, match=r"'right'.*model_worker/1 did not finish within 7 s"):
+        await Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 7.0).run()

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from asyncrl.agents.retry import RetryAgent
+from asyncrl.agents.sample_builder import SampleBuilder
+from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.api import (
+    Agent,
+    Completion,
+    Environment,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+    SamplingParams,
+)
+from asyncrl.datasets.arithmetic import ArithmeticDataset, written_out
+from asyncrl.datasets.order import PromptStream, prompt_seed
+from asyncrl.datasets.prompts import make_prompt
+from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.envs.retry import RetryEnv
+from asyncrl.envs.single_turn import SingleTurnEnv
+from asyncrl.rewards.arithmetic import arithmetic_reward
+
+TOKENIZER = CharTokenizer()
+EOS = TOKENIZER.eos_token_id
+RIGHT, WRONG = "1+2=3#3", "1+2=4#4"
+Policy = Callable[[GenerationRequest], list[Completion]]
+
+
+def prompt(group_size: int) -> Prompt:
+    data = {"prompt": "1+2=", "answer": "3"}
+    return Prompt("e0-0", 0, data, tuple(TOKENIZER.encode("1+2=")), group_size, SamplingParams(seed=5))
+
+
+def completion(text: str, version: int = 0, *, cut: bool = False) -> Completion:
+    ids = TOKENIZER.encode(text) + ([] if cut else [EOS])
+    return Completion(ids, [-0.5] * len(ids), [version] * len(ids), "length" if cut else "stop")
+
+
+async def roll_out(agent: Agent, env: Environment, group_size: int, policy: Policy) -> Sequence[Sample]:
+    """Run the agent against `policy`, which answers the requests latest first."""
+    observations: asyncio.Queue[GenerationRequest] = asyncio.Queue()
+    actions: asyncio.Queue[GenerationResult] = asyncio.Queue()
+
+    async def serve() -> None:
+        while True:
+            requests = [await observations.get()]
+            while not observations.empty():
+                requests.append(observations.get_nowait())
+            for request in reversed(requests):
+                await actions.put(GenerationResult(request.request_id, tuple(policy(request))))
+
+    server = asyncio.create_task(serve())
+    try:
+        return await asyncio.wait_for(agent.collect_trajectory(prompt(group_size), env, observations, actions), 10)
+    finally:
+        server.cancel()
+
+
+async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
+    requests: list[GenerationRequest] = []
+
+    def policy(request: GenerationRequest) -> list[Completion]:
+        requests.append(request)
+        return [completion(RIGHT, version=3), completion(WRONG, version=4), completion(RIGHT[:-1], cut=True)]
+
+    env = SingleTurnEnv(reward=arithmetic_reward)
+    samples = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), env, 3, policy)
+    assert [(request.n, request.input_ids) for request in requests] == [(3, prompt(3).input_ids)]
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 0.0]
+    assert [sample.truncated for sample in samples] == [False, False, True]
+    assert [sample.oldest_version for sample in samples] == [3, 4, 0]
+
+
+async def test_prompt_tokens_carry_no_loss_and_answer_tokens_keep_what_the_policy_reported() -> None:
+    ids = [*TOKENIZER.encode("#3"), EOS]
+    answer = Completion(ids, [-0.1, -0.2, -0.3], [1, 1, 2], "stop")
+    env = SingleTurnEnv(reward=arithmetic_reward)
+    (sample,) = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), env, 1, lambda _: [answer])
+    assert sample.tokens.tolist() == [*TOKENIZER.encode("1+2="), *ids]
+    assert sample.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert sample.versions.tolist() == [-1, -1, -1, -1, 1, 1, 2]
+    np.testing.assert_array_equal(sample.behave_logprobs, np.array([0, 0, 0, 0, -0.1, -0.2, -0.3], np.float32))
+
+
+async def test_a_retry_follows_the_feedback_and_is_worth_less() -> None:
+    """Member 0 is right at once, 1 at the second try, 2 never, 3 is cut off and does not try again."""
+    script = {0: [RIGHT], 1: [WRONG, RIGHT], 2: [WRONG, WRONG]}
+    requests: list[GenerationRequest] = []
+
+    def policy(request: GenerationRequest) -> list[Completion]:
+        requests.append(request)
+        turn, member = (int(part) for part in request.request_id.split("/")[1:])
+        return [completion(WRONG, cut=True) if member == 3 else completion(script[member][turn], version=turn)]
+
+    env = RetryEnv(reward=arithmetic_reward, feedback="{prompt}")
+    agent = RetryAgent(tokenizer=TOKENIZER, max_turns=2, turn_discount=0.5)
+    samples = await roll_out(agent, env, 4, policy)
+    assert [sample.reward for sample in samples] == [1.0, 0.5, 0.0, 0.0]
+    assert [sample.truncated for sample in samples] == [False, False, False, True]
+    assert len({request.sampling.seed for request in requests}) == len(requests) == 6
+    question, wrong, right = (TOKENIZER.encode(text) for text in ("1+2=", WRONG, RIGHT))
+    assert samples[1].tokens.tolist() == [*question, *wrong, EOS, *question, *right, EOS]
+    assert samples[1].loss_mask.tolist() == [0] * 4 + [1] * 8 + [0] * 4 + [1] * 8
+    assert samples[1].versions.tolist() == [-1] * 4 + [0] * 8 + [-1] * 4 + [1] * 8
+    assert len(samples[2].tokens) == len(samples[1].tokens), "no feedback after the last try"
+
+
+async def test_the_environment_scores_with_the_reward_function_of_the_row() -> None:
+    env = SingleTurnEnv(reward=lambda data, text: float(data["prompt"] == text))
+    observation, _ = await env.reset(options={"data": {"prompt": "hello"}})
+    assert observation == "hello"
+    assert (await env.step("hello"))[1:4] == (1.0, True, False)
+    assert (await env.step("other"))[1] == 0.0
+
+
+async def test_a_step_before_reset_and_a_reset_without_row_are_errors() -> None:
+    env = SingleTurnEnv(reward=arithmetic_reward)
+    with pytest.raises(RuntimeError, match="before reset"):
+        await env.step("1")
+    with pytest.raises(ValueError, match="data"):
+        await env.reset()
+
+
+def test_a_completion_whose_arrays_differ_in_length_is_refused() -> None:
+    builder = SampleBuilder([1, 2])
+    builder.generate(Completion([3, 4], [-0.1], [0, 0], "stop"))
+    with pytest.raises(ValueError, match="behave_logprobs"):
+        builder.build(1.0, truncated=False)
+
+
+def test_a_prompt_carries_its_own_seed_and_the_end_token() -> None:
+    dataset = ArithmeticDataset(num_rows=20)
+    stream = PromptStream(20, seed=7)
+    stream.next()
+    ref = stream.next()
+    made = make_prompt(ref, dataset, TOKENIZER, group_size=4, sampling=SamplingParams(max_new_tokens=9), run_seed=7)
+    assert (made.prompt_id, made.order, made.group_size) == (ref.prompt_id, 1, 4)
+    assert made.sampling == SamplingParams(max_new_tokens=9, stop_token_ids=(EOS,), seed=prompt_seed(7, 1))
+    assert TOKENIZER.decode(made.input_ids) == dataset.row(ref.row)["prompt"]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    class Empty:
+        def __len__(self) -> int:
+            return 1
+
+        def row(self, index: int) -> dict[str, str]:
+            return {"prompt": ""}
+
+    with pytest.raises(ValueError, match="empty prompt"):
+        make_prompt(PromptStream(1, 0).next(), Empty(), TOKENIZER, group_size=1, sampling=SamplingParams(), run_seed=0)
+
+
+async def test_a_right_worked_answer_earns_one_and_a_careless_one_nothing() -> None:
+    env = SingleTurnEnv(reward=arithmetic_reward)
+    row = ArithmeticDataset().row(2)
+    await env.reset(options={"data": row})
+    numbers = ArithmeticDataset().numbers(2)
+    assert (await env.step(written_out(numbers)))[1] == 1.0
+    assert (await env.step(written_out([*numbers, 1])))[1] == 0.0

@@ -1,0 +1,314 @@
+"""The RolloutWorker's loop against a gate, a policy and a trainer that live in the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from asyncrl.api import (
+    Agent,
+    Environment,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Trajectory,
+)
+from asyncrl.api.generation import Completion
+from asyncrl.config.experiment import ChoiceConfig, RolloutConfig
+from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager.client import Allocation, FinishedRollout, GrantedRollout, WantedRollout
+from asyncrl.manager.returned_prompts import ReturnedPrompt
+from asyncrl.rollout.episode import EpisodeError
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GenerateFor, RolloutLoop
+from asyncrl.rollout.scheduling import Route
+from asyncrl.rollout.user_code import Plugins
+
+GROUP = 2
+
+
+class NoEnv(Environment):
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        return "", {}
+
+    async def step(self, action: Any) -> Any:
+        return "", 0.0, True, False, {}
+
+
+class EchoAgent(Agent):
+    """Asks the policy once; rewards are what `rewards` says of the prompt's row."""
+
+    def __init__(self, rewards: Callable[[str], Sequence[float]]) -> None:
+        self._rewards = rewards
+
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[GenerationRequest],
+        act_queue: asyncio.Queue[GenerationResult],
+    ) -> Sequence[Sample]:
+        await obs_queue.put(GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling))
+        result = await act_queue.get()
+        return [
+            sample(reward, c) for reward, c in zip(self._rewards(prompt.prompt_id), result.completions, strict=False)
+        ]
+
+
+def sample(reward: float, completion: Completion) -> Sample:
+    length = len(completion.token_ids)
+    return Sample(
+        tokens=np.array([1, *completion.token_ids], dtype=np.int32),
+        loss_mask=np.array([0] + [1] * length, dtype=np.uint8),
+        behave_logprobs=np.array([0.0, *completion.logprobs], dtype=np.float32),
+        versions=np.array([-1, *completion.versions], dtype=np.int32),
+        reward=reward,
+    )
+
+
+@dataclass
+class FakePlugins:
+    agent: Agent
+
+    def make_env(self) -> Environment:
+        return NoEnv()
+
+    def train_prompt(self, ref: PromptRef) -> Prompt:
+        return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
+
+
+@dataclass
+class FakeGate:
+    """Admits `admit` rollouts in all; returns prompts when told to."""
+
+    admit: int
+    returned: list[ReturnedPrompt] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    finished: dict[str, FinishedRollout] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
+    acks: list[int] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    goal: int = 0
+
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+        self.acks.append(returned_ack)
+        granted = wanted[: self.admit]
+        self.admit -= len(granted)
+        for rollout in granted:
+            self.asked.append(rollout.prompt_id)
+            self.prompts[rollout.rollout_id] = rollout.prompt_id
+            self.running.add(rollout.rollout_id)
+        pending = tuple(item for item in self.returned if item.seq > returned_ack)
+        if not granted and not pending:
+            await asyncio.Event().wait()
+        grants = tuple(
+            GrantedRollout(r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None) for r in granted
+        )
+        return Allocation(grants, pending, 0, False)
+
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        for rollout in rollouts:
+            self.running.discard(rollout.rollout_id)
+            self.finished[rollout.rollout_id] = rollout
+        if len(self.finished) >= self.goal:
+            self.done.set()
+
+    def outcome_of(self, prompt_id: str) -> list[FinishedRollout]:
+        return [ended for rollout_id, ended in self.finished.items() if self.prompts[rollout_id] == prompt_id]
+
+
+async def answer(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+    completion = Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")
+    return GenerationResult(request.request_id, (completion,) * request.n)
+
+
+async def run(
+    gate: FakeGate,
+    agent: Agent,
+    *,
+    config: RolloutConfig | None = None,
+    generate: GenerateFor = answer,
+    train_prompt: Callable[[PromptRef], Prompt] | None = None,
+    limit_s: float = 10.0,
+) -> list[Trajectory]:
+    """Run the loop until `gate.goal` rollouts have ended; returns what was pushed."""
+    pushed: list[Trajectory] = []
+
+    async def push(trajectory: Trajectory) -> None:
+        assert trajectory.rollout_id in gate.running, "reported as finished before the trainer had it"
+        pushed.append(trajectory)
+
+    gate.goal = gate.goal or gate.admit
+    stream, plugins = PromptStream(1000, seed=0), FakePlugins(agent)
+    if train_prompt is not None:
+        plugins.train_prompt = train_prompt  # type: ignore[method-assign]
+    loop = RolloutLoop(stream, cast(Plugins, plugins), gate, generate, push, config or RolloutConfig(max_concurrent=8))
+    working = asyncio.create_task(loop.run())
+    done = asyncio.create_task(gate.done.wait())
+    await asyncio.wait({working, done}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    failed = working.done()
+    working.cancel()
+    done.cancel()
+    if failed:
+        working.result()
+    assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {limit_s} s"
+    return pushed
+
+
+def always(*rewards: float) -> EchoAgent:
+    return EchoAgent(lambda prompt_id: rewards)
+
+
+async def test_every_admitted_rollout_is_pushed_and_then_reported_in_data_order() -> None:
+    gate = FakeGate(admit=20)
+    pushed = await run(gate, always(1.0, 0.0))
+    assert len(pushed) == 20
+    assert sorted(t.order for t in pushed) == list(range(20))
+    assert all(ended.accepted and ended.tokens == 6 for ended in gate.finished.values())
+
+
+async def test_no_more_rollouts_run_at_a_time_than_max_concurrent() -> None:
+    running = most = 0
+
+    async def count(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return await answer(request, rollout_id)
+
+    await run(FakeGate(admit=30), always(1.0, 0.0), config=RolloutConfig(max_concurrent=3), generate=count)
+    assert most == 3
+
+
+async def test_a_filter_rejects_a_group_with_its_reason_and_nothing_is_pushed() -> None:
+    gate = FakeGate(admit=4)
+    config = RolloutConfig(filters=[ChoiceConfig(name="zero_variance", params={"return_prompt": True})])
+    assert await run(gate, always(1.0, 1.0), config=config) == []
+    assert {(e.accepted, e.reason, e.return_prompt) for e in gate.finished.values()} == {(False, "zero_variance", True)}
+
+
+async def test_shaping_changes_the_rewards_that_are_trained() -> None:
+    gate = FakeGate(admit=1)
+    config = RolloutConfig(shaping=[ChoiceConfig(name="overlong", params={"max_length": 2, "margin": 1})])
+    (trajectory,) = await run(gate, always(1.0, 0.0), config=config)
+    assert [s.reward for s in trajectory.samples] == [0.0, -1.0]
+
+
+class AskingTwice(EchoAgent):
+    """Asks the policy twice, the second time once it has the first answer."""
+
+    async def collect_trajectory(self, prompt: Prompt, env: Environment, obs_queue: Any, act_queue: Any) -> Any:
+        await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+        return await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+
+
+async def test_the_first_request_of_a_rollout_goes_where_its_admission_says() -> None:
+    gate = FakeGate(admit=3)
+    routes: dict[str, list[str | None]] = {}
+
+    async def note(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        routes.setdefault(request.request_id, []).append(None if route is None else route.url)
+        return await answer(request, rollout_id)
+
+    await run(gate, AskingTwice(lambda _: [1.0, 0.0]), generate=note)
+    assert routes == {prompt_id: [f"http://{prompt_id}", None] for prompt_id in gate.asked}
+
+
+async def test_a_prompt_that_cannot_be_made_fails_its_rollout_alone() -> None:
+    gate = FakeGate(admit=3)
+    agent = always(1.0, 0.0)
+    made = 0
+
+    def damaged_once(ref: PromptRef) -> Prompt:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise ValueError("row 7 is damaged")
+        return FakePlugins(agent).train_prompt(ref)
+
+    await run(gate, agent, train_prompt=damaged_once)
+    assert [ended.reason for ended in gate.finished.values()].count("failed") == 1
+    assert sum(ended.accepted for ended in gate.finished.values()) == 2
+
+
+async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:
+    gate = FakeGate(admit=2)
+    assert await run(gate, always()) == []
+    assert {ended.reason for ended in gate.finished.values()} == {"agent_rejected"}
+
+
+async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_acknowledged_once() -> None:
+    gate = FakeGate(admit=8)
+    gate.goal = 8
+    await run(gate, always(1.0, 0.0))
+    first = gate.asked[0]
+    assert gate.asked.count(first) == 1
+
+    again = FakeGate(admit=4)
+    again.goal = 5
+    original = again.allocate
+
+    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+        if len(again.asked) == 4 and not again.returned:
+            again.returned = [ReturnedPrompt(1, again.asked[0], 0), ReturnedPrompt(1, again.asked[0], 0)]
+            again.admit = 64
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+
+    again.allocate = allocate  # type: ignore[method-assign]
+    await run(again, always(1.0, 0.0))
+    assert again.asked.count(again.asked[0]) == 2
+    assert max(again.acks) == 1
+
+
+async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts() -> None:
+    gate = FakeGate(admit=2 * MAX_ATTEMPTS - 1)  # each retry comes after the prompt that was drawn meanwhile
+    failures = 0
+
+    async def flaky(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        nonlocal failures
+        if request.request_id == gate.asked[0]:
+            failures += 1
+            gate.returned.append(ReturnedPrompt(failures, request.request_id, 0))
+            raise ConnectionError("the server went away")
+        return await answer(request, rollout_id)
+
+    await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1), generate=flaky)
+    outcomes = gate.outcome_of(gate.asked[0])
+    assert [ended.reason for ended in outcomes] == ["failed"] * MAX_ATTEMPTS
+    assert [ended.return_prompt for ended in outcomes] == [True] * (MAX_ATTEMPTS - 1) + [False]
+
+
+async def test_when_every_rollout_fails_the_loop_fails_with_the_agents_own_error() -> None:
+    class Broken(Agent):
+        async def collect_trajectory(self, prompt: Prompt, env: Environment, obs: Any, act: Any) -> Sequence[Sample]:
+            raise KeyError("no such field")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(FakeGate(admit=MAX_FAILURES_IN_A_ROW + 5), Broken())
+    assert caught.group_contains(KeyError, match="no such field")
+
+
+async def test_a_wrong_number_of_samples_names_the_agent_and_the_number() -> None:
+    gate = FakeGate(admit=MAX_FAILURES_IN_A_ROW)
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(gate, always(1.0))
+    assert caught.group_contains(EpisodeError, match=r"EchoAgent returned 1 samples .* group_size=2")
+
+
+async def test_a_rollout_beyond_its_time_limit_is_dropped_as_timeout() -> None:
+    async def never(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    gate = FakeGate(admit=1)
+    await run(gate, always(1.0, 0.0), config=RolloutConfig(rollout_timeout_s=0.05), generate=never)
+    assert [ended.reason for ended in gate.finished.values()] == ["timeout"]

@@ -1,0 +1,43 @@
+"""The base model is made once, found afterwards, and a changed recipe is another model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
+from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig
+
+TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def recipe(root: Path, steps: int = 2) -> SFTConfig:
+    config = SFTConfig(fileroot=str(root), batch_size=2, phases=[SFTPhaseConfig(steps=steps)])
+    config.model.architecture = TINY | {"num_key_value_heads": 2, "intermediate_size": 32}
+    return config
+
+
+def test_a_model_is_made_once_and_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ensure_base_model(recipe(tmp_path))
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert {"config.json", "sft.yaml", "tokenizer_config.json"} <= {file.name for file in folder.iterdir()}
+    assert ensure_base_model(recipe(tmp_path)) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert [item.name for item in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_decides_the_result_decides_the_folder(tmp_path: Path) -> None:
+    folder = base_model_dir(recipe(tmp_path))
+    assert base_model_dir(recipe(tmp_path, steps=3)) != folder
+    assert base_model_dir(replace(recipe(tmp_path), seed=2)) != folder
+    assert base_model_dir(replace(recipe(tmp_path), tokens_per_micro_batch=64)) == folder
+
+
+def test_a_failed_recipe_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    config.dataset.args = {"no_such_argument": 1}
+    with pytest.raises(BaseModelError, match="no_such_argument"):
+        ensure_base_model(config)
+    assert list((tmp_path / "models").iterdir()) == []

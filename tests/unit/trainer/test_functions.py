@@ -1,0 +1,367 @@
+"""The model functions: what they compute, what they leave out, when they stop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.catalog import known
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.config.experiment import ChoiceConfig, ExperimentConfig
+from asyncrl.master.graph.model_functions import known_functions
+from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+
+MakeBatch = Callable[..., StepBatch]
+MakeRank = Callable[[ExperimentConfig], TrainingRank]
+RunStep = Callable[..., dict[str, StatValues]]
+
+BUILT_IN = {"actor_inf", "ref_inf", "critic_inf", "reward", "advantage", "filter", "actor_train", "critic_train"}
+
+
+def context(
+    config: ExperimentConfig, rank: TrainingRank, name: str, role: str = "actor", **call: object
+) -> CallContext:
+    fields = {"reads": (), "writes": (), "args": {}} | call
+    return CallContext(
+        name=name, role=role, config=config, engines=rank.engines, ranks=rank.ranks, state=rank.state, **fields
+    )
+
+
+def weights(rank: TrainingRank) -> torch.Tensor:
+    return rank.policy("actor").required_optimizer.flat.detach().clone()
+
+
+def test_the_registered_functions_are_those_that_the_graph_may_name() -> None:
+    assert known_functions() == BUILT_IN
+    assert all(callable(find_function(name)) for name in BUILT_IN)
+    with pytest.raises(ValueError, match="known: actor_inf"):
+        find_function("actor_training")
+
+
+def test_a_step_reports_what_metrics_need(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    stats = run_step(config, make_rank(config), make_batch())["actor_train"]
+    needed = {"ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "entropy", "grad_norm", "lr", "loss"}
+    assert needed <= stats.keys()
+    assert stats["tokens/trained"] == float(make_batch()["loss_mask"].sum())
+    assert len(stats["ppo/loss_per_minibatch"]) == 2
+    assert stats["optimizer/steps"] == 2
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_a_step_does_not_depend_on_the_cut(
+    budget: int, config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    expected_rank, rank = make_rank(config), make_rank(config)
+    expected = run_step(config, expected_rank, make_batch())["actor_train"]
+    config.trainer.tokens_per_micro_batch = budget
+    rank = make_rank(config)
+    stats = run_step(config, rank, make_batch())["actor_train"]
+    losses, expected_losses = stats.pop("ppo/loss_per_minibatch"), expected.pop("ppo/loss_per_minibatch")
+    assert losses == pytest.approx(expected_losses, rel=1e-4, abs=1e-6)
+    assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_deferred_and_recomputed_proximal_logprobs_train_alike(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    deferred, eager = make_rank(config), make_rank(config)
+    expected = run_step(config, deferred, make_batch())["actor_train"]
+    batch = make_batch()
+    prox = eager.policy("actor").logprobs(batch, batch["loss_mask"])
+    for name, reads, writes in (
+        ("advantage", ("rewards",), ("advantages",)),
+        ("actor_train", ("advantages", "prox_logprobs"), ()),
+    ):
+        batch["prox_logprobs"] = prox
+        stats = run_call(find_function(name), context(config, eager, name, reads=reads, writes=writes), batch)
+    assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected["ppo/loss_per_minibatch"], rel=1e-4, abs=1e-7)
+    torch.testing.assert_close(weights(eager), weights(deferred), rtol=0, atol=2e-5)
+
+
+def test_groups_without_variance_do_not_count(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    informative = make_trajectories(groups=4)
+    flat = make_trajectories(groups=4, seed=9, rewards=(1.0,))
+    alone = build_step_batch(informative, [0, 1, 0, 1], version=0, num_minibatches=2)
+    mixed = build_step_batch([*informative, *flat], [0, 1] * 4, version=0, num_minibatches=2)
+    first, second = make_rank(config), make_rank(config)
+    expected = run_step(config, first, alone)["actor_train"]
+    stats = run_step(config, second, mixed)["actor_train"]
+    assert stats["tokens/loss"] == expected["tokens/loss"]
+    assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected["ppo/loss_per_minibatch"], rel=1e-4, abs=1e-7)
+    torch.testing.assert_close(weights(second), weights(first), rtol=0, atol=2e-5)
+
+
+def test_a_batch_without_any_signal_takes_no_step(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    rank = make_rank(config)
+    before = weights(rank)
+    batch = build_step_batch(make_trajectories(rewards=(1.0,)), [0, 1, 0, 1], version=0, num_minibatches=2)
+    stats = run_step(config, rank, batch)["actor_train"]
+    assert (stats["loss"], stats["optimizer/steps"], stats["tokens/loss"]) == (0.0, 0.0, 0.0)
+    assert torch.equal(weights(rank), before)
+
+
+def test_a_rank_without_samples_reports_the_same_keys(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    full = run_step(config, make_rank(config), make_batch())["actor_train"]
+    empty = build_step_batch([], [], version=0, num_minibatches=2)
+    assert run_step(config, make_rank(config), empty)["actor_train"].keys() == full.keys()
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [(loss, "token_truncate") for loss in sorted(known("policy_loss"))]
+    + [("decoupled_ppo", correction) for correction in sorted(known("correction"))],
+)
+def test_every_loss_and_every_correction_trains_and_reports_the_same_keys_without_samples(
+    loss: str,
+    correction: str,
+    config: ExperimentConfig,
+    make_rank: MakeRank,
+    make_batch: MakeBatch,
+    run_step: RunStep,
+) -> None:
+    config.algorithm.policy_loss = ChoiceConfig(loss)
+    config.algorithm.correction = ChoiceConfig(correction)
+    rank = make_rank(config)
+    before = weights(rank)
+    full = run_step(config, rank, make_batch())["actor_train"]
+    assert np.isfinite(full["loss"])
+    assert not torch.equal(weights(rank), before)
+    empty = build_step_batch([], [], version=0, num_minibatches=2)
+    assert run_step(config, make_rank(config), empty)["actor_train"].keys() == full.keys()
+
+
+def test_early_stop_skips_the_step_that_shows_the_excess(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    free, bounded = make_rank(config), make_rank(config)
+    first_only = make_batch()
+    expected = run_step(config, free, first_only)["actor_train"]
+    assert expected["optimizer/steps"] == 2
+    config.algorithm.stop_kl = 1e-9  # the first minibatch is at the proximal policy; the second has moved
+    stats = run_step(config, bounded, make_batch())["actor_train"]
+    assert (stats["optimizer/steps"], stats["ppo/minibatches_skipped"]) == (1.0, 1.0)
+    config.algorithm.stop_kl, config.trainer.ppo_minibatches = 0.0, 1
+    assert not torch.equal(weights(free), weights(bounded))
+
+
+def test_early_stop_on_weight_variance_takes_no_step_at_all(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.stop_weight_variance = 1e-9
+    rank = make_rank(config)
+    before = weights(rank)
+    stats = run_step(config, rank, make_batch())["actor_train"]
+    assert stats["optimizer/steps"] == 0.0
+    assert torch.equal(weights(rank), before)
+
+
+def test_kl_in_the_loss_pulls_towards_the_reference(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef, config.optimizer.lr = 5.0, 2e-3
+    rank = make_rank(config)
+    flat = rank.policy("actor").required_optimizer.flat.data
+    flat += 0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
+    kl = [run_step(config, rank, make_batch())["actor_train"]["kl/reference"] for _ in range(12)]
+    assert 0.0 < kl[-1] < kl[0]
+
+
+def test_the_exact_kl_agrees_with_its_estimate_at_the_reference(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef, config.algorithm.kl = 0.1, ChoiceConfig("full")
+    config.optimizer.lr = 0.0
+    stats = run_step(config, make_rank(config), make_batch())["actor_train"]
+    assert stats["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_adaptive_kl_coefficient_moves_once_per_step(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon = 0.1, 1.0, 100
+    rank = make_rank(config)
+    stats = run_step(config, rank, make_batch())["actor_train"]
+    assert stats["kl/coef"] == rank.state.kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
+
+
+def test_kl_in_the_reward_lowers_advantages_where_the_policy_left_the_reference(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef, config.algorithm.kl_in = 0.3, "reward"
+    config.algorithm.advantage = ChoiceConfig("rloo")
+    batch = make_batch()
+    stats = run_step(config, make_rank(config), batch)
+    assert "kl/reference" in stats["advantage"]
+    config.algorithm.kl_coef = 0.0
+    plain = make_batch()
+    run_step(config, make_rank(config), plain)
+    assert not torch.allclose(batch["advantages"], plain["advantages"])
+
+
+def test_an_averaged_reference_follows_the_actor(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef = 0.1
+    config.algorithm.reference.mode, config.algorithm.reference.ema_decay = "ema", 0.75
+    rank = make_rank(config)
+    before = weights(rank)
+    run_step(config, rank, make_batch())
+    averaged = torch.cat([parameter.flatten() for parameter in rank.policy("ref").model.parameters()])
+    torch.testing.assert_close(averaged, 0.75 * before + 0.25 * weights(rank), rtol=0, atol=1e-6)
+
+
+def test_ppo_trains_a_critic_towards_the_returns(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae", {"lam": 1.0})
+    config.algorithm.critic.optimizer.lr = 3e-2
+    config.algorithm.critic.value_loss = ChoiceConfig("squared")
+    config.algorithm.critic.value_norm = "running"
+    config.optimizer.lr = 0.0
+    rank = make_rank(config)
+    losses = [run_step(config, rank, make_batch())["critic_train"]["critic/loss"] for _ in range(25)]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_actor_waits_while_the_critic_warms_up(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    config.algorithm.critic.warmup_steps = 1
+    rank = make_rank(config)
+    before = weights(rank)
+    stats = run_step(config, rank, make_batch(version=0))
+    assert torch.equal(weights(rank), before)
+    assert (stats["actor_train"]["optimizer/steps"], stats["actor_train"]["tokens/loss"] > 0) == (0.0, True)
+    run_step(config, rank, make_batch(version=1))
+    assert not torch.equal(weights(rank), before)
+
+
+def test_the_filter_keeps_groups_by_its_verdict(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    config.algorithm.graph = "dapo"
+    trajectories = [*make_trajectories(groups=3), *make_trajectories(groups=1, seed=5, rewards=(0.0,))]
+    batch = build_step_batch(trajectories, [0, 1, 0, 1], version=0, num_minibatches=2)
+    stats = run_step(config, make_rank(config), batch)
+    assert batch["keep"].tolist() == [True] * 12 + [False] * 4
+    assert stats["filter"]["filter/dropped_groups"] == 1.0
+
+
+def test_remax_takes_its_baseline_from_the_trajectory(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    config.algorithm.advantage = ChoiceConfig("remax")
+    (plain,) = make_trajectories(groups=1)
+    greedy = Trajectory(plain.rollout_id, plain.prompt_id, 0, plain.samples, {"greedy_reward": 0.25})
+    batch = build_step_batch([greedy], [0], version=0, num_minibatches=1)
+    call = context(config, make_rank(config), "advantage", reads=("rewards",), writes=("advantages",))
+    run_call(find_function("advantage"), call, batch)
+    expected = (batch["rewards"].float() - 0.25)[batch.seq_ids_T] * batch["loss_mask"]
+    torch.testing.assert_close(batch["advantages"], expected)
+
+
+def test_rewards_of_several_keys_add_up(config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch) -> None:
+    config.algorithm.advantage = ChoiceConfig("grpo", {"divide_by_std": False})
+    batch = make_batch()
+    batch["bonus"] = torch.linspace(0, 1, batch.num_seqs)
+    call = context(
+        config,
+        make_rank(config),
+        "advantage",
+        reads=("rewards", "bonus"),
+        writes=("advantages",),
+        args={"rewards": ["rewards", "bonus"]},
+    )
+    run_call(find_function("advantage"), call, batch)
+    total = (batch["rewards"].float() + batch["bonus"]).view(4, 4)
+    expected = (total - total.mean(1, keepdim=True)).flatten()[batch.seq_ids_T] * batch["loss_mask"]
+    torch.testing.assert_close(batch["advantages"], expected)
+
+
+def test_a_call_that_breaks_its_promise_is_named(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch
+) -> None:
+    rank, batch = make_rank(config), make_batch()
+    with pytest.raises(KeyError, match="'mine' reads 'gone'"):
+        run_call(lambda ctx, batch: {}, context(config, rank, "mine", reads=("gone",)), batch)
+    with pytest.raises(KeyError, match="'mine' says that it writes 'new'"):
+        run_call(lambda ctx, batch: {}, context(config, rank, "mine", writes=("new",)), batch)
+    with pytest.raises(KeyError, match="needs role 'critic'"):
+        context(config, rank, "mine").value("critic")
+
+
+def test_a_bfloat16_actor_trains_near_the_fp32_one(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    expected = run_step(config, make_rank(config), make_batch())["actor_train"]
+    config.model.dtype = "bfloat16"
+    stats = run_step(config, make_rank(config), make_batch())["actor_train"]
+    assert stats["optimizer/steps"] == 2
+    assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected["ppo/loss_per_minibatch"], abs=0.02)
+    assert stats["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+
+
+def test_a_single_masked_token_changes_nothing_else(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    """Environment tokens carry no loss: whatever behaviour log-probability they claim, the step is the same."""
+    trajectories = make_trajectories()
+    changed = []
+    for trajectory in trajectories:
+        samples = []
+        for sample in trajectory.samples:
+            logprobs = sample.behave_logprobs.copy()
+            logprobs[sample.loss_mask == 0] = -30.0
+            samples.append(
+                Sample(sample.tokens, sample.loss_mask, logprobs, sample.versions, sample.reward, sample.truncated)
+            )
+        changed.append(Trajectory(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, tuple(samples)))
+    results = []
+    for group in (trajectories, changed):
+        rank = make_rank(copy.deepcopy(config))
+        run_step(config, rank, build_step_batch(group, [0, 1, 0, 1], version=0, num_minibatches=2))
+        results.append(weights(rank))
+    assert torch.equal(results[0], results[1])
+
+
+def test_a_reward_model_scores_whole_sequences(
+    config: ExperimentConfig, make_batch: MakeBatch, tmp_path: Path, qwen_dir: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    from asyncrl.master.graph.types import Call, Graph
+    from asyncrl.trainer.parallel import Ranks
+    from asyncrl.trainer.roles import build_rank
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)
+    model.save_pretrained(str(tmp_path))
+    call = Call("judge", "judge", "reward", ("tokens",), ("judged",), args={"path": str(tmp_path)})
+    rank = build_rank(config, Graph("g", (call,)), Ranks(), torch.device("cpu"))
+    batch = make_batch()
+    run_call(
+        find_function("reward"),
+        context(config, rank, "judge", "judge", reads=("tokens",), writes=("judged",)),
+        batch,
+    )
+    with torch.no_grad():
+        expected = [
+            model.score(model.base_model(input_ids=tokens[None]).last_hidden_state[0, -1]).item()
+            for tokens in batch["tokens"].split(batch.lengths_S.tolist())
+        ]
+    torch.testing.assert_close(batch["judged"].float(), torch.tensor(expected), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,119 @@
+"""AdamW over one flat vector is torch's AdamW, parameter by parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.config.experiment import OptimizerConfig
+from asyncrl.trainer.optimizer import FlatAdamW
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(dtype)
+
+
+def batches(steps: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(9, 5, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.float().square().mean() * 10
+
+
+def train(model: nn.Module, optimizer: FlatAdamW, xs: list[torch.Tensor]) -> list[float]:
+    norms = []
+    for x in xs:
+        optimizer.zero_grad()
+        for part in x.split(4):  # gradients add up over micro-batches
+            torch.autograd.backward(loss_of(model, part) * len(part) / len(x))
+        norms.append(optimizer.step().grad_norm)
+    return norms
+
+
+def test_it_takes_the_steps_of_torch_adamw_with_clipping_and_schedule() -> None:
+    mine, theirs = network(), network()
+    optimizer = FlatAdamW(mine.named_parameters(), CONFIG, total_steps=6)
+    norms = train(mine, optimizer, batches(6))
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for step, x in enumerate(batches(6)):
+        factor = step / 2 if step < 2 else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (step - 2) / 4)).item())
+        reference.param_groups[0]["lr"] = 1e-2 * factor
+        reference.zero_grad()
+        torch.autograd.backward(loss_of(theirs, x))
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        assert norms[step] == pytest.approx(float(norm), rel=1e-4)
+        reference.step()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_and_gradients_are_views_of_the_flat_vectors() -> None:
+    model = network()
+    optimizer = FlatAdamW(model.named_parameters(), CONFIG, total_steps=1)
+    torch.autograd.backward(loss_of(model, batches(1)[0]))
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    assert torch.equal(gradients, optimizer.grad)
+    assert gradients.abs().sum() > 0
+    optimizer.flat.data.zero_()
+    assert all(parameter.abs().sum() == 0 for parameter in model.parameters())
+
+
+def test_bfloat16_parameters_follow_fp32_masters() -> None:
+    config = OptimizerConfig(lr=1e-5, max_grad_norm=0.0)  # each step is far below bf16's resolution
+    model = network(torch.bfloat16)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = FlatAdamW(model.named_parameters(), config, total_steps=100)
+    train(model, optimizer, batches(100, torch.bfloat16))
+    masters = optimizer.masters()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16))
+        assert (master - old.float()).abs().max() > 1e-4  # a hundred small steps add up
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model = network()
+    optimizer = FlatAdamW(model.named_parameters(), CONFIG, total_steps=4)
+    train(model, optimizer, batches(1))
+    before, lr = optimizer.flat.detach().clone(), optimizer.lr
+    optimizer.grad[3] = bad
+    outcome = optimizer.step()
+    assert not outcome.applied
+    assert torch.equal(optimizer.flat, before)
+    assert optimizer.lr == lr
+
+
+def test_its_state_continues_bitwise_through_json_and_tensors() -> None:
+    xs = batches(4)
+    straight, stopped, resumed = network(), network(), network()
+    train(straight, FlatAdamW(straight.named_parameters(), CONFIG, 4), xs)
+    first = FlatAdamW(stopped.named_parameters(), CONFIG, 4)
+    train(stopped, first, xs[:2])
+    tensors, meta = first.state()
+    second = FlatAdamW(resumed.named_parameters(), CONFIG, 4)
+    second.load_state({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(meta)))
+    train(resumed, second, xs[2:])
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    tensors, meta = FlatAdamW(network().named_parameters(), CONFIG, 1).state()
+    other = FlatAdamW(nn.Linear(3, 3).named_parameters(), CONFIG, 1)
+    with pytest.raises(ValueError, match="other parameters"):
+        other.load_state(tensors, meta)
+
+
+def test_a_model_without_parameters_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        FlatAdamW(nn.Linear(2, 2).requires_grad_(False).named_parameters(), CONFIG, 1)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.datasets.arithmetic import ArithmeticDataset
+from asyncrl.datasets.demonstrations import by_length, demonstration_batches
+from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
+from asyncrl.trainer.supervised.loop import (
+    SFTPhase,
+    SFTProgress,
+    SFTSettings,
+    make_base_model,
+    train_on_demonstrations,
+)
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+SETTINGS = SFTSettings(batch_size=8, warmup_steps=2)
+
+
+def make(out_dir: Path, *, steps: int = 4, seed: int = 1, **changes: Any) -> Path:
+    phases = [SFTPhase(ArithmeticDataset(num_rows=50, max_numbers=3), steps)]
+    arguments = {"phases": phases, "architecture": TINY, "settings": SETTINGS, "seed": seed, "threads": 1, **changes}
+    return make_base_model(out_dir, tokenizer=CharTokenizer(), **arguments)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
+
+
+def test_the_model_is_saved_in_the_hugging_face_layout_with_its_tokenizer(tmp_path: Path) -> None:
+    path = make(tmp_path / "base")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "training.json"} <= {p.name for p in path.iterdir()}
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert (model.config.eos_token_id, model.config.vocab_size) == (1, 17)
+    assert isinstance(load_tokenizer(path), CharTokenizer)
+    assert AutoTokenizer.from_pretrained(path).encode("1+2=") == load_tokenizer(path).encode("1+2=")
+    assert json.loads((path / "training.json").read_text(encoding="utf-8"))["steps"] == [4]
+
+
+def test_nothing_but_the_model_is_left_beside_it(tmp_path: Path) -> None:
+    make(tmp_path / "base")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    first, again, other = make(tmp_path / "a"), make(tmp_path / "b"), make(tmp_path / "c", seed=2)
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(first).items())
+    assert not all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(first).items())
+
+
+def test_training_leaves_the_global_random_state_and_thread_count_alone(tmp_path: Path) -> None:
+    before = (torch.random.get_rng_state(), torch.get_num_threads())
+    make(tmp_path / "base")
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
+
+
+def test_progress_counts_over_all_phases_and_ends_at_zero_seconds(tmp_path: Path) -> None:
+    seen: list[SFTProgress] = []
+    dataset = ArithmeticDataset(num_rows=50, max_numbers=3)
+    make(tmp_path / "base", phases=[SFTPhase(dataset, 2), SFTPhase(dataset, 3)], progress=seen.append)
+    assert [(report.step, report.total) for report in seen] == [(step, 5) for step in range(1, 6)]
+    assert seen[-1].eta_s == 0.0
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_training_lowers_the_loss(tmp_path: Path, optimizer: str) -> None:
+    losses: list[float] = []
+    settings = SFTSettings(batch_size=8, warmup_steps=2, optimizer=optimizer, lr=1e-2, adamw_lr=2e-2)
+    make(tmp_path / "base", steps=80, settings=settings, progress=lambda report: losses.append(report.loss))
+    assert losses[-1] < 0.88 * losses[0]
+
+
+def test_the_cut_into_micro_batches_does_not_change_the_loss_or_the_gradient_step(tmp_path: Path) -> None:
+    phases = [SFTPhase(ArithmeticDataset(num_rows=50), 2)]
+    results = []
+    for budget in (60, 100_000):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "start"))
+        settings = SFTSettings(batch_size=8, warmup_steps=1, tokens_per_micro_batch=budget)
+        loss = train_on_demonstrations(model, CharTokenizer(), phases, settings, seed=1)
+        results.append((loss, torch.cat([parameter.flatten() for parameter in model.parameters()])))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_users_jsonl_continues_a_saved_model(tmp_path: Path) -> None:
+    base = make(tmp_path / "base")
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        '{"prompt": "1+1=", "completion": "#2"}\n{"prompt": "2+2=", "completion": "#4"}\n', encoding="utf-8"
+    )
+    phases = [SFTPhase(JsonlDataset(path=str(data)), 3)]
+    tuned = make(tmp_path / "tuned", phases=phases, architecture=None, initial_model=str(base))
+    assert weights(tuned).keys() == weights(base).keys()
+    assert not torch.equal(weights(tuned)["model.norm.weight"], weights(base)["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"initial_model": "somewhere"}, "not both"),
+        ({"phases": []}, "0 steps"),
+        ({"settings": SFTSettings(optimizer="sgd")}, "'muon' or 'adamw'"),
+    ],
+)
+def test_an_impossible_setting_is_refused_and_leaves_nothing(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path / "base", **changes)
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))
+def test_every_index_is_in_one_run_within_the_budget(lengths: list[int], budget: int) -> None:
+    runs = list(by_length(lengths, budget))
+    assert sorted(index for run in runs for index in run) == list(range(len(lengths)))
+    assert all(len(run) == 1 or len(run) * max(lengths[i] for i in run) <= budget for run in runs)
+
+
+def test_demonstrations_end_with_the_end_token_and_visit_every_row_once_an_epoch() -> None:
+    dataset, tokenizer = ArithmeticDataset(num_rows=12), CharTokenizer()
+    batches = list(demonstration_batches(dataset, tokenizer, batch_size=4, steps=3, seed=1))
+    texts = {tokenizer.decode(item.token_ids) for batch in batches for item in batch}
+    assert texts == {row["prompt"] + dataset.demonstration(row) for row in map(dataset.row, range(12))}
+    assert all(item.token_ids[-1] == tokenizer.eos_token_id for batch in batches for item in batch)
+    assert all(tokenizer.decode(item.token_ids[: item.prompt_length])[-1] == "=" for batch in batches for item in batch)

@@ -1,0 +1,209 @@
+"""Published weights are whole or not there, and load with transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.trainer.models import load_causal_lm
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.weights import atomic_dir
+from asyncrl.weights import publishing as weights
+from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
+from asyncrl.weights.shared_files import SharedFiles
+
+CPU = torch.device("cpu")
+
+
+def publish(
+    model_dir: Path,
+    root: Path,
+    version: int = 1,
+    dtype: str = "float32",
+    max_shard_bytes: int = weights.MAX_SHARD_BYTES,
+) -> tuple[Path, torch.nn.Module]:
+    model = load_causal_lm(model_dir, dtype, "sdpa", CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25 * version)
+    published = weights.publish(
+        model,
+        root,
+        role="actor",
+        version=version,
+        ranks=Ranks(),
+        shared=SharedFiles(model, weights.tokenizer_assets(model_dir)),
+        max_shard_bytes=max_shard_bytes,
+    )
+    return published.path, model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen_dir", "llama_dir"])
+def test_transformers_loads_what_was_published(
+    model: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path, published = publish(request.getfixturevalue(model), tmp_path, dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(str(path), dtype="auto")
+    mine, theirs = published.state_dict(), loaded.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
+    assert load_tokenizer(path).encode("1+2") == load_tokenizer(request.getfixturevalue(model)).encode("1+2")
+
+
+def test_the_manifest_lists_every_tensor_once(qwen_dir: Path, tmp_path: Path) -> None:
+    path, model = publish(qwen_dir, tmp_path)
+    manifest = verify(path)
+    assert (manifest.role, manifest.version) == ("actor", 1)
+    assert manifest.tensors.keys() == dict(model.named_parameters()).keys()
+    assert "lm_head.weight" not in manifest.tensors  # tied to the embedding
+
+
+def test_the_published_configuration_does_not_name_our_attention(qwen_dir: Path, tmp_path: Path) -> None:
+    path, _ = publish(qwen_dir, tmp_path)
+    assert "asyncrl" not in (path / "config.json").read_text()
+
+
+def test_a_version_that_is_there_is_kept(qwen_dir: Path, tmp_path: Path) -> None:
+    path, _ = publish(qwen_dir, tmp_path)
+    before = (path / "model.safetensors").stat().st_mtime_ns
+    publish(qwen_dir, tmp_path)
+    assert (path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_torn_version_is_written_anew(qwen_dir: Path, tmp_path: Path) -> None:
+    path, _ = publish(qwen_dir, tmp_path)
+    (path / "model.safetensors").write_bytes(b"")
+    publish(qwen_dir, tmp_path)
+    assert verify(path).version == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (atomic_dir, "begin"),
+        (weights, "write_tensors"),
+        (atomic_dir, "sync_file"),
+        (weights, "write_manifest"),
+        (atomic_dir, "commit"),
+        (atomic_dir, "sync_directory"),
+    ],
+)
+def test_a_write_that_breaks_off_leaves_nothing_visible(
+    module: ModuleType, stage: str, qwen_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(qwen_dir, tmp_path, 1)
+
+    def break_off(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, stage, break_off)
+        with pytest.raises(OSError, match="disk full"):
+            publish(qwen_dir, tmp_path, 2)
+    assert weights.list_versions(tmp_path, "actor") == [1]
+    path, _ = publish(qwen_dir, tmp_path, 2)  # what was left behind is no obstacle
+    assert verify(path).version == 2
+
+
+def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    tensors = list(weights.published_tensors(model).items())
+    shards = [(rank, dict(tensors[rank::2])) for rank in (0, 1)]
+    manifest = Manifest("actor", 1, {}, weights._tensor_entries(shards))
+    final = weights.version_dir(tmp_path, "actor", 1)
+    ranks = [weights._Writing(final, manifest, shards, Ranks(rank, 2)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.begin()
+    for rank in ranks:
+        rank.write()
+    assert weights.list_versions(tmp_path, "actor") == []
+    for rank in reversed(ranks):
+        rank.finish(SharedFiles(model), None)
+    whole = verify(final)
+    assert {path.name for path in final.iterdir()} == {*whole.files, MANIFEST_FILE}
+    loaded = AutoModelForCausalLM.from_pretrained(str(final)).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors)
+
+
+def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        publish(qwen_dir, tmp_path, version)
+    atomic_dir.begin(weights.version_dir(tmp_path, "actor", 4))
+    assert weights.collect(tmp_path, "actor", {2, 3}) == [1]
+    assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == [".shared", "v2", "v3"]
+    assert weights.collect(tmp_path, "critic", set()) == []
+
+
+def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: Path, tmp_path: Path) -> None:
+    path, _ = publish(qwen_dir, tmp_path / "weights")
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    canary = Canary((1, 2), (0.0, -1.0))
+    root = tmp_path / "announced"
+    announced = weights.announce(model, root, role="actor", version=2, ranks=Ranks(), canary=canary)
+    manifest = verify(announced.path)
+    manifest.check_same_tensors(verify(path))
+    assert manifest.files.keys() == {CANARY_FILE}
+    assert read_canary(announced.path) == canary
+    assert weights.collect(root, "actor", {3}) == [2]
+
+
+def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
+    paths = [
+        weights.publish(model, tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared).path
+        for version in (1, 2)
+    ]
+    for name in ("config.json", "tokenizer.json"):
+        assert (paths[0] / name).samefile(paths[1] / name)
+    weights.collect(tmp_path, "actor", {2})
+    assert verify(paths[1]).version == 2
+
+
+def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
+    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
+    weights.publish(model, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
+    shutil.rmtree(tmp_path / "actor")
+    path = weights.publish(model, tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared).path
+    assert load_tokenizer(path).encode("1+2") == load_tokenizer(qwen_dir).encode("1+2")
+
+
+def test_a_file_system_without_hard_links_gets_copies(
+    qwen_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path, _ = publish(qwen_dir, tmp_path)
+    assert verify(path).files.keys() >= {"config.json", "tokenizer.json", "model.safetensors"}
+
+
+def test_shards_are_dealt_to_ranks_evenly_and_cut_at_the_limit() -> None:
+    tensors = {f"t{index}": torch.zeros(1 << 18) for index in range(8)}  # 1 MiB each
+    shards = weights.plan_shards(tensors, world=2, max_shard_bytes=3 << 20)
+    assert [(rank, list(part)) for rank, part in shards] == [
+        (0, ["t0", "t1", "t2"]),
+        (0, ["t3"]),
+        (1, ["t4", "t5", "t6"]),
+        (1, ["t7"]),
+    ]
+
+
+def test_a_sharded_model_has_an_index_that_transformers_follows(llama_dir: Path, tmp_path: Path) -> None:
+    path, model = publish(llama_dir, tmp_path, max_shard_bytes=4096)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(str(path)).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())

@@ -1,0 +1,100 @@
+"""Files written from the tensors' memory are what safetensors reads back."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.weights import early_writeback
+from asyncrl.weights.manifest import file_entry
+from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
+
+
+def of_every_type() -> dict[str, Tensor]:
+    """Odd sizes, so that only the order keeps what follows aligned."""
+    torch.manual_seed(0)
+    return {f"t{index}": (10 * torch.randn(3, 5)).to(dtype) for index, dtype in enumerate(reversed(list(DTYPE_NAMES)))}
+
+
+def test_every_type_and_shape_reads_back_bit_for_bit(tmp_path: Path) -> None:
+    flat = torch.arange(24.0)
+    tensors = of_every_type() | {
+        "a view": flat[2:8].view(2, 3),
+        "another of the same storage": flat[6:10],
+        "transposed": flat.view(4, 6).T,
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "trained": torch.nn.Parameter(torch.ones(2)),
+        "ümläut": torch.ones(1),
+    }
+    write_tensors(tmp_path / "x", tensors)
+    read = load_file(tmp_path / "x")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor.detach()), name
+
+
+def test_transformers_finds_the_format_it_asks_for(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "x", {"w": torch.ones(1)})
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    write_tensors(tmp_path / "x", {"w": torch.arange(100)})
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(100))
+
+
+@pytest.mark.parametrize("entries", [10, 700_000])  # below and above what is handed to the disk at a time
+def test_the_sum_is_that_of_the_file_whether_the_memory_was_the_tensors_own_or_a_copy(
+    tmp_path: Path, entries: int
+) -> None:
+    flat = torch.rand(2 * entries)
+    for name, tensor in (("own", flat), ("copied", flat.view(2, entries).T)):
+        written = write_tensors(tmp_path / name, {"w": tensor, "b": torch.ones(3)})
+        assert written.entry() == file_entry(tmp_path / name)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"reserving \d+ bytes: No space left"):
+        write_tensors(tmp_path / "x", {"w": torch.ones(1)})
+
+
+def test_a_file_system_that_reserves_nothing_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.EINTR, errno.EOPNOTSUPP))
+    write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(500_000))
+
+
+class LibcThatFails:
+    """Hints to the file system end with these errors, in turn and the last for ever."""
+
+    def __init__(self, *errors: int) -> None:
+        self._errors = list(errors)
+
+    def fallocate(self, *_: int) -> int:
+        ctypes.set_errno(self._errors.pop(0) if len(self._errors) > 1 else self._errors[0])
+        return -1
+
+    sync_file_range = fallocate
+
+
+def test_a_type_that_the_format_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"'w' is torch\.complex64"):
+        write_tensors(tmp_path / "x", {"w": torch.ones(1, dtype=torch.complex64)})
