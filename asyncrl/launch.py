@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncrl.commands.run import check_graph, dry_run, run_experiment, show_graph
     from asyncrl.config.checks import validate
     from asyncrl.config.describe import experiment_help, list_experiments, resolved_yaml
-    from asyncrl.config.load import ConfigError, load_experiment
+    from asyncrl.config.load import load_experiment
+    from asyncrl.config.setting import ConfigError
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

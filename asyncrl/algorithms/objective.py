@@ -27,7 +27,7 @@ from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput, KLInpu
 from asyncrl.algorithms.packing import as_float, log_ratio
 from asyncrl.algorithms.proximal import approximate_prox_logprobs
 from asyncrl.algorithms.registry import resolve
-from asyncrl.algorithms.spec import ObjectiveSpec, check_objective
+from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, check_objective
 from asyncrl.algorithms.stats import Stats, count_stat, max_stat, mean_stat
 
 
@@ -49,7 +49,7 @@ class Objective:
         # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
         name = self.spec.policy_loss.name
         uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name or "." in name
-        return uses_prox and self.spec.prox == "recompute"
+        return uses_prox and self.spec.prox == ProximalMode.recompute
 
     @property
     def needs_reference(self) -> bool:
@@ -101,12 +101,12 @@ class Objective:
         return (torch.where(mask_T, total_T, 0) * weight_T).sum() * scale, stats
 
     def _with_proximal(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        if self.spec.prox == "approximate":
+        if self.spec.prox == ProximalMode.approximate:
             prox_T = approximate_prox_logprobs(
                 inputs.logprobs_T, inputs.behave_logprobs_T, inputs.versions_T, inputs.current_version
             )
             inputs = dataclasses.replace(inputs, prox_logprobs_T=prox_T)
-        elif self.spec.prox == "behave":
+        elif self.spec.prox == ProximalMode.behave:
             inputs = dataclasses.replace(inputs, prox_logprobs_T=inputs.behave_logprobs_T)
         return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
 

@@ -8,13 +8,13 @@ update and corrects the bias of its start (MAPPO, arXiv:2103.01955). Moments are
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.inputs import AllReduce
 from asyncrl.algorithms.packing import as_float
+from asyncrl.algorithms.spec import ValueNormalisation
 
 
 class ValueNorm:
@@ -29,9 +29,11 @@ class ValueNorm:
         ValueError: an unknown mode, a decay outside [0, 1) or a min_std that is not positive.
     """
 
-    def __init__(self, mode: Literal["running", "ema"] = "running", decay: float = 0.99, min_std: float = 1e-4) -> None:
-        if mode not in ("running", "ema"):
-            raise ValueError(f"value normalisation mode is {mode!r}; choose 'running' or 'ema'")
+    def __init__(
+        self, mode: ValueNormalisation = ValueNormalisation.running, decay: float = 0.99, min_std: float = 1e-4
+    ) -> None:
+        if mode == ValueNormalisation.none:
+            raise ValueError("value normalisation mode is none; make no ValueNorm, or choose running or ema")
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay is {decay}; set it to 0 or more and below 1 (0.99 is usual)")
         if min_std <= 0.0:
@@ -63,7 +65,7 @@ class ValueNorm:
         self._merge(count, total / count, squares / count)
 
     def _merge(self, count: float, mean: float, variance: float) -> None:
-        keep, weight = (1.0, count) if self.mode == "running" else (self.decay, 1.0 - self.decay)
+        keep, weight = (1.0, count) if self.mode == ValueNormalisation.running else (self.decay, 1.0 - self.decay)
         old_weight, old_mean = keep * self._weight, self.mean
         new_weight = old_weight + weight
         between = (mean - old_mean) ** 2 * old_weight * weight / new_weight

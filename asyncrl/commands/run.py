@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import Config, ConfigError, load_supervised
+from asyncrl.config.load import Config, load_supervised
+from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.picture import to_svg, to_text
 from asyncrl.master.graph.types import GraphError
@@ -17,6 +18,7 @@ from asyncrl.observability.display import make_display
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher, TrialError
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.summary import is_complete, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -53,7 +55,7 @@ def run_experiment(config: Config, folder: Path | None) -> int:
 
 def _run_rl(config: ExperimentConfig, console: Console) -> int:
     run_dir = run_dir_of(config)
-    if config.resume == "auto" and is_complete(run_dir, config.total_train_steps):
+    if config.resume == Resume.auto and is_complete(run_dir, config.total_train_steps):
         console.print(
             f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:", markup=False
         )

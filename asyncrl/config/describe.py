@@ -57,7 +57,7 @@ def _group_lines(group: Any, prefix: str, title: str) -> list[str]:
 
 
 def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[str]:
-    shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+    shown = "null" if value is None else repr(str(value)) if isinstance(value, str) else str(value)
     notes = [_type_name(kind)]
     if info.unit:
         notes.append(info.unit)

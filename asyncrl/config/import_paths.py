@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,3 +66,37 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def problems(setting: str, path: str) -> Iterator[str]:
+    """What is wrong with `path` in `setting`, found without running its module (it may import torch)."""
+    try:
+        module, name = split_path(path)
+    except PluginError as error:
+        yield f"{setting}: {error}"
+        return
+    source = Path(module).expanduser() if module.endswith(".py") else _module_source(module)
+    if source is None or not source.is_file():
+        yield f"{setting}={path!r}: no module or file {module!r}; is it installed, or its folder on PYTHONPATH?"
+    elif source.suffix == ".py" and name not in (defined := _top_level_names(source)):
+        yield f"{setting}={path!r}: {source} defines no {name!r}; it has: {', '.join(sorted(defined))}"
+
+
+def _module_source(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def _top_level_names(source: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.ImportFrom, ast.Import)):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return found

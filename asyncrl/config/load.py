@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import SettingInfo, setting_info
+from asyncrl.config.setting import ConfigError, SettingInfo, setting_info
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
@@ -26,9 +27,8 @@ Config = ExperimentConfig | SFTConfig
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
 """What an experiment's `defaults:` list begins with, and the dataclass it stands for."""
 
-
-class ConfigError(ValueError):
-    """A setting is wrong. The message names the setting, the value and the mend; no process has started."""
+_NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<choices>.*)\]")
+"""OmegaConf's message about a value that an enum does not have."""
 
 
 def experiments_dir() -> Path:
@@ -155,4 +155,6 @@ def _explain(error: BaseException) -> str:
         cause = cause.__cause__
     message = str(cause).splitlines()[0]
     full_key = cause.full_key if isinstance(cause, OmegaConfBaseException) else None
+    if no_choice := _NO_CHOICE.fullmatch(message):
+        return f"{full_key}={no_choice['value']!r}: not a choice; choose one of {no_choice['choices']}"
     return f"{full_key}: {message}; --help gives its type and choices" if full_key else message

@@ -1,12 +1,23 @@
-"""One definition per setting: default, unit, choices, bounds and help live in the dataclass field that holds it."""
+"""One definition per setting: default, unit, choices, bounds and help live in the dataclass field that holds it.
+
+A choice is a `StrEnum` whose members are named as in the settings, or, where each choice is a class or a file of its
+own, the registry's or folder's names (`choices=`). Code compares with the enum's members, never with strings.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
+from enum import StrEnum, auto
+from pathlib import Path
 from typing import Any
 
 _KEY = "asyncrl.setting"
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the setting, the value and how to fix it; no process has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,7 @@ def setting(
 ) -> Any:
     """A dataclass field that carries its documentation and bounds.
 
-    `minimum` and `maximum` are inclusive. `choices` apply to strings.
+    `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's.
     """
     info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
     if factory is not None:
@@ -44,3 +55,42 @@ def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
     """The `SettingInfo` of a field made by `setting`; an empty one for a group of settings."""
     info = dataclass_field.metadata.get(_KEY)
     return info if isinstance(info, SettingInfo) else SettingInfo(help="")
+
+
+def modules_in(folder: Path) -> tuple[str, ...]:
+    """Names of the modules in `folder`, for a choice whose members are a file each; nothing is imported."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(folder)])))
+
+
+class Dtype(StrEnum):
+    """Type of weights."""
+
+    float32 = auto()
+    bfloat16 = auto()
+
+
+class Device(StrEnum):
+    """Where a process computes."""
+
+    auto = "auto"
+    """`cuda` where there is one."""
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class ChoiceConfig:
+    """A registered algorithm, or an import path to one's own, with its parameters."""
+
+    name: str = setting("", "registered name, or import path `package.module:function`")
+    params: dict[str, Any] = setting(help="keyword arguments of the function", factory=dict)
+
+
+@dataclass
+class PluginConfig:
+    """A user's class or function, named by import path."""
+
+    path: str = setting("", "import path `package.module:Name`, or a file `path/to/file.py:Name`")
+    args: dict[str, Any] = setting(
+        help="keyword arguments of the constructor (of the call, for a function)", factory=dict
+    )

@@ -20,10 +20,12 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, RestartBudget, Served
-from asyncrl.inference.sglang.command import Device
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.worker import AsyncWorker
 
 MAX_RESTARTS = 3
@@ -84,20 +86,23 @@ class GenerationServer(AsyncWorker):
                 and values of old ones; or it does not answer.
         """
         mode = self.config.manager.update_mode
-        if mode not in ("retract", "in_place") or self.config.generation.backend != "sglang":
+        if (
+            mode not in (UpdateMode.retract, UpdateMode.in_place)
+            or self.config.generation.backend != GenerationBackend.sglang
+        ):
             return
         http = JsonHttp(None if self.secret is None else self.secret.token)
         try:
             client = GenerationServerClient(http, served.url)
             told = await client.tells_token_versions(timeout_s=self.config.generation.start_timeout_s)
-            shares = mode == "in_place" and await client.shares_prefixes()
+            shares = mode == UpdateMode.in_place and await client.shares_prefixes()
         except HttpError as error:
             raise EngineStartError(f"server {served.url} does not generate: {error}") from error
         finally:
             await http.close()
         if not told:
             raise EngineStartError(
-                f"manager.update_mode={mode!r}: the answers of server {served.url} do not say which weights each "
+                f"manager.update_mode={str(mode)!r}: the answers of server {served.url} do not say which weights each "
                 "token is of (no weight_versions); use SGLang 0.5.20 or newer, or update_mode=interrupt"
             )
         if shares:
@@ -131,7 +136,7 @@ class GenerationServer(AsyncWorker):
     def _make_host(self) -> EngineHost:
         generation = self.config.generation
         token = None if self.secret is None else self.secret.token
-        if generation.backend == "embedded":
+        if generation.backend == GenerationBackend.embedded:
             # torch is imported only here: with SGLang this process stays small
             from asyncrl.inference.embedded.host import EmbeddedHost
 
@@ -149,11 +154,8 @@ class GenerationServer(AsyncWorker):
 
     def _device(self) -> Device:
         """The configured device; `auto` is cuda where the launcher gave this process a GPU."""
-        match self.config.generation.device:
-            case "cpu":
-                return "cpu"
-            case "cuda":
-                return "cuda"
+        if self.config.generation.device != Device.auto:
+            return self.config.generation.device
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = any(Path("/proc/driver/nvidia/gpus").glob("*")) if visible is None else bool(visible.strip())
-        return "cuda" if gpus else "cpu"
+        return Device.cuda if gpus else Device.cpu

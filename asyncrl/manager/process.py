@@ -13,17 +13,18 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
-from asyncrl.manager.fleet.decisions import Fleet, Target, UpdateMode
+from asyncrl.manager.fleet.decisions import Fleet, Target
 from asyncrl.manager.fleet.runner import ServerFleet
 from asyncrl.manager.http import ManagerHttp
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.transports.delivery import DiskDelivery, TrainerDelivery
@@ -48,10 +49,9 @@ class GserverManager(AsyncWorker):
             max_staleness=config.max_head_offpolicyness,
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
-            place_first=config.manager.update_mode != "finish",
+            place_first=config.manager.update_mode != UpdateMode.finish,
         )
-        mode = cast(UpdateMode, config.manager.update_mode)  # one of its choices, by validation
-        self._decisions = Fleet(mode, config.manager.update_timeout_s)
+        self._decisions = Fleet(config.manager.update_mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.records import DUPLICATE_PROMPT, STALE, STALE_POLICIES, Drop, RolloutRecord
+from asyncrl.master.records import DUPLICATE_PROMPT, STALE, Drop, RolloutRecord
+from asyncrl.master.settings import OnStale
 
 REMEMBERED_IDS = 65_536
 """Finished rollout ids kept to recognise late copies. A copy is resent within seconds, so thousands of steps are ample;
@@ -52,14 +53,9 @@ class SampleBuffer:
         eta: largest allowed age of a trained token, in versions.
         on_stale: what becomes of records beyond `eta`.
         used: prompts trained so far; the buffer adds to it.
-
-    Raises:
-        ValueError: `on_stale` is none of `STALE_POLICIES`.
     """
 
-    def __init__(self, batch_size: int, eta: int, on_stale: str, used: UsedPrompts | None = None) -> None:
-        if on_stale not in STALE_POLICIES:
-            raise ValueError(f"on_stale={on_stale!r}: no such policy; choose one of {', '.join(STALE_POLICIES)}")
+    def __init__(self, batch_size: int, eta: int, on_stale: OnStale, used: UsedPrompts | None = None) -> None:
         self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
         self.used = used if used is not None else UsedPrompts()
         self.received = 0
@@ -150,7 +146,7 @@ class SampleBuffer:
     def _expired(self, record: RolloutRecord, version: int) -> bool:
         if not record.generated_tokens:
             return False
-        decisive = record.newest_version if self.on_stale == "mask" else record.oldest_version
+        decisive = record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
         return version - decisive > self.eta
 
     def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:

@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 from typing import ClassVar
 
 from asyncrl.comm import names
-from asyncrl.config.checks import data_parallel_ranks
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import Evaluators, NameBoard, WorkerClients, placement_of, registered
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.trainer.settings import data_parallel_ranks
 
 
 class MasterWorker(AsyncWorker):

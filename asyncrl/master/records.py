@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-STALE_POLICIES = ("drop", "mask", "wait")
-
 STALE = "stale"
 """Drop reason: its oldest token is older than η allows; the prompt is tried again."""
 DUPLICATE_PROMPT = "duplicate_prompt"

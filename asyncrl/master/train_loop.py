@@ -32,6 +32,7 @@ from asyncrl.master.metric_rows import Row
 from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus, Manager, ModelWorkers, RolloutWorkers
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
+from asyncrl.master.settings import OnStale
 from asyncrl.master.version_clock import VersionClock
 from asyncrl.runtime.waiting import StopRequested, or_stop
 
@@ -167,7 +168,7 @@ class TrainLoop:
     async def _next_batch(self) -> Batch:
         while True:
             await self._enough_rollouts()
-            if self.config.on_stale == "wait":
+            if self.config.on_stale == OnStale.wait:
                 await self._nothing_would_expire()
             batch = self.buffer.take(self.version)
             if batch is not None:

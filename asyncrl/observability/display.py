@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observability.settings import DisplayMode
+
 Row = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -38,14 +40,14 @@ class Display(Protocol):
         ...
 
 
-def make_display(kind: str, title: str, total_steps: int, eta: int) -> Display:
+def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
     """The display `kind` asks for (`auto`, `live`, `plain`, `none`)."""
     console = Console(highlight=False)
-    if kind == "auto":
-        kind = "live" if console.is_terminal else "plain"
-    if kind == "live":
+    if kind == DisplayMode.auto:
+        kind = DisplayMode.live if console.is_terminal else DisplayMode.plain
+    if kind == DisplayMode.live:
         return LiveDisplay(console, title, total_steps, eta)
-    return PlainDisplay(console if kind == "plain" else Console(quiet=True), total_steps)
+    return PlainDisplay(console if kind == DisplayMode.plain else Console(quiet=True), total_steps)
 
 
 def trend(values: list[float], width: int = _TREND_WIDTH) -> str:

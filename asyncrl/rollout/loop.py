@@ -25,11 +25,11 @@ from typing import NoReturn, Protocol
 
 from asyncrl.algorithms.registry import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
-from asyncrl.config.experiment import RolloutConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.scheduling import RequestSize, Route
+from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
 _log = logging.getLogger(__name__)

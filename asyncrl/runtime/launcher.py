@@ -33,6 +33,7 @@ from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.launchers.local import LocalWorker, adopt_orphans, kill_descendants, start_worker
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import METRICS_FILE, SECRET_FILE, SUMMARY_FILE, run_dir_of, write_run_config
+from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.worker import open_resolver
 
 SAVE_LIMIT_S = 6.0
@@ -82,14 +83,14 @@ class Launcher:
                 f"trial_name={self.config.trial_name!r}: another run is using {self.run_dir}; choose another trial_name"
             ) from None
         used = [item for item in self.run_dir.iterdir() if item.name != "lock"]
-        if used and self.config.resume == "never":
+        if used and self.config.resume == Resume.never:
             raise TrialError(
                 f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
                 "continue it, "
                 "or resume=restart to wipe it"
             )
         for item in used:
-            if self.config.resume == "restart":
+            if self.config.resume == Resume.restart:
                 _remove(item)
         self._clear_names()
         (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -103,7 +104,7 @@ class Launcher:
             with open_resolver(self.config, self.run_dir) as resolver:
                 resolver.clear_subtree()
         except NameResolveError as error:
-            raise TrialError(f"system.name_resolve={self.config.system.name_resolve!r}: {error}") from error
+            raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
 
     def run(self) -> int:
         """Start everything and see it through; returns the exit code."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.config.checks import data_parallel_ranks
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.runtime.launchers.local import WorkerPlan
+from asyncrl.trainer.settings import data_parallel_ranks
 
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
@@ -24,13 +25,13 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
     """
     gpus = count_gpus() if gpus is None else gpus
     ranks = data_parallel_ranks(config.trainer.parallel)
-    trainer_gpus = gpus if config.trainer.device != "cpu" else 0
+    trainer_gpus = gpus if config.trainer.device != Device.cpu else 0
     niceness = 0 if trainer_gpus else SHARED_CPU_NICENESS
     plans = [
         WorkerPlan("model_worker", rank, config.trainer.threads, _share(rank, 1, 0, trainer_gpus))
         for rank in range(ranks)
     ]
-    if config.generation.device != "cpu":
+    if config.generation.device != Device.cpu:
         first = min(ranks, max(gpus - 1, 0)) if trainer_gpus else 0
         server_gpus, per_server = gpus - first, config.generation.sglang.tensor_parallel
     else:

@@ -32,7 +32,7 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
@@ -61,11 +61,11 @@ class WorkerSpec:
 def open_resolver(config: ExperimentConfig, run_dir: Path) -> NameResolver:
     """Name resolution of the run in `run_dir`, as `config.system` says."""
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
-    if system.name_resolve == "etcd3":
-        return make_resolver("etcd3", f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
+    if system.name_resolve == NameBackend.etcd3:
+        return make_resolver(NameBackend.etcd3, f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
     if system.name_resolve_root:  # which other trials may share
-        return make_resolver("file", str(Path(system.name_resolve_root).expanduser() / trial))
-    return make_resolver("file", str(run_dir / "name_resolve"))
+        return make_resolver(NameBackend.file, str(Path(system.name_resolve_root).expanduser() / trial))
+    return make_resolver(NameBackend.file, str(run_dir / "name_resolve"))
 
 
 class Worker(ABC):

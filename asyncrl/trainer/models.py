@@ -14,19 +14,26 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.config.setting import Dtype
 from asyncrl.trainer import packed_attention
 from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.settings import AttentionImplementation
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 AttentionKind = Literal["packed", "flash", "padded"]
 """How a model's attention keeps the sequences of a micro-batch apart; see `engine.ModelInputs`."""
 
+_KINDS: dict[AttentionImplementation, AttentionKind] = {
+    AttentionImplementation.sdpa: "packed",
+    AttentionImplementation.flash_attention_2: "flash",
+    AttentionImplementation.eager: "padded",
+}
 
-def attention_kind(attn_implementation: str) -> AttentionKind:
+
+def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
     """`model.attn_implementation` as what the engine must lay out: sdpa works packed, eager on padded rows."""
-    kinds: dict[str, AttentionKind] = {"sdpa": "packed", "flash_attention_2": "flash", "eager": "padded"}
-    return kinds[attn_implementation]
+    return _KINDS[attn_implementation]
 
 
 def layout_of(kind: AttentionKind) -> Layout:
@@ -34,7 +41,9 @@ def layout_of(kind: AttentionKind) -> Layout:
     return "padded" if kind == "padded" else "packed"
 
 
-def load_causal_lm(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> PreTrainedModel:
+def load_causal_lm(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> PreTrainedModel:
     """The causal language model in `path`, in evaluation mode: RL trains without dropout.
 
     Raises:
@@ -49,8 +58,8 @@ def load_causal_lm(path: str | Path, dtype: str, attn_implementation: str, devic
     return model
 
 
-def _transformers_name(attn_implementation: str) -> str:
-    return packed_attention.PACKED if attn_implementation == "sdpa" else attn_implementation
+def _transformers_name(attn_implementation: AttentionImplementation) -> str:
+    return packed_attention.PACKED if attn_implementation == AttentionImplementation.sdpa else str(attn_implementation)
 
 
 class Critic(nn.Module):
@@ -72,7 +81,9 @@ class Critic(nn.Module):
         return value
 
 
-def load_critic(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> Critic:
+def load_critic(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> Critic:
     """An untrained critic on the trunk in `path`."""
     trunk = AutoModel.from_pretrained(
         str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
@@ -80,7 +91,9 @@ def load_critic(path: str | Path, dtype: str, attn_implementation: str, device: 
     return Critic(trunk).eval().to(device)
 
 
-def load_reward_model(path: str | Path, dtype: str, attn_implementation: str, device: torch.device) -> Critic:
+def load_reward_model(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> Critic:
     """The sequence classifier with one label in `path`, as a trunk and its head.
 
     Raises:

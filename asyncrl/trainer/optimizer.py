@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from asyncrl.config.experiment import OptimizerConfig
 from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.settings import OptimizerConfig
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 

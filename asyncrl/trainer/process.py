@@ -28,7 +28,7 @@ from asyncrl.comm import names
 from asyncrl.comm.codec import Message
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import RequestServer
-from asyncrl.config.checks import data_parallel_ranks
+from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.run_files import ANNOUNCED_DIR, WEIGHTS_DIR
@@ -38,6 +38,7 @@ from asyncrl.trainer.engines.flat import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.redistribute import Move, redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.settings import data_parallel_ranks
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.world import training_world
 from asyncrl.weights import checkpoints, publishing
@@ -302,11 +303,11 @@ class ModelWorker(Worker):
         return {"master_state": checkpoints.load(self._rank, Path(meta["path"]))}
 
 
-def choose_device(setting: str) -> torch.device:
+def choose_device(setting: Device) -> torch.device:
     """`trainer.device` as a device; `auto` is the GPU where there is one."""
-    if setting == "auto":
-        setting = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(setting, 0) if setting == "cuda" else torch.device(setting)
+    if setting == Device.auto:
+        setting = Device.cuda if torch.cuda.is_available() else Device.cpu
+    return torch.device("cuda", 0) if setting == Device.cuda else torch.device("cpu")
 
 
 def _as_method(name: str, handler: Handler) -> Callable[[Message], Message]:

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from asyncrl.config.experiment import ExperimentConfig, OptimizerConfig
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.flat import Engine, PolicyEngine, ValueEngine
 from asyncrl.trainer.models import attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.optimizer import FlatAdamW
 from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.settings import OptimizerConfig, ReferenceMode
 from asyncrl.trainer.train_state import TrainState
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
@@ -65,7 +67,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, ranks: Ranks, device: tor
     engines: dict[str, Engine] = {}
     for role in dict.fromkeys((ACTOR, *graph.roles())):
         engines[role] = special[role]() if role in special else builder.reward_model(role)
-    follows = REFERENCE in engines and config.algorithm.reference.mode == "ema"
+    follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
     return TrainingRank(
         engines, TrainState(config.algorithm), ranks, frozenset((REFERENCE,)) if follows else frozenset()
     )
@@ -85,7 +87,7 @@ class _Builder:
     def reference(self) -> PolicyEngine:
         reference = self._config.algorithm.reference
         # A moving average changes by less than bf16 resolves.
-        dtype = "float32" if reference.mode == "ema" else self._config.model.dtype
+        dtype = Dtype.float32 if reference.mode == ReferenceMode.ema else self._config.model.dtype
         return self._policy(reference.path or self._model_path(), dtype, None)
 
     def critic(self) -> ValueEngine:
@@ -108,7 +110,7 @@ class _Builder:
         model = load_reward_model(paths[0], self._config.model.dtype, self._attention, self._device)
         return ValueEngine(model, attention=attention_kind(self._attention), tokens_per_micro_batch=self._budget)
 
-    def _policy(self, path: str, dtype: str, optimizer: OptimizerConfig | None) -> PolicyEngine:
+    def _policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:
         model = load_causal_lm(path, dtype, self._attention, self._device)
         return PolicyEngine(
             model,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any
 
 from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
 from asyncrl.algorithms.objective import Objective, build_objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ValueObjectiveSpec
+from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation, ValueObjectiveSpec
 from asyncrl.algorithms.value_norm import ValueNorm
 from asyncrl.algorithms.value_objective import ValueObjective, build_value_objective
-from asyncrl.config.experiment import AlgorithmConfig, ChoiceConfig
+from asyncrl.config.setting import ChoiceConfig
+from asyncrl.trainer.settings import AlgorithmConfig
 
 
 class TrainState:
@@ -24,7 +25,7 @@ class TrainState:
         )
         self.kl: KLController = _kl_controller(algorithm)
         norm = algorithm.critic.value_norm
-        self.value_norm = None if norm == "none" else ValueNorm(cast(Literal["running", "ema"], norm))
+        self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; JSON-able."""
@@ -42,7 +43,7 @@ class TrainState:
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
     """The actor's objective as `algorithm` sets it."""
-    kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == "loss"
+    kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == KLPlace.loss
     return ObjectiveSpec(
         policy_loss=_choice(algorithm.policy_loss),
         correction=_choice(algorithm.correction),
@@ -50,7 +51,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         kl_coef=algorithm.kl_coef if kl_in_loss else 0.0,
         entropy_coef=algorithm.entropy_coef,
         aggregation=_choice(algorithm.aggregation),
-        prox=cast(Literal["recompute", "approximate", "behave"], algorithm.prox),
+        prox=algorithm.prox,
         plugins=tuple(algorithm.plugins),
     )
 

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import Engine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served, context_length
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 _HEALTH_POLL_S = 0.25
 _THREAD_SWITCH_S = 5e-4
 """Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it."""
@@ -59,7 +60,7 @@ class EmbeddedHost:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=_DTYPES[generation.dtype], local_files_only=True
         )
-        cuda = generation.device == "cuda" or (generation.device == "auto" and torch.cuda.is_available())
+        cuda = generation.device == Device.cuda or (generation.device == Device.auto and torch.cuda.is_available())
         torch.nn.Module.to(model, device=torch.device("cuda" if cuda else "cpu"))
         return Engine(
             model,

@@ -11,16 +11,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION, context_length
 from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
 from asyncrl.inference.sglang.ports import PortBlock
+from asyncrl.manager.settings import UpdateMode
 
 _KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 
-Device = Literal["cpu", "cuda"]
 
 OWNED_FLAGS: Mapping[str, str] = {
     "model_path": "set model.path",
@@ -102,10 +103,10 @@ def build_command(
         "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
         "sleep_on_idle": True,
     }
-    if config.manager.update_mode == "in_place":
+    if config.manager.update_mode == UpdateMode.in_place:
         flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
         flags["disable_overlap_schedule"] = True  # a step under way would be told as one of the new weights
-    if device == "cpu":
+    if device == Device.cpu:
         flags |= _cpu_flags(config)
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
@@ -161,4 +162,4 @@ def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
         # idle connections are closed after 5 s by default, at times just as a client sends on one
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
     }
-    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
+    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == Device.cpu else {})

@@ -19,8 +19,9 @@ from typing import Any
 import aiohttp
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
-from asyncrl.inference.sglang.command import Device, build_command
+from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.comm.http import HttpError
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import Target
 from asyncrl.weights.canary import Canary, read_canary
@@ -33,7 +34,7 @@ def canary_tolerance(config: ExperimentConfig) -> float:
     """`manager.canary_tolerance` in nats, chosen by the types that trainer and servers compute in where it is null."""
     if config.manager.canary_tolerance is not None:
         return config.manager.canary_tolerance
-    exact = config.model.dtype == config.generation.dtype == "float32"
+    exact = config.model.dtype == config.generation.dtype == Dtype.float32
     return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
 
 

@@ -38,16 +38,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 from asyncrl.inference.client import PauseMode
+from asyncrl.manager.settings import UpdateMode
 
-UpdateMode = Literal["interrupt", "retract", "in_place", "finish"]
 _PAUSES: dict[UpdateMode, PauseMode] = {
-    "interrupt": "abort",
-    "retract": "retract",
-    "in_place": "in_place",
-    "finish": "abort",  # of a drained server: what arrived in spite of it
+    UpdateMode.interrupt: "abort",
+    UpdateMode.retract: "retract",
+    UpdateMode.in_place: "in_place",
+    UpdateMode.finish: "abort",  # of a drained server: what arrived in spite of it
 }
 
 FIRST_BACKOFF_S = 0.5
@@ -201,7 +200,7 @@ class Fleet:
                     orders.append(CancelUpdate(life.index, life.attempt))
                     self._quarantine(life, f"update took longer than {self._timeout_s:g} s", now)
                 case ServerState.SERVING if self._outdated(life) and self._may_leave(life):
-                    if self._mode == "finish":
+                    if self._mode == UpdateMode.finish:
                         life.state = ServerState.DRAINING
                     else:
                         orders.append(self._begin(life, now))
@@ -298,7 +297,7 @@ class Fleet:
         """Whether a server may stop serving for an update: draining takes long, so the last one waits for those under
         way.
         """
-        if self._mode != "finish" or len(self._serving()) > 1:
+        if self._mode != UpdateMode.finish or len(self._serving()) > 1:
             return True
         under_way = (ServerState.DRAINING, ServerState.UPDATING)
         return not any(other.state in under_way for other in self._servers.values())
@@ -313,7 +312,7 @@ class Fleet:
         life.version = None
         life.goal = self.target
         life.due = now + self._timeout_s
-        frozen = quarantined and self._mode == "in_place"
+        frozen = quarantined and self._mode == UpdateMode.in_place
         return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen)
 
     def _check(self, life: ServerLife) -> CheckHealth:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.algorithms.spec import KLPlace, ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.master.graph.model_functions import known_functions
@@ -21,7 +22,7 @@ POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantage
 
 def proximal(config: ExperimentConfig) -> tuple[Call, ...]:
     """Recomputes the proximal log-probabilities at the step's start, where `algorithm.prox` says so."""
-    if config.algorithm.prox != "recompute":
+    if config.algorithm.prox != ProximalMode.recompute:
         return ()
     return (Call("actor_inf", "actor", "actor_inf", reads=("tokens", "loss_mask"), writes=("prox_logprobs",)),)
 
@@ -35,7 +36,7 @@ def reference(config: ExperimentConfig) -> tuple[Call, ...]:
 
 def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
     """What the advantage call reads besides, where the KL term is part of the reward."""
-    return written(*reference(config)) if config.algorithm.kl_in == "reward" else ()
+    return written(*reference(config)) if config.algorithm.kl_in == KLPlace.reward else ()
 
 
 def written(*calls: Call) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from asyncrl.trainer.functions.minibatches import global_normalisers
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.optimizer import StepOutcome
 from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.trainer.step_batch import StepBatch
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
@@ -39,7 +40,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     progress = _Progress()
     with torch.set_grad_enabled(batch.version >= _warmup_steps(ctx)):
         _run_minibatches(ctx, batch, loss, progress)
-    if ctx.config.algorithm.reference.mode == "ema" and "ref" in ctx.engines:
+    if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
         reference = ctx.policy("ref").model.parameters()
         ema_update_(reference, ctx.policy().required_optimizer.masters(), ctx.config.algorithm.reference.ema_decay)
     return _report(ctx, batch, loss, progress)

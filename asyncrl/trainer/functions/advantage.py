@@ -9,6 +9,7 @@ from asyncrl.algorithms.critic_alignment import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl_in_reward import kl_token_rewards
 from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.spec import KLPlace
 from asyncrl.algorithms.stats import Stats, mean_stat
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch
@@ -65,7 +66,7 @@ def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
 def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Tensor | None, Stats]:
     """The KL penalty per token, between the policy at generation (or the proximal one, if read) and the reference."""
     algorithm = ctx.config.algorithm
-    if algorithm.kl_in != "reward" or algorithm.kl_coef == 0.0:
+    if algorithm.kl_in != KLPlace.reward or algorithm.kl_coef == 0.0:
         return None, {}
     if "ref_logprobs" not in ctx.reads:
         raise KeyError(

@@ -38,6 +38,7 @@ from asyncrl.api import Tokenizer
 from asyncrl.datasets import DemonstrationDataset
 from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
 from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer
+from asyncrl.trainer.supervised.settings import SupervisedOptimizer
 from asyncrl.weights import atomic_dir
 
 DEMO_MODEL: Mapping[str, Any] = {
@@ -238,15 +239,13 @@ def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]
 
 
 def _optimizers(model: PreTrainedModel, settings: SFTSettings) -> list[Optimizer]:
-    if settings.optimizer not in ("muon", "adamw"):
-        raise ValueError(f"sft optimizer is {settings.optimizer!r}: choose 'muon' or 'adamw'")
     layers = (model.get_input_embeddings(), _output_layer(model))
     embeddings = {id(parameter) for layer in layers for parameter in layer.parameters()}
     by_muon: list[Tensor] = []
     by_adamw: list[Tensor] = []
     for parameter in model.parameters():
         matrix = parameter.ndim == 2 and id(parameter) not in embeddings
-        (by_muon if matrix and settings.optimizer == "muon" else by_adamw).append(parameter)
+        (by_muon if matrix and settings.optimizer == SupervisedOptimizer.muon else by_adamw).append(parameter)
     optimizers: list[Optimizer] = [AdamW(by_adamw, lr=settings.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)]
     if by_muon:
         optimizers.append(Muon(by_muon, lr=settings.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))

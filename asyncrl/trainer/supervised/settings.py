@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import setting
+from asyncrl.rollout.settings import dataset
+from asyncrl.trainer.settings import hugging_face_folder
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
+
+
+class SupervisedOptimizer(StrEnum):
+    """Which optimizer learns what."""
+
+    muon = auto()
+    """Muon for matrices, AdamW for the rest."""
+    adamw = auto()
+    """AdamW for all."""
 
 
 @dataclass
@@ -53,7 +66,9 @@ class SFTConfig:
     seed: int = setting(1, "seed of data order and initialisation", minimum=0)
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)
-    optimizer: str = setting("muon", "muon: matrices by Muon, the rest by AdamW; adamw: all", choices=("muon", "adamw"))
+    optimizer: SupervisedOptimizer = setting(
+        SupervisedOptimizer.muon, "muon: matrices by Muon, the rest by AdamW; adamw: all"
+    )
     lr: float = setting(7e-3, "peak learning rate of Muon", minimum=0.0)
     adamw_lr: float = setting(2e-2, "peak learning rate of AdamW", minimum=0.0)
     min_lr_share: float = setting(0.1, "end of the cosine schedule, as a share of the peak", minimum=0.0, maximum=1.0)
@@ -65,3 +80,14 @@ class SFTConfig:
     phases: list[SFTPhaseConfig] = setting(help="what to imitate, in order", factory=lambda: [SFTPhaseConfig()])
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)
+
+
+def check(config: SFTConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    yield from dataset("dataset.path", config.dataset.path)
+    if not config.phases:
+        yield "phases=[]: there is nothing to imitate; give at least one, for example phases=[{steps: 1000}]"
+    if config.model.path is not None:
+        yield from hugging_face_folder("model.path", config.model.path)
+        if config.model.architecture:
+            yield "model.architecture: a pretrained model has its own; set model.path or model.architecture, not both"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.comm.http import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
 from asyncrl.weights.transports.transfer import (
     NamedTensors,
@@ -132,7 +133,7 @@ class WeightSender:
         receiver = Receiver(url, self._config.generation.sglang.tensor_parallel)
         if self._config.manager.weight_transport == "tensor":
             return SharedMemoryTransport(receiver, self._http, timeout_s=timeout_s)
-        on_gpus = self._device.type == "cuda" and self._config.generation.device != "cpu"
+        on_gpus = self._device.type == "cuda" and self._config.generation.device != Device.cpu
         return ProcessGroupTransport(
             receiver,
             self._http,

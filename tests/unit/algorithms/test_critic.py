@@ -12,7 +12,7 @@ from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.critic_alignment import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.registry import resolve
-from asyncrl.algorithms.spec import Choice, ValueObjectiveSpec
+from asyncrl.algorithms.spec import Choice, ValueNormalisation, ValueObjectiveSpec
 from asyncrl.algorithms.value_norm import ValueNorm
 from asyncrl.algorithms.value_objective import build_value_objective
 
@@ -143,7 +143,7 @@ def test_an_empty_batch_leaves_value_norm_alone():
     assert (norm.mean, norm.std) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("arguments", [{"mode": "mean"}, {"decay": 1.0}, {"min_std": 0.0}])
+@pytest.mark.parametrize("arguments", [{"mode": ValueNormalisation.none}, {"decay": 1.0}, {"min_std": 0.0}])
 def test_impossible_value_norm_settings_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ValueNorm(**arguments)

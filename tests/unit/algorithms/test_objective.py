@@ -283,7 +283,6 @@ def test_ranks_reduce_their_statistics_in_two_collectives(ragged):
         (ObjectiveSpec(kl_coef=0.1), "kl is not set"),
         (ObjectiveSpec(kl=Choice("k3"), kl_coef=-0.1), r"kl_coef is -0\.1"),
         (ObjectiveSpec(aggregation=Choice("constant")), r"needs params\.divisor"),
-        (ObjectiveSpec(prox="loglinear"), "prox is 'loglinear'"),
     ],
 )
 def test_an_impossible_spec_is_refused_with_its_mend(spec, message):

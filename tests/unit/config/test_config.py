@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import data_parallel_ranks, validate
+from asyncrl.config.checks import validate
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import SCHEMAS, ConfigError, experiments_dir, known_experiments, load_experiment, settings
-from asyncrl.config.setting import setting_info
+from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
+from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
+from asyncrl.trainer.settings import data_parallel_ranks
 
 
 def load(*overrides: str) -> ExperimentConfig:

@@ -124,11 +124,6 @@ def test_state_survives_json_and_live_records_are_forgotten() -> None:
     assert len(restored) == 1
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"on_stale='keep'.*drop, mask, wait"):
-        SampleBuffer(1, 0, "keep")
-
-
 def test_finished_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.master.buffer.REMEMBERED_IDS", 3)
     assert REMEMBERED_IDS > 3

@@ -21,13 +21,14 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.generation import Completion
-from asyncrl.config.experiment import ChoiceConfig, RolloutConfig
+from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, GrantedRollout, WantedRollout
 from asyncrl.manager.returned_prompts import ReturnedPrompt
 from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GenerateFor, RolloutLoop
 from asyncrl.rollout.scheduling import Route
+from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
 GROUP = 2

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from asyncrl.config.experiment import OptimizerConfig
 from asyncrl.trainer.engines.flat import PolicyEngine, ValueEngine
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.models import attention_kind, load_causal_lm, load_critic
 from asyncrl.trainer.optimizer import FlatAdamW
 from asyncrl.trainer.scoring import token_logprobs
+from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 
 MakeBatch = Callable[..., StepBatch]

@@ -12,7 +12,8 @@ import torch
 
 from asyncrl.algorithms.catalog import known
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config.experiment import ChoiceConfig, ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.graph.model_functions import known_functions
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.roles import TrainingRank

@@ -119,7 +119,6 @@ def test_a_users_jsonl_continues_a_saved_model(tmp_path: Path) -> None:
     [
         ({"initial_model": "somewhere"}, "not both"),
         ({"phases": []}, "0 steps"),
-        ({"settings": SFTSettings(optimizer="sgd")}, "'muon' or 'adamw'"),
     ],
 )
 def test_an_impossible_setting_is_refused_and_leaves_nothing(

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.config.experiment import ChoiceConfig, ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank

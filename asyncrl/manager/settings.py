@@ -1,0 +1,105 @@
+"""Settings of the GserverManager, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import TYPE_CHECKING, Optional
+from urllib.parse import urlsplit
+
+from asyncrl.config.setting import setting
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.manager.router import POLICIES
+
+if TYPE_CHECKING:
+    from asyncrl.config.experiment import ExperimentConfig
+
+# OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
+# ruff: noqa: UP045
+
+
+class UpdateMode(StrEnum):
+    """What a weight update does to running answers; the README says when to choose which."""
+
+    interrupt = auto()
+    """They are handed back to their clients, which send them again."""
+    retract = auto()
+    """They go back into the server's own queue."""
+    in_place = auto()
+    """They go on with the keys and values that they have."""
+    finish = auto()
+    """The server is drained first."""
+
+
+@dataclass
+class ManagerConfig:
+    """GserverManager: router, staleness gate, weight updates."""
+
+    routing: str = setting(
+        "least_requests",
+        "how a request finds its server",
+        choices=tuple(POLICIES),
+    )
+    update_mode: UpdateMode = setting(
+        UpdateMode.interrupt,
+        "a weight update aborts running requests, which clients send again with what they have (interrupt), puts them "
+        "back into the server's queue, to go on under the new weights (retract: tens of milliseconds where SGLang "
+        "takes a second to abort; SGLang 0.5.20 or newer), lets them go on at once with the keys and values that the "
+        "old weights left in the cache (in_place: cheapest, nothing is computed again; log-probabilities are those of "
+        "this mixture), or waits for their end (finish)",
+    )
+    weight_transport: str = setting(
+        "disk",
+        "how servers get a version: from its folder (disk), or from the trainer's memory, which keeps a copy of each "
+        "version that is in use and writes folders only with checkpoints and at the end; tensor: shared memory, one "
+        "machine; distributed: a process group of trainer and server, NCCL between GPUs, else gloo. Other than disk "
+        "needs generation.backend=sglang",
+        choices=("disk", "tensor", "distributed"),
+    )
+    update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
+    health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
+    rollout_lease_s: float = setting(30.0, "rollouts of a worker silent for so long are dropped", unit="s", minimum=1.0)
+    canary_tolerance: Optional[float] = setting(
+        None,
+        "after an update a server must score a fixed prompt as the trainer does, each token to within this, or it is "
+        "quarantined and updated again; null: 1e-3 where both compute in float32, else 0.5; 0: not checked",
+        unit="nats",
+        minimum=0.0,
+    )
+
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
+"""SGLang flags by which an engine has more ranks than `tensor_parallel`."""
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    transport, generation = config.manager.weight_transport, config.generation
+    if transport == "disk":
+        return
+    if generation.backend != GenerationBackend.sglang:
+        yield (
+            f"manager.weight_transport={transport!r}: generation.backend={str(generation.backend)!r} takes weights "
+            "from disk only; use weight_transport=disk or backend=sglang"
+        )
+    host = config.system.host
+    here = {host, *_LOOPBACK}
+    elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
+    if elsewhere and transport == "tensor":
+        yield (
+            f"manager.weight_transport='tensor': server {elsewhere[0]!r} is not on system.host={host!r}, and memory is "
+            "shared on one machine only; use distributed or disk"
+        )
+    if elsewhere and transport == "distributed" and host in _LOOPBACK:
+        yield (
+            f"manager.weight_transport='distributed': server {elsewhere[0]!r} cannot reach the trainer at "
+            f"system.host={host!r}; set it to this machine's address on their network"
+        )
+    for key, value in generation.sglang.args.items():
+        if key.lstrip("-").replace("-", "_") in _PER_ENGINE and value != 1:
+            yield (
+                f"manager.weight_transport={transport!r}: generation.sglang.args.{key}={value!r} makes ranks that are "
+                "not sent to; start more servers with generation.servers, or use weight_transport=disk"
+            )

@@ -1,0 +1,57 @@
+"""Settings of the train loop, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum, auto
+from typing import TYPE_CHECKING
+
+from asyncrl.config.setting import ConfigError
+from asyncrl.trainer.settings import data_parallel_ranks
+
+if TYPE_CHECKING:
+    from asyncrl.config.experiment import ExperimentConfig
+
+
+class OnStale(StrEnum):
+    """What happens to a sample with a token older than η allows."""
+
+    drop = auto()
+    """It is dropped, its prompt is tried again."""
+    mask = auto()
+    """Only its tokens within η carry loss."""
+    wait = auto()
+    """The trainer holds its step so that no running rollout expires."""
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    batch, minibatches = config.train_batch_size, config.trainer.ppo_minibatches
+    if batch % minibatches:
+        below, above = batch - batch % minibatches, batch + minibatches - batch % minibatches
+        near = " or ".join(str(size) for size in (below, above) if size)
+        yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
+    try:
+        ranks = data_parallel_ranks(config.trainer.parallel)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if batch // minibatches < ranks:
+        yield (
+            f"trainer.parallel={config.trainer.parallel!r}: a minibatch has {batch // minibatches} rollouts, "
+            "fewer than the "
+            f"{ranks} ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
+        )
+    held, in_flight = config.trainer.buffer_capacity * ranks, (config.max_head_offpolicyness + 1) * batch
+    if held < in_flight:
+        yield (
+            f"trainer.buffer_capacity={config.trainer.buffer_capacity}: {ranks} rank(s) hold {held} rollouts, fewer "
+            f"than the (max_head_offpolicyness + 1) * train_batch_size = {in_flight} that may be under way; use "
+            f"{-(-in_flight // ranks)} or more"
+        )
+    if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
+        yield (
+            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of "
+            "a group, and one "
+            "sample has nothing to be compared with; use group_size=2 or more, or another advantage"
+        )

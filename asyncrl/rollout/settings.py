@@ -1,0 +1,99 @@
+"""Settings of the RolloutWorkers: data, sampling, rollouts, evaluation; and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from asyncrl.config import import_paths
+from asyncrl.config.setting import ChoiceConfig, setting
+
+if TYPE_CHECKING:
+    from asyncrl.config.experiment import ExperimentConfig
+
+# OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
+# ruff: noqa: UP045
+
+
+@dataclass
+class DatasetConfig:
+    """The prompts."""
+
+    path: str = setting(
+        "asyncrl.datasets.arithmetic:ArithmeticDataset", "dataset class by import path, or a JSONL file"
+    )
+    args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict)
+    max_prompt_tokens: int = setting(512, "longer prompts are refused at the start", unit="tokens", minimum=1)
+
+
+@dataclass
+class SamplingConfig:
+    """How answers are sampled during training."""
+
+    max_new_tokens: int = setting(112, "longest answer", unit="tokens", minimum=1)
+    temperature: float = setting(1.0, "0 is greedy and gives groups without variance", minimum=0.0)
+    top_p: float = setting(1.0, "nucleus mass kept", minimum=1e-6, maximum=1.0)
+    top_k: int = setting(-1, "most likely tokens kept; -1: all", minimum=-1)
+    min_p: float = setting(0.0, "least probability kept, relative to the most likely token", minimum=0.0, maximum=1.0)
+
+
+@dataclass
+class RolloutConfig:
+    """RolloutWorkers: agents, environments, rewards."""
+
+    workers: int = setting(1, "number of RolloutWorkers; each takes a shard of the prompts", minimum=1)
+    max_concurrent: int = setting(128, "rollouts one worker runs at the same time", unit="rollouts", minimum=1)
+    new_tokens_per_chunk: int = setting(
+        0, "ask for so many tokens at a time; 0: the whole answer", unit="tokens", minimum=0
+    )
+    request_timeout_s: float = setting(120.0, "limit of one generation request", unit="s", minimum=1.0)
+    rollout_timeout_s: float = setting(
+        600.0, "limit of one rollout; beyond it the rollout is dropped", unit="s", minimum=1.0
+    )
+    filters: list[ChoiceConfig] = setting(
+        help="group filters, in order; a rejected group is counted by reason", factory=list
+    )
+    shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation on the running servers, greedy, outside the staleness count."""
+
+    interval: int = setting(5, "train steps between evaluations; 0: never", unit="steps", minimum=0)
+    name: str = setting("held_out", "name of the set in metrics: eval/<name>/accuracy")
+    path: Optional[str] = setting(None, "dataset; null: dataset.path with split=held_out")
+    args: dict[str, Any] = setting(
+        help="keyword arguments of the dataset; added to dataset.args where eval.path is null", factory=dict
+    )
+    size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
+    timeout_s: float = setting(300.0, "limit of one evaluation", unit="s", minimum=1.0)
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    sampling = config.rollout.sampling
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
+        )
+    yield from dataset("dataset.path", config.dataset.path)
+    if config.eval.path is not None:
+        yield from dataset("eval.path", config.eval.path)
+    for name, path in (
+        ("agent.path", config.agent.path),
+        ("env.path", config.env.path),
+        ("reward.path", config.reward.path),
+    ):
+        yield from import_paths.problems(name, path)
+
+
+def dataset(name: str, path: str) -> Iterator[str]:
+    """What is wrong with the dataset `path`."""
+    if ":" in path:
+        yield from import_paths.problems(name, path)
+    elif not Path(path).expanduser().is_file():
+        yield f"{name}={path!r}: no such file; give a JSONL file, or a dataset class as package.module:Name"
