@@ -136,7 +136,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str
         server = subprocess.Popen([*argv, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
     resolver = make_resolver("file", str(run_dir / "name_resolve"))
     try:
-        yield json.loads(resolver.wait(names.gen_server_key(0), START_S))["url"], token
+        yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, token
     finally:
         server.terminate()
         server.wait()

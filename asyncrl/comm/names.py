@@ -1,33 +1,91 @@
-"""The keys of name resolution: who is found under which name.
+"""The keys of name resolution and what is found under them.
 
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
-    workers/<kind>/<index>          a worker's request-reply server: JSON with endpoint and pid
-    status/<kind>/<index>           a worker's status and, at the end, its exit reason
+    workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
+    status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
-    generation_servers/<index>      a generation server: JSON with url, pid, backend, version
+    generation_servers/<index>      a generation server: `GenerationServerEntry`
     gserver_manager                 URL of the GserverManager
-    model_version/<role>            newest published policy version of a role: JSON with version and path
-    data_state                      JSON: the file with the used prompts; the RolloutWorkers begin once it is there
+    model_version/<role>            newest published policy version of a role: `PublishedVersion`
+    data_state                      which prompts are used, `DataState`; the RolloutWorkers begin once it is there
+
+Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
 """
 
 from __future__ import annotations
 
+from typing import Literal, Self, TypeAlias
+
+import msgspec
+
+State: TypeAlias = Literal["starting", "ready", "done", "failed"]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    def encode(self) -> str:
+        """The value to put into name resolution."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, value: str) -> Self:
+        """The entry that `value` is.
+
+        Raises:
+            ValueError: it is none; the message has the path of the first wrong field and what was expected.
+        """
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"name resolution holds {value!r:.200}, which is no {cls.__name__}: {error}") from error
+
+
+class WorkerAddress(_Entry, frozen=True):
+    """Where a worker's request-reply server listens."""
+
+    endpoint: str
+    pid: int
+
+
+class WorkerStatus(_Entry, frozen=True):
+    """What a worker is at; `reason` says why it failed."""
+
+    state: State
+    pid: int
+    reason: str = ""
+
+
+class GenerationServerEntry(_Entry, frozen=True):
+    """An engine that serves at `url`, with the weights of `version`; `pid` is None where its process is not ours."""
+
+    url: str
+    pid: int | None
+    backend: str
+    version: int
+
+
+class PublishedVersion(_Entry, frozen=True):
+    """The weights of `version` are in the folder `path`."""
+
+    version: int
+    path: str
+
+
+class DataState(_Entry, frozen=True):
+    """The used prompts are in the file `path`."""
+
+    path: str
+
 
 def worker_key(kind: str, index: int) -> str:
-    """Address of worker `index` of `kind` (`model_worker`, `rollout_worker`, ...)."""
-    return f"{workers_root(kind)}/{index}"
-
-
-def workers_root(kind: str) -> str:
-    """Subtree of all workers of `kind`."""
-    return f"workers/{kind}"
+    """`WorkerAddress` of worker `index` of `kind` (`model_worker`, `rollout_worker`, ...)."""
+    return f"workers/{kind}/{index}"
 
 
 def status_key(kind: str, index: int) -> str:
-    """Status of worker `index` of `kind`."""
-    return f"status/{kind}/{index}"
+    """`WorkerStatus` of worker `index` of `kind`."""
+    return f"{status_root()}/{kind}/{index}"
 
 
 def status_root() -> str:
@@ -56,7 +114,7 @@ def pushers_root() -> str:
 
 
 def gen_server_key(index: int) -> str:
-    """URL of generation server `index`."""
+    """`GenerationServerEntry` of generation server `index`."""
     return f"{gen_servers_root()}/{index}"
 
 
@@ -71,12 +129,12 @@ def manager_key() -> str:
 
 
 def model_version_key(role: str) -> str:
-    """Newest published policy version of `role`: JSON with `version` and `path`."""
+    """`PublishedVersion` of `role`."""
     return f"model_version/{role}"
 
 
 def data_state_key() -> str:
-    """Which prompts are used: present once the RolloutWorkers may begin."""
+    """`DataState`: present once the RolloutWorkers may begin."""
     return "data_state"
 
 

@@ -12,7 +12,6 @@ again, registers its new address, and the GserverManager brings it to the newest
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from pathlib import Path
@@ -114,16 +113,9 @@ class GenerationServer(AsyncWorker):
 
     def _register(self, served: Served) -> None:
         """Publish the engine's address with a lease, and tell the launcher that it serves."""
-        value = json.dumps(
-            {
-                "url": served.url,
-                "pid": served.pid,
-                "backend": self.config.generation.backend,
-                "version": BASE_VERSION,
-            }
-        )
+        entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
         key = names.gen_server_key(self.index)
-        self.resolver.add(key, value, lease_s=self.config.system.heartbeat_s, replace=True)
+        self.resolver.add(key, entry.encode(), lease_s=self.config.system.heartbeat_s, replace=True)
         self.ready()
         self.log.info("%s serves at %s", self.config.generation.backend, served.url)
 

@@ -11,7 +11,6 @@ were published.
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,7 +113,7 @@ class GserverManager(AsyncWorker):
         """
         await self._next_value(names.data_state_key(), None)
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(ACTOR))
-        version = max((int(json.loads(value)["version"]) for value in entries.values()), default=0)
+        version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         self._service.begin(version, (f"rollout_worker/{index}" for index in range(self.config.rollout.workers)))
         self.log.info("the gate is open: the run is at version %d", version)
 
@@ -124,8 +123,8 @@ class GserverManager(AsyncWorker):
         while True:
             last = await self._next_value(names.model_version_key(ACTOR), last)
             if last is not None:
-                published = json.loads(last)
-                await self._take(Target(int(published["version"]), published["path"]))
+                published = names.PublishedVersion.decode(last)
+                await self._take(Target(published.version, published.path))
 
     async def _next_value(self, key: str, last: str | None) -> str | None:
         """What name resolution has under `key` as soon as it differs from `last`."""
@@ -163,11 +162,11 @@ class GserverManager(AsyncWorker):
         """Servers by index with URL and version, workers by name with process id."""
         servers = {}
         for key, value in self.resolver.get_subtree(names.gen_servers_root()).items():
-            entry = json.loads(value)
-            servers[names.index_of(key)] = (entry["url"], int(entry["version"]))
+            entry = names.GenerationServerEntry.decode(value)
+            servers[names.index_of(key)] = (entry.url, entry.version)
         statuses = self.resolver.get_subtree(f"{names.status_root()}/rollout_worker")
-        workers = {f"rollout_worker/{names.index_of(key)}": json.loads(value)["pid"] for key, value in statuses.items()}
-        return servers, workers
+        pids = {names.index_of(key): names.WorkerStatus.decode(value).pid for key, value in statuses.items()}
+        return servers, {f"rollout_worker/{index}": pid for index, pid in pids.items()}
 
     def _give_up_workers(self, pids: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another process than before."""

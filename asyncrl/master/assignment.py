@@ -11,21 +11,10 @@ free, so each goes to the rank that already holds most of its tokens, which spar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.master.records import RolloutRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Rollout `rollout_id` moves from rank `src` to rank `dst` and is trained in minibatch `minibatch`."""
-
-    rollout_id: str
-    src: int
-    dst: int
-    minibatch: int
+from asyncrl.trainer.messages import Assignment, RolloutRecord
 
 
 def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> list[int]:

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.records import DUPLICATE_PROMPT, STALE, Drop, RolloutRecord
+from asyncrl.master.records import DUPLICATE_PROMPT, STALE, Drop
 from asyncrl.master.settings import OnStale
+from asyncrl.trainer.messages import RolloutRecord
 
 REMEMBERED_IDS = 65_536
 """Finished rollout ids kept to recognise late copies. A copy is resent within seconds, so thousands of steps are ample;

@@ -1,7 +1,8 @@
 """Brings the metadata of received rollouts to the sample buffer while training goes on.
 
-One task per ModelWorker holds a long-poll open, answered on the worker's I/O thread whatever its main thread computes.
-Each poll acknowledges the reply before it by its cursor, so a lost reply is told again; the buffer knows repeats.
+One task per data-parallel head holds a long poll open, answered on the worker's I/O thread whatever its main thread
+computes. Each poll acknowledges the reply before it by its cursor, so a lost reply is told again; the buffer knows
+repeats.
 
 Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
 slow while nobody waits for data, faster than anybody could notice while somebody does.
@@ -10,13 +11,13 @@ slow while nobody waits for data, faster than anybody could notice while somebod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.peers import ModelWorkers
-from asyncrl.master.records import RolloutRecord
+from asyncrl.master.peers import CalledWorker
 from asyncrl.runtime.waiting import cancel
+from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 POLL_S = 10.0
 """How long a worker holds a poll that has nothing to tell."""
@@ -29,22 +30,27 @@ REPLY_LIMIT_S = 20.0
 
 
 class Collector:
-    """Polls every ModelWorker into `buffer`; counts what it received in `generated_tokens` and `generated_samples`."""
+    """Polls into `buffer`; counts what it received in `generated_tokens` and `generated_samples`.
 
-    def __init__(self, workers: ModelWorkers, buffer: SampleBuffer) -> None:
+    Args:
+        workers: the ModelWorkers by index.
+        heads: indices of those that receive trajectories.
+    """
+
+    def __init__(self, workers: Sequence[CalledWorker], heads: Iterable[int], buffer: SampleBuffer) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
         self._workers = workers
         self._buffer = buffer
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
-        self._kicks = [asyncio.Event() for _ in range(workers.count)]
-        self._refreshing: list[list[asyncio.Future[None]]] = [[] for _ in range(workers.count)]
+        self._kicks = {worker: asyncio.Event() for worker in heads}
+        self._refreshing: dict[int, list[asyncio.Future[None]]] = {worker: [] for worker in self._kicks}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to poll."""
-        self._tasks = [asyncio.create_task(self._follow(worker)) for worker in range(self._workers.count)]
+        self._tasks = [asyncio.create_task(self._follow(worker)) for worker in self._kicks]
 
     async def close(self) -> None:
         """Stop polling."""
@@ -79,10 +85,11 @@ class Collector:
         Raises:
             Exception: what ended a worker's polls.
         """
-        answers = [asyncio.get_running_loop().create_future() for _ in self._tasks]
-        for worker, answer in enumerate(answers):
-            self._refreshing[worker].append(answer)
-            self._kicks[worker].set()
+        answers = []
+        for worker, kick in self._kicks.items():
+            answers.append(asyncio.get_running_loop().create_future())
+            self._refreshing[worker].append(answers[-1])
+            kick.set()
         await self._unless_failed(_all_of(answers))
 
     async def _follow(self, worker: int) -> None:
@@ -93,12 +100,12 @@ class Collector:
             reply = await self._poll(worker, cursor, 0.0 if refreshing else POLL_S)
             if reply is None:
                 continue
-            cursor = reply["cursor"]
-            await self._take_in([RolloutRecord.from_meta(worker, meta) for meta in reply["rollouts"]])
+            cursor = reply.cursor
+            await self._take_in(reply.rollouts)
             for answer in refreshing:
                 if not answer.done():
                     answer.set_result(None)
-            if reply["rollouts"]:
+            if reply.rollouts:
                 await self._pace(worker)
 
     async def _pace(self, worker: int) -> None:
@@ -110,10 +117,9 @@ class Collector:
         finally:
             await cancel(*urgent)
 
-    async def _poll(self, worker: int, cursor: int, hold_s: float) -> dict[str, Any] | None:
+    async def _poll(self, worker: int, cursor: int, hold_s: float) -> PolledBuffer | None:
         """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
-        meta = {"timeout_s": hold_s, "cursor": cursor}
-        request = self._workers.request(worker, "poll_buffer", meta, hold_s + REPLY_LIMIT_S)
+        request = self._workers[worker].call(PollBuffer(cursor, hold_s), timeout_s=hold_s + REPLY_LIMIT_S)
         if not hold_s:
             return await request
         poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[worker].wait())
@@ -123,7 +129,7 @@ class Collector:
         finally:
             await cancel(poll, kick)
 
-    async def _take_in(self, records: list[RolloutRecord]) -> None:
+    async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
         if not records:
             return
         before = self._buffer.received
@@ -133,7 +139,7 @@ class Collector:
             self.generated_samples += sum(len(record.lengths) for record in records)
             self._changed.set()
         for copy in copies:
-            await self._workers.request(copy.worker, "discard", {"rollout_ids": [copy.rollout_id]}, REPLY_LIMIT_S)
+            await self._workers[copy.worker].call(Discard((copy.rollout_id,)), timeout_s=REPLY_LIMIT_S)
 
     async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
         """Await `waiting`, or raise what a polling task ended with."""

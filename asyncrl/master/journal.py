@@ -15,9 +15,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.buffer import Batch, SampleBuffer
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
-from asyncrl.master.peers import EvaluationResult, GateStatus
+from asyncrl.master.peers import GateStatus
 from asyncrl.master.records import STALE
 from asyncrl.observability.metrics import MetricsWriter
+from asyncrl.rollout.messages import EvaluationResult
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.master.buffer import Batch
-from asyncrl.master.peers import EvaluationResult
+from asyncrl.rollout.messages import EvaluationResult
 
 Row = dict[str, Any]
 

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.records import Drop
+from asyncrl.rollout.messages import Evaluate, EvaluationResult
+
+EVALUATION_GRACE_S = 5.0
+"""Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
 
 
-class ModelWorkers(Protocol):
-    """The ModelWorkers, by index."""
+class CalledWorker(Protocol):
+    """A ModelWorker or RolloutWorker, as a `RequestClient` reaches it."""
 
-    @property
-    def count(self) -> int:
-        """Number of workers; rank and index are the same."""
-        ...
-
-    async def request(self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send `method` to one worker and return the reply; requests arrive in the order in which they were made.
+    async def call(self, request: Request[R], *, timeout_s: float) -> R:
+        """Make the call and return its reply; calls arrive in the order in which they were made.
 
         Raises:
             TimeoutError: no reply within `timeout_s`.
             Exception: the worker failed, or is gone.
         """
         ...
+
+
+async def evaluate(workers: Sequence[CalledWorker], version: int, timeout_s: float) -> EvaluationResult:
+    """Evaluate `version` on the whole held-out set, of which each RolloutWorker does its share.
+
+    Raises:
+        Exception: a worker failed, or is late.
+    """
+    limit_s = timeout_s + EVALUATION_GRACE_S
+    replies = await asyncio.gather(*(worker.call(Evaluate(version), timeout_s=limit_s) for worker in workers))
+    shares = [share for share in replies if share.rewards]
+    return EvaluationResult(
+        rewards=tuple(reward for share in shares for reward in share.rewards),
+        lengths=tuple(length for share in shares for length in share.lengths),
+        min_version=min(share.min_version for share in shares),
+        max_version=max(share.max_version for share in shares),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +91,4 @@ class Manager(Protocol):
 
     async def status(self) -> GateStatus:
         """The manager's state."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """One evaluation: per prompt the reward and the answer's length, and the versions that really answered."""
-
-    rewards: Sequence[float]
-    lengths: Sequence[int]
-    min_version: int
-    max_version: int
-
-
-class RolloutWorkers(Protocol):
-    """The RolloutWorkers, which also evaluate."""
-
-    async def evaluate(self, version: int, timeout_s: float) -> EvaluationResult:
-        """Answer the held-out set greedily under policy `version`; every worker does its shard."""
         ...

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import Evaluators, NameBoard, WorkerClients, placement_of, registered
+from asyncrl.master.connections import NameBoard, connect, placement_of
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.waiting import StopRequested
@@ -34,12 +34,12 @@ class MasterWorker(AsyncWorker):
             await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
-        url = await registered(self, names.manager_key())
+        url = await self.registered(names.manager_key())
         manager = ManagerClient(url, self.spec.name, self.secret.token if self.secret is not None else None)
         closing.push_async_callback(manager.close)
-        trainers = await WorkerClients.connect(self, "model_worker", self._ranks)
-        closing.callback(trainers.close)
-        rollouts = await WorkerClients.connect(self, "rollout_worker", self.config.rollout.workers)
-        closing.callback(rollouts.close)
-        placement = placement_of(self._graph, self._ranks)
-        return Peers(trainers, placement, manager, Evaluators(rollouts), NameBoard(self.resolver))
+        trainers = await connect(self, "model_worker", self._ranks)
+        rollouts = await connect(self, "rollout_worker", self.config.rollout.workers)
+        for client in (*trainers, *rollouts):
+            closing.callback(client.close)
+        routes = placement_of(self._graph, [(dp, 0, 0) for dp in range(self._ranks)])
+        return Peers(trainers, routes, manager, rollouts, NameBoard(self.resolver))

@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import Batch, SampleBuffer
@@ -29,12 +31,22 @@ from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus, Manager, ModelWorkers, RolloutWorkers
+from asyncrl.master.peers import CalledWorker, GateBooks, GateStatus, Manager, evaluate
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_clock import VersionClock
+from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.trainer.messages import (
+    BeginStep,
+    CollectWeights,
+    Discard,
+    EndStep,
+    LoadCheckpoint,
+    Publish,
+    SaveCheckpoint,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -60,19 +72,22 @@ class Board(Protocol):
         """The actor's newest weights are in `path`."""
         ...
 
-    def announce_data_state(self, path: Path, epoch: int) -> None:
+    def announce_data_state(self, path: Path) -> None:
         """The RolloutWorkers may begin; the used prompts are in `path`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The other processes. `placement` names for every role of the graph the ModelWorkers that host it."""
+    """The other processes: ModelWorkers (`workers`) and RolloutWorkers (`rollouts`) by index.
 
-    workers: ModelWorkers
-    placement: Mapping[str, Sequence[int]]
+    `routes` says which ModelWorkers host which role, and which take in trajectories.
+    """
+
+    workers: Sequence[CalledWorker]
+    routes: RoutingTable
     manager: Manager
-    rollouts: RolloutWorkers
+    rollouts: Sequence[CalledWorker]
     board: Board
 
 
@@ -86,8 +101,8 @@ class TrainLoop:
         self.version = 0
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
         self._limit_s = config.system.stall_timeout_s
-        self._executor = Executor(graph, peers.placement, peers.workers, self._limit_s)
-        self._collector = Collector(peers.workers, self.buffer)
+        self._executor = Executor(graph, peers.routes.placement, peers.workers, self._limit_s)
+        self._collector = Collector(peers.workers, peers.routes.data_workers, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
         self._clock = VersionClock(
             peers.board.announce_version, self._evaluate, self._journal.evaluation_due, self._journal.evaluated
@@ -129,10 +144,10 @@ class TrainLoop:
         state = await self._restore()
         self._journal.open(self.run_dir, self.version, self._now(), state["journal"] if state else None)
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
-        await self._all("collect_weights", {"role": ACTOR, "keep": [self.version]})
+        await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
-        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self.buffer.used.epoch)
+        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used))
         self._collector.start()
         if self.version == 0:
             self._clock.begin(0)
@@ -191,17 +206,18 @@ class TrainLoop:
 
     async def _train(self, batch: Batch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
-        cut = assign(batch.records, self.peers.workers.count, minibatches, self.config.seed, batch.version)
-        step = {
-            "version": batch.version,
-            "min_version": batch.min_version,
-            "num_minibatches": minibatches,
-            "assignment": [asdict(assignment) for assignment in cut],
-        }
+        cut = assign(batch.records, len(self.peers.routes.data_workers), minibatches, self.config.seed, batch.version)
         self._model_in_step = True
-        await self._all("begin_step", step)
+        await self._all(
+            BeginStep(
+                version=batch.version,
+                min_version=batch.min_version,
+                num_minibatches=minibatches,
+                assignment=tuple(cut),
+            )
+        )
         stats = await self._executor.run()
-        await self._all("end_step", {})
+        await self._all(EndStep())
         self.buffer.mark_trained(batch)
         self.version += 1
         self._model_in_step = False
@@ -214,11 +230,11 @@ class TrainLoop:
         if to_disk:
             self._on_disk = self.version
         in_use = {self.version, self.version - 1, self._on_disk, *self._clock.put_off, *self._status.versions_in_use}
-        replies = await asyncio.gather(
-            self._all("publish", {"role": ACTOR, "version": self.version, "to_disk": to_disk}),
-            self._all("collect_weights", {"role": ACTOR, "keep": sorted(in_use)}),
+        published, _ = await asyncio.gather(
+            self._all(Publish(ACTOR, self.version, to_disk)),
+            self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
         )
-        return str(replies[0][0]["path"])
+        return published[0].path
 
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
@@ -233,13 +249,13 @@ class TrainLoop:
         await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
         self._untold_trained, self._untold_drops = [], []
         for worker in sorted({drop.record.worker for drop in drops}):
-            ids = [drop.record.rollout_id for drop in drops if drop.record.worker == worker]
-            await self.peers.workers.request(worker, "discard", {"rollout_ids": ids}, self._limit_s)
+            discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.worker == worker))
+            await self.peers.workers[worker].call(discard, timeout_s=self._limit_s)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s
         async with asyncio.timeout(limit_s):
-            return await self.peers.rollouts.evaluate(version, limit_s)
+            return await evaluate(self.peers.rollouts, version, limit_s)
 
     async def _finish(self) -> None:
         if self._complete:
@@ -277,8 +293,7 @@ class TrainLoop:
 
     async def _restore(self) -> dict[str, Any] | None:
         """Load the newest checkpoint; returns the master's part of it, None where there is none."""
-        replies = await self._all("load_checkpoint", {"path": str(checkpoint_root(self.run_dir))})
-        state: dict[str, Any] | None = replies[0]["master_state"]
+        state = (await self._all(LoadCheckpoint(str(checkpoint_root(self.run_dir)))))[0].master_state
         if state is not None:
             self.version = self._saved_version = state["version"]
             self.buffer.restore(state["buffer"])
@@ -288,18 +303,18 @@ class TrainLoop:
         return state
 
     async def _save(self) -> None:
-        checkpoint = {
-            "path": str(checkpoint_root(self.run_dir) / f"v{self.version}"),
-            "version": self.version,
-            "keep": self.config.checkpoint.keep,
-            "master_state": {
+        checkpoint = SaveCheckpoint(
+            path=str(checkpoint_root(self.run_dir) / f"v{self.version}"),
+            version=self.version,
+            keep=self.config.checkpoint.keep,
+            master_state={
                 "version": self.version,
                 "buffer": self.buffer.state(),
                 "journal": self._journal.state(),
             },
-        }
+        )
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
-        await self._all("save_checkpoint", checkpoint)
+        await self._all(checkpoint)
         self._saved_version = self.version
 
     async def _save_what_is_complete(self) -> None:
@@ -326,15 +341,14 @@ class TrainLoop:
     def _complete(self) -> bool:
         return self.version >= self.config.total_train_steps
 
-    async def _all(self, method: str, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Have every ModelWorker do `method`; the replies by rank."""
-        workers, limit_s = self.peers.workers, self._limit_s
+    async def _all(self, request: Request[R]) -> list[R]:
+        """Make the call to every ModelWorker; the replies by rank."""
         try:
             return await asyncio.gather(
-                *(workers.request(worker, method, meta, limit_s) for worker in range(workers.count))
+                *(worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers)
             )
         except TimeoutError as error:
-            raise Stalled(f"step {self.version}: {method}: {error} (limit: system.stall_timeout_s)") from error
+            raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for."""

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from asyncrl.master.peers import EvaluationResult
+from asyncrl.rollout.messages import EvaluationResult
 
 _log = logging.getLogger(__name__)
 

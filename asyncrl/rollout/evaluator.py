@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from asyncrl.api import GenerationRequest, GenerationResult, Sample
 from asyncrl.rollout.episode import run_episode
 from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 
 
@@ -20,7 +20,7 @@ class Evaluator:
         self._client = client
         self._rows = range(index, min(size, len(plugins.eval_set)), workers)
 
-    async def evaluate(self, version: int) -> dict[str, Any]:
+    async def evaluate(self, version: int) -> EvaluationResult:
         """Rewards and lengths of the share under policy `version` or newer, and which versions it really was.
 
         Raises:
@@ -29,12 +29,12 @@ class Evaluator:
         groups = await asyncio.gather(*(self._one(row, version) for row in self._rows))
         samples = [sample for group in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
-        return {
-            "rewards": [sample.reward for sample in samples],
-            "lengths": [sample.generated_length for sample in samples],
-            "min_version": min(versions, default=version),
-            "max_version": max(versions, default=version),
-        }
+        return EvaluationResult(
+            rewards=tuple(sample.reward for sample in samples),
+            lengths=tuple(sample.generated_length for sample in samples),
+            min_version=min(versions, default=version),
+            max_version=max(versions, default=version),
+        )
 
     async def _one(self, row: int, version: int) -> Sequence[Sample]:
         async def generate(request: GenerationRequest) -> GenerationResult:

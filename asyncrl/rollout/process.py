@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from asyncrl.comm import names
-from asyncrl.comm.codec import Message
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import registered
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
+from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
@@ -48,7 +46,7 @@ class RolloutWorker(AsyncWorker):
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
         token = self.secret.token if self.secret is not None else None
-        manager = ManagerClient(await registered(self, names.manager_key()), self.name, token)
+        manager = ManagerClient(await self.registered(names.manager_key()), self.name, token)
         try:
             async with RolloutClient(
                 manager,
@@ -72,9 +70,7 @@ class RolloutWorker(AsyncWorker):
             size=self.config.eval.size,
         )
         pusher = TrajectoryPusher((), security, identity=self.spec.name)
-        server = RequestServer(
-            self.config.system.host, security, immediate={"evaluate": self._evaluate_with(evaluator)}
-        )
+        server = RequestServer(self.config.system.host, security, immediate={Evaluate: self._evaluate_with(evaluator)})
         try:
             self._register(server.endpoint)
             loop = RolloutLoop(
@@ -109,19 +105,19 @@ class RolloutWorker(AsyncWorker):
 
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.heartbeat_s
-        address = json.dumps({"endpoint": endpoint, "pid": os.getpid()})
+        address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
         self.resolver.add(names.pusher_key(self.index), self.spec.name, lease_s=lease_s, replace=True)
 
     async def _open_stream(self) -> PromptStream:
         """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
-        state = json.loads(await registered(self, names.data_state_key()))
+        state = names.DataState.decode(await self.registered(names.data_state_key()))
         return PromptStream(
             len(self._plugins.train_set),
             self.config.seed,
             self.index,
             self.config.rollout.workers,
-            used=UsedPrompts.read(Path(state["path"])),
+            used=UsedPrompts.read(Path(state.path)),
         )
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
@@ -135,11 +131,10 @@ class RolloutWorker(AsyncWorker):
             pusher.set_addresses(pullers[key] for key in groups[me])
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
 
-    def _evaluate_with(self, evaluator: Evaluator) -> Callable[[Message], Awaitable[Message]]:
-        async def evaluate(request: Message) -> Message:
+    def _evaluate_with(self, evaluator: Evaluator) -> Callable[[Evaluate], Awaitable[EvaluationResult]]:
+        async def evaluate(request: Evaluate) -> EvaluationResult:
             """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
-            version = int(str(request.meta["version"]))
-            future = asyncio.run_coroutine_threadsafe(evaluator.evaluate(version), self._loop_of_main)
-            return Message("evaluation", await asyncio.wrap_future(future), {})
+            future = asyncio.run_coroutine_threadsafe(evaluator.evaluate(request.version), self._loop_of_main)
+            return await asyncio.wrap_future(future)
 
         return evaluate

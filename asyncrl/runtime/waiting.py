@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+
+_NAME_WAIT_S = 0.5  # longest wait for a name that a stop request cannot interrupt
 _T = TypeVar("_T")
 
 
@@ -35,3 +39,21 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def await_name(resolver: NameResolver, key: str, limit_s: float, stop: asyncio.Event) -> str:
+    """The value under `key`, once it is there.
+
+    Raises:
+        NameResolveTimeout: it is not within `limit_s`.
+        StopRequested: `stop` was set.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit_s
+    while not stop.is_set():
+        try:  # a thread cannot be interrupted: short waits, so that a stop request need not outwait a long one
+            return await asyncio.to_thread(resolver.wait, key, max(0.0, min(_NAME_WAIT_S, deadline - loop.time())))
+        except NameResolveTimeout as error:
+            if loop.time() >= deadline:
+                raise NameResolveTimeout(key, resolver.root, limit_s, "appear") from error
+    raise StopRequested

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import setproctitle
 import uvloop
@@ -36,8 +35,7 @@ from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
-
-State = Literal["starting", "ready", "done", "failed"]
+from asyncrl.runtime.waiting import await_name
 
 
 class _StoppedEarly(BaseException):
@@ -145,9 +143,9 @@ class Worker(ABC):
         self.set_status("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
-    def set_status(self, state: State, reason: str = "") -> None:
+    def set_status(self, state: names.State, reason: str = "") -> None:
         """Publish this worker's state; a last state stays, the others vanish with the process."""
-        value = json.dumps({"state": state, "pid": os.getpid(), "reason": reason})
+        value = names.WorkerStatus(state, os.getpid(), reason).encode()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
         self.resolver.add(names.status_key(self.spec.kind, self.index), value, lease_s=lease_s, replace=True)
 
@@ -176,6 +174,15 @@ class AsyncWorker(Worker):
         super().request_stop()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.stop.set)
+
+    async def registered(self, key: str) -> str:
+        """What is registered under `key` in name resolution, once it is there.
+
+        Raises:
+            NameResolveTimeout: it is not within `system.start_timeout_s`.
+            StopRequested: a stop was requested.
+        """
+        return await await_name(self.resolver, key, self.config.system.start_timeout_s, self.stop)
 
     @abstractmethod
     async def main(self) -> None:

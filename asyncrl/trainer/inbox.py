@@ -1,21 +1,21 @@
-"""The trajectories that a rank has received and not trained yet, and what the master has been told of them.
+"""The trajectories that a rank has received and not trained yet, and what the master knows of them.
 
 Filled by the puller's thread, polled from the request server's loop, emptied by the main thread. It is bounded: `put`
 waits for room, which withholds the acknowledgement and so slows the senders down.
 
-A poll names the cursor of the last reply that the caller has processed. Metadata up to there is forgotten, everything
-later is told (again), so a lost reply costs nothing.
+A poll names the cursor of the last reply that the caller has processed. Records up to there are forgotten, all later
+ones are sent (again), so a lost reply costs nothing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
 
 
 class InboxFull(RuntimeError):
@@ -26,16 +26,18 @@ class Inbox:
     """Received trajectories by rollout id. Thread-safe.
 
     Args:
+        worker: index of the ModelWorker whose inbox this is.
         capacity: rollouts held at most.
         on_arrival: called, from the thread that puts, after a trajectory was added.
     """
 
-    def __init__(self, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, worker: int, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+        self._worker = worker
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._room = threading.Condition()
         self._held: dict[str, Trajectory] = {}
-        self._untold: list[tuple[int, dict[str, Any]]] = []
+        self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
 
     def __len__(self) -> int:
@@ -59,14 +61,14 @@ class Inbox:
                 )
             self._held[trajectory.rollout_id] = trajectory
             self._last += 1
-            self._untold.append((self._last, metadata(trajectory)))
+            self._unacknowledged.append((self._last, record_of(trajectory, self._worker)))
         self._on_arrival()
 
-    def news(self, cursor: int) -> tuple[int, list[dict[str, Any]]]:
-        """The metadata of what came after `cursor`, and the cursor that acknowledges it."""
+    def poll(self, cursor: int) -> PolledBuffer:
+        """The records of what came after `cursor`."""
         with self._room:
-            self._untold = [entry for entry in self._untold if entry[0] > cursor]
-            return self._last, [meta for _, meta in self._untold]
+            self._unacknowledged = [entry for entry in self._unacknowledged if entry[0] > cursor]
+            return PolledBuffer(self._last, tuple(record for _, record in self._unacknowledged))
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
         """The trajectories of those `rollout_ids` that are held."""
@@ -81,19 +83,20 @@ class Inbox:
             self._room.notify_all()
 
 
-def metadata(trajectory: Trajectory) -> dict[str, Any]:
-    """What the master is told of a trajectory: no token, plain data."""
+def record_of(trajectory: Trajectory, worker: int) -> RolloutRecord:
+    """What the master gets to know of a trajectory that ModelWorker `worker` holds."""
     columns = trajectory.columns
     generated = columns.loss_mask.astype(bool)
     versions, counts = np.unique(columns.versions[generated], return_counts=True)
-    return {
-        "rollout_id": trajectory.rollout_id,
-        "prompt_id": trajectory.prompt_id,
-        "order": trajectory.order,
-        "oldest_version": int(versions[0]) if len(versions) else -1,
-        "version_tokens": {str(version): int(count) for version, count in zip(versions, counts, strict=True)},
-        "lengths": columns.lengths.tolist(),
-        "generated": np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist(),
-        "rewards": columns.rewards.tolist(),
-        "truncated": columns.truncated.astype(bool).tolist(),
-    }
+    return RolloutRecord(
+        rollout_id=trajectory.rollout_id,
+        prompt_id=trajectory.prompt_id,
+        order=trajectory.order,
+        worker=worker,
+        oldest_version=int(versions[0]) if len(versions) else -1,
+        version_tokens=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
+        lengths=tuple(columns.lengths.tolist()),
+        generated=tuple(np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist()),
+        rewards=tuple(columns.rewards.tolist()),
+        truncated=tuple(columns.truncated.astype(bool).tolist()),
+    )

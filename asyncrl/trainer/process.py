@@ -5,7 +5,7 @@ the inbox; the request server answers what is quick at once (metadata, discards,
 main thread does the queued calls one after the other, in the order in which they came, so that collectives run in the
 same order on all ranks.
 
-    RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──call──▶ engines ──publish──▶ weights/<role>/v<N>
+    RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
                                     └──▶ master ───────────┘ (metadata and names of calls only)
 """
@@ -13,21 +13,17 @@ same order on all ranks.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.codec import Message
 from asyncrl.comm.push_pull import TrajectoryPuller
-from asyncrl.comm.request_reply import RequestServer
+from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import context_length
 from asyncrl.master.graph.builtin import load_graph
@@ -36,7 +32,25 @@ from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
 from asyncrl.trainer.engines.flat import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
-from asyncrl.trainer.redistribute import Move, redistribute
+from asyncrl.trainer.messages import (
+    BeginStep,
+    CallStats,
+    CollectWeights,
+    Discard,
+    EndStep,
+    InboxStatus,
+    LoadCheckpoint,
+    LoadedCheckpoint,
+    PollBuffer,
+    PolledBuffer,
+    Publish,
+    PublishedWeights,
+    RunCall,
+    SaveCheckpoint,
+    SendWeights,
+    Status,
+)
+from asyncrl.trainer.redistribute import redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import data_parallel_ranks
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
@@ -50,8 +64,6 @@ from asyncrl.weights.transports.sender import HeldWeights, WeightSender
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
 _CLOSE_S = 5.0  # how long the end waits for weights on their way
-
-Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class ModelWorker(Worker):
@@ -106,29 +118,28 @@ class ModelWorker(Worker):
     def _take_connections(self) -> None:
         system = self.config.system
         security = None if self.secret is None else self.secret.sockets()
-        self._news: asyncio.Event | None = None
-        self._inbox = Inbox(self.config.trainer.buffer_capacity, self._tell_polls)
-        queued: dict[str, Handler] = {
-            "begin_step": self._begin_step,
-            "call": self._call,
-            "end_step": self._end_step,
-            "publish": self._publish,
-            "collect_weights": self._collect_weights,
-            "save_checkpoint": self._save_checkpoint,
-            "load_checkpoint": self._load_checkpoint,
-        }
+        self._arrival: asyncio.Event | None = None
+        self._inbox = Inbox(self.index, self.config.trainer.buffer_capacity, self._on_arrival)
         self._held = HeldWeights()
         self._sender: WeightSender | None = None
         self._server = RequestServer(
             system.host,
             security,
             immediate={
-                "poll_buffer": self._poll_buffer,
-                "discard": self._discard,
-                "status": self._status,
-                "send_weights": self._send_weights,
+                PollBuffer: self._poll_buffer,
+                Discard: self._discard,
+                Status: self._status,
+                SendWeights: self._send_weights,
             },
-            queued={name: _as_method(name, handler) for name, handler in queued.items()},
+            queued={
+                BeginStep: self._begin_step,
+                RunCall: self._run_call,
+                EndStep: self._end_step,
+                Publish: self._publish,
+                CollectWeights: self._collect_weights,
+                SaveCheckpoint: self._save_checkpoint,
+                LoadCheckpoint: self._load_checkpoint,
+            },
         )
         self._open.callback(self._server.close)
         if self.index == SENDER and self.config.manager.weight_transport != "disk":
@@ -137,7 +148,7 @@ class ModelWorker(Worker):
             self._open.callback(self._close_sender, self._sender)
         self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
         self._open.callback(self._puller.close)
-        address = json.dumps({"endpoint": self._server.endpoint, "pid": os.getpid()})
+        address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
         self.resolver.add(names.puller_key(self.index), self._puller.endpoint, lease_s=lease_s, replace=True)
@@ -147,62 +158,53 @@ class ModelWorker(Worker):
     def _receive(self, trajectory: Trajectory) -> None:
         self._inbox.put(trajectory, _ROOM_S)
 
-    def _tell_polls(self) -> None:
-        if self._news is not None:  # else nobody waits, and waking the loop costs the main thread its turn
+    def _on_arrival(self) -> None:
+        if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn
             self._server.loop.call_soon_threadsafe(self._wake_polls)
 
     # The request server's loop.
 
     def _wake_polls(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._arrival is not None:
+            self._arrival.set()
+            self._arrival = None
 
-    async def _poll_buffer(self, request: Message) -> Message:
-        """What came since the acknowledged cursor, waited for up to `timeout_s`."""
-        cursor, limit_s = int(request.meta["cursor"]), float(request.meta["timeout_s"])
+    async def _poll_buffer(self, request: PollBuffer) -> PolledBuffer:
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(request.timeout_s):
                 while True:
-                    news = self._news = self._news or asyncio.Event()  # before looking: what comes after it wakes us
-                    if self._inbox.news(cursor)[1]:
-                        break
-                    await news.wait()
+                    arrival = self._arrival = self._arrival or asyncio.Event()  # before looking: later arrivals set it
+                    if (polled := self._inbox.poll(request.cursor)).rollouts:
+                        return polled
+                    await arrival.wait()
         except TimeoutError:
-            pass  # nothing came: an empty answer says so
-        cursor, rollouts = self._inbox.news(cursor)
-        return Message("poll_buffer", {"cursor": cursor, "rollouts": rollouts})
+            return self._inbox.poll(request.cursor)
 
-    async def _discard(self, request: Message) -> Message:
-        self._inbox.remove(request.meta["rollout_ids"])
-        return Message("discard")
+    async def _discard(self, request: Discard) -> Done:
+        self._inbox.remove(request.rollout_ids)
+        return Done()
 
-    async def _status(self, request: Message) -> Message:
+    async def _status(self, request: Status) -> InboxStatus:
         counters = self._puller.counters
-        return Message(
-            "status",
-            {
-                "held": len(self._inbox),
-                "received": counters.received,
-                "duplicates": counters.duplicates,
-                "malformed": counters.malformed,
-                "unauthenticated": counters.unauthenticated,
-            },
+        return InboxStatus(
+            held=len(self._inbox),
+            received=counters.received,
+            duplicates=counters.duplicates,
+            malformed=counters.malformed,
+            unauthenticated=counters.unauthenticated,
         )
 
-    async def _send_weights(self, request: Message) -> Message:
-        """Bring a paused server to a version that is held in memory."""
+    async def _send_weights(self, request: SendWeights) -> Done:
         if self._sender is None:
             raise RuntimeError("this process sends no weights; set manager.weight_transport, and ask model_worker/0")
-        meta = request.meta
         await self._sender.send(
-            meta["server"],
-            meta["url"],
-            meta["version"],
-            keep_cache=meta["keep_cache"],
-            timeout_s=meta["timeout_s"],
+            request.server,
+            request.url,
+            request.version,
+            keep_cache=request.keep_cache,
+            timeout_s=request.timeout_s,
         )
-        return Message("send_weights")
+        return Done()
 
     # The main thread.
 
@@ -213,51 +215,48 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
-    def _begin_step(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring this rank's rollouts of the step here and pack them."""
-        assignment = meta["assignment"]
-        moves = [Move(entry["rollout_id"], entry["src"], entry["dst"]) for entry in assignment]
-        leaving = [move.rollout_id for move in moves if move.src == self.index]
-        trajectories = redistribute(moves, self._inbox.get(leaving), self._rank.ranks)
+    def _begin_step(self, step: BeginStep) -> Done:
+        leaving = [entry.rollout_id for entry in step.assignment if entry.src == self.index]
+        trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._rank.ranks)
         self._batch = build_step_batch(
             trajectories,
-            [entry["minibatch"] for entry in assignment if entry["dst"] == self.index],
-            version=meta["version"],
-            num_minibatches=meta["num_minibatches"],
-            min_version=meta["min_version"],
+            [entry.minibatch for entry in step.assignment if entry.dst == self.index],
+            version=step.version,
+            num_minibatches=step.num_minibatches,
+            min_version=step.min_version,
             device=self._device,
         )
         self._inbox.remove(leaving)
-        return {"rollouts": len(trajectories), "tokens": self._batch.num_tokens}
+        return Done()
 
-    def _call(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _run_call(self, call: RunCall) -> CallStats:
         if self._batch is None:
-            raise RuntimeError(f"call {meta['name']!r} came outside a step; the master sends begin_step first")
+            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
         context = CallContext(
-            name=meta["name"],
-            role=meta["role"],
-            reads=tuple(meta["reads"]),
-            writes=tuple(meta["writes"]),
-            args=meta["args"],
+            name=call.name,
+            role=call.role,
+            reads=call.reads,
+            writes=call.writes,
+            args=call.args,
             config=self.config,
             engines=self._rank.engines,
             ranks=self._rank.ranks,
             state=self._rank.state,
         )
-        return {"stats": run_call(self._functions[meta["function"]], context, self._batch)}
+        return CallStats(run_call(self._functions[call.function], context, self._batch))
 
-    def _end_step(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _end_step(self, request: EndStep) -> Done:
         self._batch = None
-        return {}
+        return Done()
 
-    def _publish(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
-        role, version, ranks = meta["role"], meta["version"], self._rank.ranks
+        role, version, ranks = request.role, request.version, self._rank.ranks
         policy = self._rank.policy(role)
         canary = self._canary(policy)
         if self._sender is not None:
             self._held.hold(version, publishing.published_tensors(policy.model))
-        if meta["to_disk"]:
+        if request.to_disk:
             published = publishing.publish(
                 policy.model,
                 self.run_dir / WEIGHTS_DIR,
@@ -270,7 +269,7 @@ class ModelWorker(Worker):
         else:
             root = self.run_dir / ANNOUNCED_DIR
             published = publishing.announce(policy.model, root, role=role, version=version, ranks=ranks, canary=canary)
-        return {"path": str(published.path), "bytes": published.bytes, "seconds": published.seconds}
+        return PublishedWeights(str(published.path))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
@@ -281,26 +280,25 @@ class ModelWorker(Worker):
             return None
         return Canary(tokens, tuple(policy.sequence_logprobs(tokens)))
 
-    def _collect_weights(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        removed: list[int] = []
+    def _collect_weights(self, request: CollectWeights) -> Done:
         if self.index == 0:
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
-                removed += publishing.collect(self.run_dir / root, meta["role"], meta["keep"])
-            self._held.keep(meta["keep"])
-        return {"removed": removed}
+                publishing.collect(self.run_dir / root, request.role, request.keep)
+            self._held.keep(request.keep)
+        return Done()
 
-    def _save_checkpoint(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
         checkpoints.save(
             self._rank,
-            Path(meta["path"]),
-            version=meta["version"],
-            master_state=meta["master_state"],
-            keep=meta["keep"],
+            Path(request.path),
+            version=request.version,
+            master_state=request.master_state,
+            keep=request.keep,
         )
-        return {"path": meta["path"]}
+        return Done()
 
-    def _load_checkpoint(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        return {"master_state": checkpoints.load(self._rank, Path(meta["path"]))}
+    def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
+        return LoadedCheckpoint(checkpoints.load(self._rank, Path(request.root)))
 
 
 def choose_device(setting: Device) -> torch.device:
@@ -308,7 +306,3 @@ def choose_device(setting: Device) -> torch.device:
     if setting == Device.auto:
         setting = Device.cuda if torch.cuda.is_available() else Device.cpu
     return torch.device("cuda", 0) if setting == Device.cuda else torch.device("cpu")
-
-
-def _as_method(name: str, handler: Handler) -> Callable[[Message], Message]:
-    return lambda request: Message(name, handler(request.meta))

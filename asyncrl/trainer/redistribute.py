@@ -8,7 +8,6 @@ of ranks can block. Every rank works from the same assignment, so each knows wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,21 +15,13 @@ from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+from asyncrl.trainer.messages import Assignment
 from asyncrl.trainer.parallel import Ranks
 
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Rollout `rollout_id` lies on rank `src` and is trained on rank `dst`."""
-
-    rollout_id: str
-    src: int
-    dst: int
-
-
-def redistribute(moves: Sequence[Move], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
+def redistribute(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
     """The trajectories that this rank trains, in the order of `moves`. Called by all ranks with the same `moves`.
 
     Args:
@@ -48,7 +39,7 @@ def redistribute(moves: Sequence[Move], held: Mapping[str, Trajectory], ranks: R
     return [mine[move.rollout_id] for move in moves if move.dst == ranks.rank]
 
 
-def _exchange(moves: Sequence[Move], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
+def _exchange(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
     outgoing = {
         dst: _pack(held[move.rollout_id] for move in moves if (move.src, move.dst) == (ranks.rank, dst))
         for dst in sorted({move.dst for move in moves if move.src == ranks.rank and move.dst != ranks.rank})

@@ -4,15 +4,29 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, suppress
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncrl.comm.codec import CodecError, Message
-from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient, RequestServer, RequestTimeout
+from asyncrl.comm.request_reply import (
+    Done,
+    MessageError,
+    PeerGone,
+    RemoteError,
+    Reply,
+    Request,
+    RequestClient,
+    RequestServer,
+    RequestTimeout,
+)
+from asyncrl.comm.request_reply.messages import decode
 from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
@@ -20,27 +34,62 @@ PATIENCE_S = 20.0
 SECURITY = RunSecret(b"s" * 32).sockets()
 
 
-async def echo(request: Message) -> Message:
-    return Message("reply", request.meta, request.arrays)
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    sizes: tuple[int, ...] = ()
 
 
-async def never(request: Message) -> Message:
+class Echoed(Reply, frozen=True):
+    items: tuple[Item, ...]
+    extra: dict[str, Any]
+
+
+class Echo(Request[Echoed], frozen=True):
+    items: tuple[Item, ...] = ()
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Never(Request[Done], frozen=True):
+    pass
+
+
+class Doubled(Reply, frozen=True):
+    numbers: tuple[int, ...]
+
+
+class DoubleThem(Request[Doubled], frozen=True):
+    numbers: tuple[int, ...] = ()
+
+
+class Fail(Request[Done], frozen=True):
+    what: str
+
+
+class Unserved(Request[Done], frozen=True):
+    pass
+
+
+async def echo(request: Echo) -> Echoed:
+    return Echoed(request.items, request.extra)
+
+
+async def never(request: Never) -> Done:
     await asyncio.Event().wait()
-    return request
+    return Done()
 
 
-def double(request: Message) -> Message:
-    return Message("reply", {}, {name: 2 * array for name, array in request.arrays.items()})
+def double(request: DoubleThem) -> Doubled:
+    return Doubled(tuple(2 * number for number in request.numbers))
 
 
-def fail(request: Message) -> Message:
-    raise KeyError(request.meta["what"])
+def fail(request: Fail) -> Done:
+    raise KeyError(request.what)
 
 
 @pytest.fixture
 def server() -> Iterator[RequestServer]:
-    queued = {"double": double, "fail": fail}
-    with closing(RequestServer(HOST, None, immediate={"echo": echo, "never": never}, queued=queued)) as server:
+    queued = {DoubleThem: double, Fail: fail}
+    with closing(RequestServer(HOST, None, immediate={Echo: echo, Never: never}, queued=queued)) as server:
         yield server
 
 
@@ -60,26 +109,25 @@ async def serve(server: RequestServer, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("security", [None, SECURITY], ids=["plain", "curve"])
-async def test_calls_carry_meta_and_arrays_both_ways(security: SocketSecurity | None) -> None:
-    arrays = {"small": np.arange(6).reshape(2, 3), "large": np.random.default_rng(0).random(100_000)}
-    with closing(RequestServer(HOST, security, immediate={"echo": echo})) as server:
+async def test_calls_carry_their_types_both_ways(security: SocketSecurity | None) -> None:
+    items = (Item("small", (1, 2)), Item("large", tuple(range(100_000))))
+    extra = {"step": 3, "ids": ["a", None], "mean": np.float64(0.5)}
+    with closing(RequestServer(HOST, security, immediate={Echo: echo})) as server:
         async with connected(server, security) as client:
-            reply = await client.call("echo", {"step": 3, "ids": ["a"]}, arrays, timeout_s=PATIENCE_S)
-    assert reply.meta == {"step": 3, "ids": ["a"]}
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(reply.arrays[name], array, strict=True)
+            reply = await client.call(Echo(items, extra), timeout_s=PATIENCE_S)
+    assert reply == Echoed(items, extra)
 
 
-async def test_queued_calls_run_in_the_thread_that_serves_them_in_order(server: RequestServer) -> None:
+async def test_queued_calls_run_in_the_thread_that_serves_them_in_order() -> None:
     seen: list[tuple[int, str]] = []
 
-    def note(request: Message) -> Message:
-        seen.append((request.meta["i"], threading.current_thread().name))
-        return Message("reply")
+    def note(request: DoubleThem) -> Doubled:
+        seen.append((request.numbers[0], threading.current_thread().name))
+        return Doubled(())
 
-    with closing(RequestServer(HOST, None, queued={"note": note})) as server:
+    with closing(RequestServer(HOST, None, queued={DoubleThem: note})) as server:
         async with connected(server) as client:
-            calls = [asyncio.create_task(client.call("note", {"i": i}, timeout_s=PATIENCE_S)) for i in range(50)]
+            calls = [asyncio.create_task(client.call(DoubleThem((i,)), timeout_s=PATIENCE_S)) for i in range(50)]
             worker = threading.Thread(
                 target=lambda: [server.serve_one(PATIENCE_S) for _ in range(50)], name="main-thread"
             )
@@ -91,87 +139,139 @@ async def test_queued_calls_run_in_the_thread_that_serves_them_in_order(server: 
 
 async def test_immediate_calls_are_answered_while_queued_ones_wait(server: RequestServer) -> None:
     async with connected(server) as client:
-        waiting = asyncio.create_task(client.call("double", {}, {"a": np.arange(3)}, timeout_s=PATIENCE_S))
-        await client.call("echo", timeout_s=PATIENCE_S)
+        waiting = asyncio.create_task(client.call(DoubleThem((1, 2)), timeout_s=PATIENCE_S))
+        await client.call(Echo(), timeout_s=PATIENCE_S)
         assert not waiting.done()
         await serve(server)
-        np.testing.assert_array_equal((await waiting).arrays["a"], [0, 2, 4])
+        assert (await waiting).numbers == (2, 4)
 
 
-async def test_what_a_method_raises_comes_back_with_its_traceback(server: RequestServer) -> None:
+async def test_what_a_handler_raises_comes_back_with_its_traceback(server: RequestServer) -> None:
     async with connected(server) as client:
-        failing = asyncio.create_task(client.call("fail", {"what": "weights"}, timeout_s=PATIENCE_S))
+        failing = asyncio.create_task(client.call(Fail("weights"), timeout_s=PATIENCE_S))
         await serve(server)
         with pytest.raises(RemoteError, match=r"fail at model_worker/0 .* raised KeyError") as caught:
             await failing
-        assert 'raise KeyError(request.meta["what"])' in caught.value.remote_traceback
+        assert "raise KeyError(request.what)" in caught.value.remote_traceback
         assert (caught.value.kind, caught.value.message) == ("KeyError", "'weights'")
 
 
-async def test_an_exit_in_a_method_is_answered_and_goes_on_in_its_thread() -> None:
-    def leave(request: Message) -> Message:
+async def test_an_exit_in_a_handler_is_answered_and_goes_on_in_its_thread() -> None:
+    def leave(request: Fail) -> Done:
         raise SystemExit(3)
 
-    with closing(RequestServer(HOST, None, queued={"leave": leave})) as server:
+    with closing(RequestServer(HOST, None, queued={Fail: leave})) as server:
         async with connected(server) as client:
-            leaving = asyncio.create_task(client.call("leave", timeout_s=PATIENCE_S))
+            leaving = asyncio.create_task(client.call(Fail("now"), timeout_s=PATIENCE_S))
             with pytest.raises(SystemExit):
                 await serve(server)
             with pytest.raises(RemoteError, match="SystemExit"):
                 await leaving
 
 
-async def test_an_unknown_method_is_named_with_the_known_ones(server: RequestServer) -> None:
+async def test_an_unknown_call_is_named_with_the_known_ones(server: RequestServer) -> None:
     async with connected(server) as client:
-        with pytest.raises(RemoteError, match=r"UnknownMethod.*'eco'.*double, echo, fail, never"):
-            await client.call("eco", timeout_s=PATIENCE_S)
+        with pytest.raises(RemoteError, match=r"UnknownCall.*'unserved'.*double_them, echo, fail, never"):
+            await client.call(Unserved(), timeout_s=PATIENCE_S)
 
 
-async def test_a_reply_that_cannot_be_encoded_is_an_error_of_the_method() -> None:
-    async def bad(request: Message) -> Message:
-        return Message("reply", {"object": object()})
+def named(verb: str) -> type[Request[Any]]:
+    """A request's type of a caller who has other ideas of the fields."""
 
-    with closing(RequestServer(HOST, None, immediate={"bad": bad})) as server:
+    class Other(Request[Done], frozen=True):
+        items: Any = msgspec.UNSET
+        numbers: Any = msgspec.UNSET
+        surprise: Any = msgspec.UNSET
+
+    Other.verb = verb
+    return Other
+
+
+@pytest.mark.parametrize(
+    ("verb", "fields", "message"),
+    [
+        (
+            "echo",
+            {"items": [{"name": "a"}, {"name": "b", "sizes": [1, "2"]}]},
+            r"`int`, got `str` - at `\$.items\[1\].sizes",
+        ),
+        ("echo", {"items": [{"sizes": []}]}, r"missing required field `name` - at `\$.items\[0\]`"),
+        ("double_them", {"numbers": "12"}, r"Expected `array`, got `str` - at `\$.numbers`"),
+        ("double_them", {"numbers": [1, 1.5]}, r"Expected `int`, got `float` - at `\$.numbers\[1\]`"),
+        ("double_them", {"surprise": 1}, r"unknown field `surprise`"),
+        ("fail", {}, r"missing required field `what`"),
+    ],
+)
+async def test_a_wrong_field_is_refused_with_its_path_before_a_handler_sees_it(
+    server: RequestServer, verb: str, fields: dict[str, Any], message: str
+) -> None:
+    async with connected(server) as client:
+        with pytest.raises(RemoteError, match=rf"{verb} at model_worker/0.*MessageError.*{message}"):
+            await client.call(named(verb)(**fields), timeout_s=PATIENCE_S)
+        assert server.malformed == 1
+        assert not server.serve_one(0.0)
+        await client.call(Echo(), timeout_s=PATIENCE_S)
+
+
+async def test_a_reply_that_is_not_of_its_type_is_refused_with_its_path() -> None:
+    async def wrong(request: Echo) -> Echoed:
+        return Echoed((Item("a", ("b",)),), {})  # type: ignore[arg-type]
+
+    with closing(RequestServer(HOST, None, immediate={Echo: wrong})) as server:
         async with connected(server) as client:
-            with pytest.raises(RemoteError, match=r"CodecError.*not plain data"):
-                await client.call("bad", timeout_s=PATIENCE_S)
+            with pytest.raises(MessageError, match=r"reply to echo from model_worker/0.*at `\$.items\[0\].sizes\[0\]`"):
+                await client.call(Echo(), timeout_s=PATIENCE_S)
+
+
+async def test_what_is_not_plain_data_is_refused_by_who_sends_it(server: RequestServer) -> None:
+    async def bad(request: Echo) -> Echoed:
+        return Echoed((), {"object": object()})
+
+    async with connected(server) as client:
+        with pytest.raises(MessageError, match=r"Echo is not plain data.*object"):
+            await client.call(Echo((), {"object": object()}), timeout_s=PATIENCE_S)
+    with closing(RequestServer(HOST, None, immediate={Echo: bad})) as server:
+        async with connected(server) as client:
+            with pytest.raises(RemoteError, match=r"MessageError.*not plain data"):
+                await client.call(Echo(), timeout_s=PATIENCE_S)
 
 
 async def test_a_call_without_answer_times_out_and_its_late_reply_disturbs_nobody(server: RequestServer) -> None:
     async with connected(server) as client:
-        with pytest.raises(RequestTimeout, match=r"double at model_worker/0 .* no answer within 0\.1 s"):
-            await client.call("double", timeout_s=0.1)
+        with pytest.raises(RequestTimeout, match=r"double_them at model_worker/0 .* no answer within 0\.1 s"):
+            await client.call(DoubleThem(), timeout_s=0.1)
         await serve(server)
-        assert (await client.call("echo", {"a": 1}, timeout_s=PATIENCE_S)).meta == {"a": 1}
+        assert (await client.call(Echo((), {"a": 1}), timeout_s=PATIENCE_S)).extra == {"a": 1}
 
 
 async def test_calls_beyond_the_inbox_or_the_immediate_limit_are_told_so() -> None:
-    immediate = {"never": never}
     with closing(
-        RequestServer(HOST, None, immediate=immediate, queued={"double": double}, inbox_capacity=1, max_immediate=1)
+        RequestServer(
+            HOST, None, immediate={Never: never}, queued={DoubleThem: double}, inbox_capacity=1, max_immediate=1
+        )
     ) as server:
         async with connected(server) as client:
-            for method in ("double", "never"):
-                first = asyncio.create_task(client.call(method, timeout_s=PATIENCE_S))
+            for request in (DoubleThem(), Never()):
+                first = asyncio.create_task(client.call(request, timeout_s=PATIENCE_S))
                 await asyncio.sleep(0)  # it is sent before the next
                 with pytest.raises(RemoteError, match="ServerBusy"):
-                    await client.call(method, timeout_s=PATIENCE_S)
+                    await client.call(request, timeout_s=PATIENCE_S)
                 first.cancel()
 
 
 async def test_a_request_over_the_servers_limit_is_refused(server: RequestServer) -> None:
-    with closing(RequestServer(HOST, None, immediate={"echo": echo}, max_bytes=1000)) as server:
+    with closing(RequestServer(HOST, None, immediate={Echo: echo}, max_bytes=1000)) as server:
         async with connected(server) as client:
             with pytest.raises(RemoteError, match="limit of 1000"):
-                await client.call("echo", {}, {"a": np.zeros(1200, np.uint8)}, timeout_s=PATIENCE_S)
+                await client.call(Echo((Item("a" * 1200),)), timeout_s=PATIENCE_S)
             assert server.malformed == 1
-            await client.call("echo", timeout_s=PATIENCE_S)
+            await client.call(Echo(), timeout_s=PATIENCE_S)
 
 
-async def test_a_reply_over_the_clients_limit_is_a_codec_error(server: RequestServer) -> None:
+async def test_a_reply_over_the_clients_limit_is_an_error_of_the_call(server: RequestServer) -> None:
     client = RequestClient(server.endpoint, None, max_bytes=100)
-    with pytest.raises(CodecError, match="reply to echo"):
-        await client.call("echo", {"a": "x" * 200}, timeout_s=PATIENCE_S)
+    with pytest.raises(MessageError, match="reply to echo"):
+        await client.call(Echo((Item("x" * 200),)), timeout_s=PATIENCE_S)
     client.close()
 
 
@@ -179,32 +279,39 @@ async def test_garbage_is_counted_and_survived(server: RequestServer) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
         socket.connect(server.endpoint)
-        for frames in ([b""], [b"x" * 50], [b"12345678"], [b"12345678", b"no header"]):
+        for frames in ([b""], [b"x" * 50], [b"12345678"], [b"12345678echo", b"no map"]):
             socket.send_multipart(frames)
         async with connected(server) as client:
             while server.malformed < 4:
-                await client.call("echo", timeout_s=PATIENCE_S)
+                await client.call(Echo(), timeout_s=PATIENCE_S)
+
+
+@given(st.binary(max_size=60))
+def test_whatever_bytes_arrive_are_a_request_or_refused(encoded: bytes) -> None:
+    for prefix in (b"", b"\x82\xa5items\x90\xa5extra\x81\xa1a"):
+        with suppress(MessageError):
+            assert isinstance(decode(memoryview(prefix + encoded), Echo, 1000), Echo)
 
 
 async def test_closing_the_server_breaks_outstanding_calls_and_sends_given_replies_first(server: RequestServer) -> None:
     async with connected(server) as client:
-        hanging = asyncio.create_task(client.call("never", timeout_s=PATIENCE_S))
-        queued = asyncio.create_task(client.call("double", {}, {"a": np.ones(50_000)}, timeout_s=PATIENCE_S))
+        hanging = asyncio.create_task(client.call(Never(), timeout_s=PATIENCE_S))
+        queued = asyncio.create_task(client.call(DoubleThem((1,) * 100_000), timeout_s=PATIENCE_S))
         await serve(server)
         await asyncio.to_thread(server.close)
-        assert (await queued).arrays["a"].sum() == 100_000
+        assert (await queued).numbers == (2,) * 100_000
         with pytest.raises(PeerGone, match="connection broke"):
             await hanging
 
 
 async def test_closing_the_client_fails_its_calls(server: RequestServer) -> None:
     async with connected(server) as client:
-        hanging = asyncio.create_task(client.call("never", timeout_s=PATIENCE_S))
-        await client.call("echo", timeout_s=PATIENCE_S)
+        hanging = asyncio.create_task(client.call(Never(), timeout_s=PATIENCE_S))
+        await client.call(Echo(), timeout_s=PATIENCE_S)
     with pytest.raises(PeerGone, match="client was closed"):
         await hanging
     with pytest.raises(PeerGone, match="client is closed"):
-        await client.call("echo", timeout_s=PATIENCE_S)
+        await client.call(Echo(), timeout_s=PATIENCE_S)
 
 
 async def test_a_server_that_is_not_there_is_gone_after_the_time_limit() -> None:
@@ -212,16 +319,18 @@ async def test_a_server_that_is_not_there_is_gone_after_the_time_limit() -> None
         address = server.endpoint
     client = RequestClient(address, None)
     with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
-        await client.call("echo", timeout_s=0.1)
+        await client.call(Echo(), timeout_s=0.1)
     client.close()
 
 
 _SERVER_PROCESS = """
 import asyncio, sys
-from asyncrl.comm.request_reply import RequestServer
+from asyncrl.comm.request_reply import Done, Request, RequestServer
+class Never(Request[Done], frozen=True):
+    pass
 async def never(request):
     await asyncio.Event().wait()
-server = RequestServer("127.0.0.1", None, immediate={"never": never})
+server = RequestServer("127.0.0.1", None, immediate={Never: never})
 print(server.endpoint, flush=True)
 sys.stdin.read()
 """
@@ -237,9 +346,9 @@ async def test_a_server_killed_with_sigkill_is_gone_long_before_the_time_limit()
         try:
             assert process.stdout is not None
             client = RequestClient(process.stdout.readline().strip(), None)
-            hanging = asyncio.create_task(client.call("never", timeout_s=3600.0))
-            with pytest.raises(RemoteError, match=r"UnknownMethod"):
-                await client.call("ready?", timeout_s=PATIENCE_S)
+            hanging = asyncio.create_task(client.call(Never(), timeout_s=3600.0))
+            with pytest.raises(RemoteError, match=r"UnknownCall"):
+                await client.call(Unserved(), timeout_s=PATIENCE_S)
             process.kill()
             async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(PeerGone, match="connection broke"):
@@ -254,7 +363,11 @@ def test_serving_returns_false_when_no_call_came(server: RequestServer) -> None:
     assert not server.serve_one(0.01)
 
 
-def test_a_method_of_both_kinds_is_refused() -> None:
-    methods: dict[str, Callable[[Message], Message]] = {"double": double}
-    with pytest.raises(ValueError, match="'double' is both"):
-        RequestServer(HOST, None, immediate={"double": echo}, queued=methods)
+def test_a_call_with_two_handlers_is_refused() -> None:
+    class Inner:
+        class Echo(Request[Done], frozen=True):
+            pass
+
+    for queued in (Echo, Inner.Echo):
+        with pytest.raises(ValueError, match="'echo' is served twice"):
+            RequestServer(HOST, None, immediate={Echo: echo}, queued={queued: double})

@@ -14,9 +14,8 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import Message
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
-from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer
+from asyncrl.comm.request_reply import Done, PeerGone, Request, RequestClient, RequestServer
 from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
@@ -30,6 +29,10 @@ STRANGERS = {
         RUN, client_public=OTHER.client_public, client_secret=OTHER.client_secret
     ),
 }
+
+
+class Ping(Request[Done], frozen=True):
+    pass
 
 
 @pytest.fixture
@@ -84,14 +87,14 @@ async def test_strangers_are_counted_and_logged_once_and_the_puller_goes_on(
 
 
 async def test_a_server_does_not_answer_strangers_and_goes_on(stranger: Callable[[str], None]) -> None:
-    async def ping(request: Message) -> Message:
-        return Message("pong")
+    async def ping(request: Ping) -> Done:
+        return Done()
 
-    with closing(RequestServer(HOST, RUN, immediate={"ping": ping})) as server:
+    with closing(RequestServer(HOST, RUN, immediate={Ping: ping})) as server:
         stranger(server.endpoint)
         wait_until(lambda: server.unauthenticated >= 1)
         client = RequestClient(server.endpoint, RUN)
-        await client.call("ping", timeout_s=PATIENCE_S)
+        await client.call(Ping(), timeout_s=PATIENCE_S)
         assert server.malformed == 0
         client.close()
 
@@ -101,7 +104,7 @@ async def test_a_client_with_wrong_keys_gets_no_connection(keys: SocketSecurity 
     with closing(RequestServer(HOST, RUN)) as server:
         client = RequestClient(server.endpoint, keys)
         with pytest.raises(PeerGone, match="no connection"):
-            await client.call("ping", timeout_s=0.3)
+            await client.call(Ping(), timeout_s=0.3)
         client.close()
 
 
@@ -109,7 +112,7 @@ async def test_a_client_of_the_run_does_not_talk_to_a_plaintext_server() -> None
     with closing(RequestServer(HOST, None)) as server:
         client = RequestClient(server.endpoint, RUN)
         with pytest.raises(PeerGone, match="no connection"):
-            await client.call("ping", timeout_s=0.3)
+            await client.call(Ping(), timeout_s=0.3)
         client.close()
 
 

@@ -127,9 +127,9 @@ def backend(
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
-        registration = json.loads(resolver.wait(names.gen_server_key(0), START_S))
+        registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))
         paths = {name: path for name, (path, _) in models.items()}
-        yield Backend(request.param, registration["url"], secret.token, paths)
+        yield Backend(request.param, registration.url, secret.token, paths)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
     finally:
         process.terminate()

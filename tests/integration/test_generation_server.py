@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -109,9 +108,8 @@ def use_fake_sglang(config: ExperimentConfig, folder: Path) -> None:
     config.generation.sglang.python = str(interpreter)
 
 
-def status(resolver: NameResolver) -> dict[str, str]:
-    value: dict[str, str] = json.loads(resolver.get(names.status_key("generation_server", 0)))
-    return value
+def status(resolver: NameResolver) -> names.WorkerStatus:
+    return names.WorkerStatus.decode(resolver.get(names.status_key("generation_server", 0)))
 
 
 @pytest.mark.parametrize("backend", ["embedded", "sglang"])
@@ -121,18 +119,17 @@ def test_it_registers_its_engine_while_it_serves_and_ends_cleanly_when_asked(
     if backend == "sglang":
         use_fake_sglang(config, tmp_path)
     process = start(config)
-    registration = json.loads(resolver.wait(names.gen_server_key(0), LIMIT_S))
-    assert registration["backend"] == backend
-    assert registration["version"] == "0"
-    assert registration["url"].startswith("http://127.0.0.1:")
-    assert psutil.pid_exists(registration["pid"])
+    registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), LIMIT_S))
+    assert (registration.backend, registration.version) == (backend, 0)
+    assert registration.url.startswith("http://127.0.0.1:")
+    assert psutil.pid_exists(registration.pid)
     assert psutil.Process(process.pid).cmdline()[0].startswith("asyncrl generation_server/0 [")
     children = psutil.Process(process.pid).children(recursive=True)
 
     process.terminate()
 
     assert process.wait(LIMIT_S) == 0
-    assert status(resolver)["state"] == "done"
+    assert status(resolver).state == "done"
     assert names.gen_server_key(0) not in resolver.get_subtree()
     assert not [child for child in children if child.is_running()]
 
@@ -143,7 +140,7 @@ def test_a_server_whose_answers_name_no_versions_is_refused_where_answers_span_u
     use_fake_sglang(config, tmp_path)
     config.manager.update_mode = "retract"
     assert start(config).wait(LIMIT_S) != 0
-    assert "SGLang 0.5.20 or newer, or update_mode=interrupt" in status(resolver)["reason"]
+    assert "SGLang 0.5.20 or newer, or update_mode=interrupt" in status(resolver).reason
     assert names.gen_server_key(0) not in resolver.get_subtree()
 
 
@@ -155,7 +152,7 @@ def test_a_server_that_would_spread_keys_of_old_weights_is_refused_where_they_st
     config.generation.sglang.env = {"TELLS_VERSIONS": "1"}
     config.generation.sglang.args = {"disable_radix_cache": False}
     assert start(config).wait(LIMIT_S) != 0
-    assert "start it with --disable-radix-cache, or use update_mode=retract" in status(resolver)["reason"]
+    assert "start it with --disable-radix-cache, or use update_mode=retract" in status(resolver).reason
     config.generation.sglang.args = {}
     start(config)
     assert resolver.watch(names.gen_server_key(0), LIMIT_S) is not None
@@ -179,17 +176,17 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     key = names.gen_server_key(0)
     registration = resolver.wait(key, LIMIT_S)
     for _ in range(3):
-        psutil.Process(json.loads(registration)["pid"]).kill()
+        psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()
         assert resolver.watch(key, LIMIT_S, last=registration) is None
         registration = resolver.wait(key, LIMIT_S)
-        assert status(resolver)["state"] == "ready"
-    psutil.Process(json.loads(registration)["pid"]).kill()
+        assert status(resolver).state == "ready"
+    psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()
 
     assert process.wait(LIMIT_S) == 1
     last = status(resolver)
-    assert last["state"] == "failed"
-    assert "was killed by SIGKILL" in last["reason"]
-    assert "given up after 3 restarts" in last["reason"]
+    assert last.state == "failed"
+    assert "was killed by SIGKILL" in last.reason
+    assert "given up after 3 restarts" in last.reason
 
 
 def test_an_engine_that_cannot_start_ends_the_process_with_the_reason(
@@ -198,4 +195,4 @@ def test_an_engine_that_cannot_start_ends_the_process_with_the_reason(
     use_fake_sglang(config, tmp_path)
     (tmp_path / "fake.py").write_text("raise SystemExit('no such model')")
     assert start(config).wait(LIMIT_S) == 1
-    assert "no such model" in status(resolver)["reason"]
+    assert "no such model" in status(resolver).reason

@@ -13,6 +13,8 @@ from asyncrl.runtime.launcher import Launcher, TrialError
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
+VERSION = names.PublishedVersion(7, "/weights/v7")
+
 
 def config_of(tmp_path: Path, trial: str = "trial0") -> ExperimentConfig:
     return ExperimentConfig(fileroot=str(tmp_path / "root"), trial_name=trial)
@@ -45,15 +47,15 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
     for config in configs:
         prepare(config)
         with open_resolver(config, run_dir_of(config)) as resolver:
-            resolver.add(names.model_version_key("actor"), "version 7")
-            resolver.add(names.data_state_key(), "used prompts")
-            resolver.add(names.status_key("master_worker", 0), "failed")
+            resolver.add(names.model_version_key("actor"), VERSION.encode())
+            resolver.add(names.data_state_key(), names.DataState("used").encode())
+            resolver.add(names.status_key("master_worker", 0), names.WorkerStatus("failed", 1).encode())
     mine, others = configs
     prepare(mine)
     with open_resolver(mine, run_dir_of(mine)) as resolver:
         assert resolver.get_subtree() == {}
     with open_resolver(others, run_dir_of(others)) as resolver:
-        assert resolver.get(names.model_version_key("actor")) == "version 7"
+        assert names.PublishedVersion.decode(resolver.get(names.model_version_key("actor"))) == VERSION
 
 
 def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:

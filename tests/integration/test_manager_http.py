@@ -15,8 +15,9 @@ from asyncrl.manager.fleet.decisions import Fleet
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import FIRST_ASK_S, ManagerService
-from asyncrl.master.records import Drop, RolloutRecord
+from asyncrl.master.records import Drop
 from asyncrl.rollout.scheduling import RequestSize, Route, ScheduleRequest
+from asyncrl.trainer.messages import RolloutRecord
 
 TOKEN = "a-token"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -46,7 +45,7 @@ class Run:
 
     def begin(self) -> None:
         """What the master announces once it knows where the run stands."""
-        self.resolver.add(names.data_state_key(), "{}")
+        self.resolver.add(names.data_state_key(), names.DataState("data_state.json").encode())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
         url = await asyncio.to_thread(self.resolver.wait, names.manager_key(), 20)
@@ -54,7 +53,7 @@ class Run:
         return self.clients[-1]
 
     def register(self, index: int, server: Any) -> None:
-        value = json.dumps({"url": server.url, "pid": 1, "backend": "fake", "version": "0"})
+        value = names.GenerationServerEntry(server.url, 1, "fake", 0).encode()
         self.resolver.add(names.gen_server_key(index), value, lease_s=5, replace=True)
 
     def weights(self, version: int, shape: tuple[int, ...] = (2,), canary: Canary | None = None) -> Path:
@@ -72,7 +71,7 @@ class Run:
         return folder
 
     def publish(self, version: int, folder: Path | None = None) -> None:
-        value = json.dumps({"version": version, "path": str(folder or self.weights(version))})
+        value = names.PublishedVersion(version, str(folder or self.weights(version))).encode()
         self.resolver.add(names.model_version_key("actor"), value, replace=True)
 
     def servers(self) -> dict[int, dict[str, Any]]:
@@ -253,7 +252,7 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
 async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run, start_fake_server: Any) -> None:
     run.register(0, await start_fake_server())
     await run.until(serving(0, 0))
-    run.resolver.add(names.status_key("rollout_worker", 0), json.dumps({"state": "ready", "pid": 7, "reason": ""}))
+    run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
     run.begin()
     client = run.clients[0]
     await client.allocate([WantedRollout("a", "p", 0)], timeout_s=10)

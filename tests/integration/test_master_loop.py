@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.connections import placement_of
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus
+from asyncrl.master.peers import GateBooks, GateStatus
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError
 from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
 from asyncrl.observability.metrics import read_rows
+from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.trainer.messages import (
+    BeginStep,
+    CallStats,
+    CollectWeights,
+    Discard,
+    LoadCheckpoint,
+    LoadedCheckpoint,
+    PollBuffer,
+    PolledBuffer,
+    Publish,
+    PublishedWeights,
+    RolloutRecord,
+    RunCall,
+    SaveCheckpoint,
+)
 
+_Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
     "ppo/clip_fraction": 0.1, "ppo/behave_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
     "lr": 1e-4, "ppo/loss_per_minibatch": [0.1, 0.2],
@@ -46,10 +65,10 @@ class FakeWorkers:
 
     count: int = 1
     stored: dict[str, Any] | None = None
-    log: list[tuple[int, str, Mapping[str, Any]]] = field(default_factory=list)
-    received: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    log: list[tuple[int, Request[Any]]] = field(default_factory=list)
+    received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
-    fail: dict[str, Exception] = field(default_factory=dict)
+    fail: dict[type[Request[Any]], Exception] = field(default_factory=dict)
     train_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
 
@@ -57,53 +76,70 @@ class FakeWorkers:
         self.received = {worker: [] for worker in range(self.count)}
         self._arrived = asyncio.Condition()
 
-    async def deliver(self, worker: int, meta: dict[str, Any]) -> None:
+    async def deliver(self, record: RolloutRecord) -> None:
         async with self._arrived:
-            self.received[worker].append(meta)
+            self.received[record.worker].append(record)
             self._arrived.notify_all()
 
-    async def request(
-        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        if method == "poll_buffer":
-            reply = await self._poll(worker, meta["cursor"], meta["timeout_s"])
-            if method in self.fail:
-                raise self.fail[method]
+    def __iter__(self) -> Iterator[FakeWorker]:
+        return iter([FakeWorker(self, index) for index in range(self.count)])
+
+    async def answer(self, worker: int, request: Request[Any]) -> Reply:
+        if isinstance(request, PollBuffer):
+            reply = await self._poll(worker, request)
+            if PollBuffer in self.fail:
+                raise self.fail[PollBuffer]
             return reply
-        self.log.append((worker, method, meta))
-        if method in self.fail:
-            raise self.fail[method]
-        if method == "discard":
-            self.discarded += meta["rollout_ids"]
-        if method == "save_checkpoint":
-            self.stored = json.loads(json.dumps(meta["master_state"]))
-        if method == "load_checkpoint":
-            return {"master_state": self.stored}
-        if method == "publish":
-            return {"path": f"weights/actor/v{meta['version']}", "bytes": 1, "seconds": 0.0}
-        if method == "call":
-            if meta["function"] == "actor_train":
+        self.log.append((worker, request))
+        if type(request) in self.fail:
+            raise self.fail[type(request)]
+        match request:
+            case Discard():
+                self.discarded += request.rollout_ids
+            case SaveCheckpoint():
+                self.stored = json.loads(json.dumps(request.master_state))
+            case LoadCheckpoint():
+                return LoadedCheckpoint(self.stored)
+            case Publish():
+                return PublishedWeights(f"weights/actor/v{request.version}")
+            case RunCall(function="actor_train"):
                 if self.on_train is not None:
                     self.on_train()
                 if self.train_gate is not None:
                     await self.train_gate.wait()
-                return {"stats": TRAIN_STATS}
-            return {"stats": {}}
-        return {}
+                return CallStats(TRAIN_STATS)
+            case RunCall():
+                return CallStats({})
+        return Done()
 
-    async def _poll(self, worker: int, cursor: int, hold_s: float) -> dict[str, Any]:
+    async def _poll(self, worker: int, poll: PollBuffer) -> PolledBuffer:
+        received = self.received[worker]
         async with self._arrived:
             with suppress(TimeoutError):
-                async with asyncio.timeout(hold_s):
-                    await self._arrived.wait_for(lambda: len(self.received[worker]) > cursor)
-        return {"cursor": len(self.received[worker]), "rollouts": self.received[worker][cursor:]}
+                async with asyncio.timeout(poll.timeout_s):
+                    await self._arrived.wait_for(lambda: len(received) > poll.cursor)
+        return PolledBuffer(len(received), tuple(received[poll.cursor :]))
 
-    def methods(self, *names: str) -> list[tuple[str, Any]]:
-        return [(method, meta.get("version")) for worker, method, meta in self.log if worker == 0 and method in names]
+    def requests(self, kind: type[_Q]) -> list[_Q]:
+        """What worker 0 was asked."""
+        return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
+
+    def saved(self) -> list[int]:
+        return [request.version for request in self.requests(SaveCheckpoint)]
 
     def trained_rollouts(self) -> list[str]:
-        steps = [meta["assignment"] for worker, method, meta in self.log if worker == 0 and method == "begin_step"]
-        return [entry["rollout_id"] for assignment in steps for entry in assignment]
+        return [entry.rollout_id for step in self.requests(BeginStep) for entry in step.assignment]
+
+
+@dataclass
+class FakeWorker:
+    """One of them."""
+
+    all: FakeWorkers
+    index: int
+
+    async def call(self, request: Request[Any], *, timeout_s: float) -> Any:
+        return await self.all.answer(self.index, request)
 
 
 @dataclass
@@ -145,16 +181,20 @@ class FakeManager:
 
 @dataclass
 class FakeRollouts:
-    """Evaluations that end when told to."""
+    """The one RolloutWorker; its evaluations end when told to."""
 
     started: list[int] = field(default_factory=list)
     finish: asyncio.Event | None = None
 
-    async def evaluate(self, version: int, timeout_s: float) -> EvaluationResult:
-        self.started.append(version)
+    fail: Exception | None = None
+
+    async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
+        self.started.append(request.version)
         if self.finish is not None:
             await self.finish.wait()
-        return EvaluationResult([1.0, 0.0], [5, 7], version, version)
+        if self.fail is not None:
+            raise self.fail
+        return EvaluationResult((1.0, 0.0), (5, 7), request.version, request.version)
 
 
 @dataclass
@@ -167,7 +207,7 @@ class FakeBoard:
     def announce_version(self, version: int, path: str) -> None:
         self.versions.append(version)
 
-    def announce_data_state(self, path: Path, epoch: int) -> None:
+    def announce_data_state(self, path: Path) -> None:
         self.data_state = path
 
 
@@ -180,14 +220,14 @@ class Run:
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
         self.stop = asyncio.Event()
         graph = grpo(config)
-        placement = {role: range(self.workers.count) for role in graph.roles()}
-        peers = Peers(self.workers, placement, self.manager, self.rollouts, self.board)
+        routes = placement_of(graph, [(dp, 0, 0) for dp in range(self.workers.count)])
+        peers = Peers(list(self.workers), routes, self.manager, [self.rollouts], self.board)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
             self.manager.submitted += 1
-            await self.workers.deliver(worker, rollout(order, oldest, tag))
+            await self.workers.deliver(rollout(order, oldest, tag, worker))
 
     def rows(self) -> list[dict[str, Any]]:
         return read_rows(self.run_dir / "metrics.jsonl")
@@ -196,18 +236,19 @@ class Run:
         return json.loads((self.run_dir / "summary.json").read_text())
 
 
-def rollout(order: int, oldest: int, tag: str = "r") -> dict[str, Any]:
-    return {
-        "rollout_id": f"{tag}{order}",
-        "prompt_id": f"e0-{order}",
-        "order": order,
-        "oldest_version": oldest,
-        "version_tokens": {str(oldest): 20},
-        "lengths": [12, 14],
-        "generated": [9, 11],
-        "rewards": [1.0, 0.0],
-        "truncated": [False, False],
-    }
+def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> RolloutRecord:
+    return RolloutRecord(
+        rollout_id=f"{tag}{order}",
+        prompt_id=f"e0-{order}",
+        order=order,
+        worker=worker,
+        oldest_version=oldest,
+        version_tokens={oldest: 20},
+        lengths=(12, 14),
+        generated=(9, 11),
+        rewards=(1.0, 0.0),
+        truncated=(False, False),
+    )
 
 
 @asynccontextmanager
@@ -254,10 +295,10 @@ async def test_weights_are_written_for_servers_that_read_them_with_checkpoints_a
     run = Run(tmp_path, config)
     await run.deliver(range(20), oldest=4)
     await run.loop.run()
-    published = [meta for _, method, meta in run.workers.log if method == "publish"]
-    assert [(meta["version"], meta["to_disk"]) for meta in published] == list(enumerate(on_disk, start=1))
-    kept = [meta["keep"] for _, method, meta in run.workers.log if method == "collect_weights"]
-    assert transport == "disk" or kept[3] == [2, 3], "the newest folder goes only when there is a newer one"
+    published = run.workers.requests(Publish)
+    assert [(request.version, request.to_disk) for request in published] == list(enumerate(on_disk, start=1))
+    kept = [request.keep for request in run.workers.requests(CollectWeights)]
+    assert transport == "disk" or kept[3] == (2, 3), "the newest folder goes only when there is a newer one"
 
 
 async def test_a_run_that_is_stopped_leaves_its_last_weights_on_disk(tmp_path: Path) -> None:
@@ -269,7 +310,7 @@ async def test_a_run_that_is_stopped_leaves_its_last_weights_on_disk(tmp_path: P
         await until(lambda: run.board.versions == [1])
         run.stop.set()
         await task
-    published = [(meta["version"], meta["to_disk"]) for _, method, meta in run.workers.log if method == "publish"]
+    published = [(request.version, request.to_disk) for request in run.workers.requests(Publish)]
     assert published == [(1, False), (1, True)]
 
 
@@ -279,12 +320,12 @@ async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path
         for order in orders:
             await run.deliver(range(order, order + 1), worker=worker)
     await run.loop.run()
-    steps = [meta for _, method, meta in run.workers.log if method == "begin_step"]
+    steps = [request for _, request in run.workers.log if isinstance(request, BeginStep)]
     assert len(steps) == 2
     assert steps[0] == steps[1]
-    assert [entry["rollout_id"] for entry in steps[0]["assignment"]] == ["r0", "r1", "r3", "r5"]
-    assert [entry["src"] for entry in steps[0]["assignment"]] == [0, 1, 1, 0]
-    assert sorted(entry["dst"] for entry in steps[0]["assignment"]) == [0, 0, 1, 1]
+    assert [entry.rollout_id for entry in steps[0].assignment] == ["r0", "r1", "r3", "r5"]
+    assert [entry.src for entry in steps[0].assignment] == [0, 1, 1, 0]
+    assert sorted(entry.dst for entry in steps[0].assignment) == [0, 0, 1, 1]
 
 
 async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None:
@@ -292,7 +333,7 @@ async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None
     run.workers.train_gate = asyncio.Event()
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: ("call", None) in run.workers.methods("call") and "e0-0" not in run.loop.buffer.used)
+        await until(lambda: run.workers.requests(RunCall) and "e0-0" not in run.loop.buffer.used)
         await run.deliver(range(4, 8))
         await until(lambda: len(run.loop.buffer) == 4)
         assert run.loop.version == 0
@@ -377,11 +418,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
 
 async def test_a_failed_evaluation_does_not_hold_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=1))
-
-    async def broken(version: int, timeout_s: float) -> EvaluationResult:
-        raise RuntimeError("no server")
-
-    run.rollouts.evaluate = broken  # type: ignore[method-assign]
+    run.rollouts.fail = RuntimeError("no server")
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["step"] for row in run.rows()] == [1, 2, 3]
@@ -395,7 +432,7 @@ async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) ->
         await until(lambda: run.loop.version == 1)
         run.stop.set()
         await task
-    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+    assert run.workers.saved() == [1]
     assert run.summary()["steps"] == 1
     assert run.summary()["books"]["abandoned"] == 1
 
@@ -410,7 +447,7 @@ async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> 
         run.workers.train_gate.set()
         await task
     assert run.loop.version == 1
-    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+    assert run.workers.saved() == [1]
 
 
 async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_path: Path) -> None:
@@ -433,10 +470,8 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
         await second.deliver(range(12, 16), oldest=3, tag="second")
         await task
     assert second.workers.trained_rollouts() == [f"second{order}" for order in range(8, 16)]
-    first_asked = [
-        (method, meta) for _, method, meta in second.workers.log if "weights" in method or method == "publish"
-    ]
-    assert first_asked[0] == ("collect_weights", {"role": "actor", "keep": [2]})  # version 3 was of a forgotten step
+    first_asked = next(request for _, request in second.workers.log if isinstance(request, CollectWeights | Publish))
+    assert first_asked == CollectWeights("actor", (2,))  # version 3 was of a forgotten step
     assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
     assert second.summary()["books"]["trained"] == 16
 
@@ -449,7 +484,7 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
         await until(lambda: first.rollouts.started == [0, 1])
         first.rollouts.finish = asyncio.Event()
         await first.deliver(range(4, 8), oldest=1)
-        await until(lambda: first.workers.methods("save_checkpoint")[-1:] == [("save_checkpoint", 2)])
+        await until(lambda: first.workers.saved()[-1:] == [2])
         assert len(first.rows()) == 1
     (tmp_path / "metrics.jsonl").write_text(json.dumps(read_rows(tmp_path / "metrics.jsonl")[0]) + "\n")
 
@@ -474,11 +509,11 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
 
 async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.workers.fail["call"] = RuntimeError("out of memory")
+    run.workers.fail[RunCall] = RuntimeError("out of memory")
     await run.deliver(range(4))
     with pytest.raises(ExecutionError, match=r"call 'actor_inf'.*model_worker/0 failed: out of memory"):
         await run.loop.run()
-    assert run.workers.methods("save_checkpoint") == []
+    assert run.workers.saved() == []
 
 
 async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Path) -> None:
@@ -487,7 +522,7 @@ async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Pat
     run.workers.on_train = lambda: setattr(run.manager, "dead", True)
     with pytest.raises(ConnectionError):
         await run.loop.run()
-    assert run.workers.methods("save_checkpoint") == [("save_checkpoint", 1)]
+    assert run.workers.saved() == [1]
     assert run.workers.stored is not None
     assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
 
@@ -497,11 +532,11 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
     await run.deliver(range(5))
     async with running(run) as task:
         await until(lambda: run.loop.version == 1)
-        run.workers.fail["poll_buffer"] = ConnectionError("model_worker/0 is gone")
+        run.workers.fail[PollBuffer] = ConnectionError("model_worker/0 is gone")
         await run.deliver(range(5, 6))
         with pytest.raises(ConnectionError, match="model_worker/0"):
             await task
-    assert run.workers.methods("save_checkpoint") == []
+    assert run.workers.saved() == []
 
 
 async def test_a_rollout_unaccounted_for_fails_the_run(tmp_path: Path) -> None:
@@ -521,5 +556,5 @@ async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> Non
     run.manager.status = status  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
-    kept = [meta["keep"] for _, method, meta in run.workers.log if method == "collect_weights"]
-    assert kept == [[0], [0, 1], [0, 1, 2], [0, 2, 3]]
+    kept = [request.keep for request in run.workers.requests(CollectWeights)]
+    assert kept == [(0,), (0, 1), (0, 1, 2), (0, 2, 3)]

@@ -3,80 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.codec import Message
-from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.name_resolve import MemoryResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
-from asyncrl.comm.request_reply import RequestServer
-from asyncrl.comm.request_reply.client import RemoteError, RequestClient
+from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import Evaluators, NameBoard, WorkerClients, await_name, placement_of
+from asyncrl.master.connections import NameBoard, placement_of
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.master.peers import evaluate
+from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 
 LIMIT_S = 10.0
 
 
 @contextmanager
-def server(**immediate: Any) -> Iterator[RequestServer]:
-    serving = RequestServer("127.0.0.1", None, immediate=immediate)
+def rollout_worker(rewards: list[float], version: int) -> Iterator[RequestServer]:
+    async def share(request: Evaluate) -> EvaluationResult:
+        assert request.version == 5
+        return EvaluationResult(tuple(rewards), (len(rewards),) * len(rewards), version, version)
+
+    serving = RequestServer("127.0.0.1", None, immediate={Evaluate: share})
     try:
         yield serving
     finally:
         serving.close()
 
 
-def share(rewards: list[float], version: int) -> Any:
-    async def evaluate(request: Message) -> Message:
-        assert request.meta["version"] == 5
-        lengths = [len(rewards)] * len(rewards)
-        meta = {"rewards": rewards, "lengths": lengths, "min_version": version, "max_version": version}
-        return Message("evaluation", meta)
-
-    return evaluate
-
-
 async def test_an_evaluation_is_the_shares_of_all_rollout_workers() -> None:
-    with (
-        server(evaluate=share([1.0, 0.0], 5)) as first,
-        server(evaluate=share([], 5)) as second,
-        server(evaluate=share([1.0], 6)) as third,
-    ):
-        clients = WorkerClients([RequestClient(peer.endpoint, None) for peer in (first, second, third)])
-        result = await Evaluators(clients).evaluate(5, LIMIT_S)
-        clients.close()
-    assert list(result.rewards) == [1.0, 0.0, 1.0]
-    assert list(result.lengths) == [2, 2, 1]
-    assert (result.min_version, result.max_version) == (5, 6)
-
-
-async def test_a_late_reply_is_a_timeout_and_a_failure_tells_the_remote_one() -> None:
-    async def never(request: Message) -> Message:
-        await asyncio.Event().wait()
-        return request
-
-    async def broken(request: Message) -> Message:
-        raise ValueError("no such rollout")
-
-    with server(never=never, broken=broken) as peer:
-        clients = WorkerClients([RequestClient(peer.endpoint, None, name="model_worker/0")])
-        with pytest.raises(RemoteError, match="no such rollout"):
-            await clients.request(0, "broken", {}, LIMIT_S)
-        with pytest.raises(TimeoutError, match="model_worker/0"):
-            await clients.request(0, "never", {}, 0.1)
-        clients.close()
+    with rollout_worker([1.0, 0.0], 5) as first, rollout_worker([], 5) as second, rollout_worker([1.0], 6) as third:
+        clients = [RequestClient(peer.endpoint, None) for peer in (first, second, third)]
+        result = await evaluate(clients, 5, LIMIT_S)
+        for client in clients:
+            client.close()
+    assert result == EvaluationResult((1.0, 0.0, 1.0), (2, 2, 1), min_version=5, max_version=6)
 
 
 async def test_a_name_is_awaited_for_so_long_unless_the_run_stops() -> None:
-    with make_resolver("memory", "test_master_peers") as resolver:
+    with MemoryResolver("test_master_peers") as resolver:
         stop = asyncio.Event()
         with pytest.raises(NameResolveTimeout, match=r"'gserver_manager'.*0\.05 s"):
             await await_name(resolver, "gserver_manager", 0.05, stop)
@@ -89,19 +59,27 @@ async def test_a_name_is_awaited_for_so_long_unless_the_run_stops() -> None:
 
 
 def test_announcements_are_what_the_readers_expect() -> None:
-    with make_resolver("memory", "test_master_board") as resolver:
+    with MemoryResolver("test_master_board") as resolver:
         board = NameBoard(resolver)
         board.announce_version(3, "/w/v3")
         board.announce_version(4, "/w/v4")
-        board.announce_data_state(Path("/run/data_state.json"), 2)
-        assert json.loads(resolver.get(names.model_version_key("actor"))) == {"version": 4, "path": "/w/v4"}
-        assert json.loads(resolver.get(names.data_state_key())) == {"path": "/run/data_state.json", "epoch": 2}
+        board.announce_data_state(Path("/run/data_state.json"))
+        published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
+        assert (published.version, published.path) == (4, "/w/v4")
+        assert names.DataState.decode(resolver.get(names.data_state_key())).path == "/run/data_state.json"
 
 
-def test_every_rank_hosts_a_shard_of_every_role() -> None:
+def placed(layout: list[tuple[int, int, int]]) -> tuple[dict[str, list[int]], tuple[int, ...]]:
     config = ExperimentConfig()
     config.algorithm.kl_coef = 0.1
-    assert placement_of(grpo(config), 2) == {"ref": [0, 1], "actor": [0, 1]}
+    routes = placement_of(grpo(config), layout)
+    return routes.placement, routes.data_workers
+
+
+def test_every_rank_hosts_a_shard_of_every_role_and_the_heads_take_in_trajectories() -> None:
+    assert placed([(0, 0, 0), (1, 0, 0)]) == ({"ref": [0, 1], "actor": [0, 1]}, (0, 1))
+    tensor_parallel = [(1, 0, 0), (1, 1, 0), (0, 0, 0), (0, 1, 0)]
+    assert placed(tensor_parallel) == ({"ref": [0, 1, 2, 3], "actor": [0, 1, 2, 3]}, (2, 0))
 
 
 async def test_what_has_ended_counts_though_a_stop_came_too() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,31 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.codec import Message
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.push_pull import TrajectoryPusher
-from asyncrl.comm.request_reply import RemoteError, RequestClient
+from asyncrl.comm.request_reply import Done, RemoteError, RequestClient
+from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.master.assignment import assign
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.records import RolloutRecord
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
+from asyncrl.trainer.messages import (
+    Assignment,
+    BeginStep,
+    CollectWeights,
+    Discard,
+    EndStep,
+    LoadCheckpoint,
+    LoadedCheckpoint,
+    PollBuffer,
+    Publish,
+    RolloutRecord,
+    RunCall,
+    SaveCheckpoint,
+    Status,
+)
 from asyncrl.weights.canary import read_canary
 from asyncrl.weights.manifest import verify
 
@@ -88,8 +100,8 @@ class Workers:
         resolver = make_resolver("file", str(run_dir / "name_resolve"))
         self.clients, pullers = [], []
         for index in range(len(processes)):
-            address = json.loads(resolver.wait(names.worker_key("model_worker", index), LIMIT_S))
-            self.clients.append(RequestClient(address["endpoint"], secret, name=f"model_worker/{index}"))
+            address = names.WorkerAddress.decode(resolver.wait(names.worker_key("model_worker", index), LIMIT_S))
+            self.clients.append(RequestClient(address.endpoint, secret, name=f"model_worker/{index}"))
             pullers.append(resolver.wait(names.puller_key(index), LIMIT_S))
         resolver.close()
         self.pushers = [
@@ -97,11 +109,8 @@ class Workers:
         ]
         self.cursors = [0] * len(processes)
 
-    async def all(self, method: str, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-        replies: list[Message] = await asyncio.gather(
-            *(client.call(method, meta, timeout_s=LIMIT_S) for client in self.clients)
-        )
-        return [reply.meta for reply in replies]
+    async def all(self, request: Request[R]) -> list[R]:
+        return await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client in self.clients))
 
     async def push(self, step: int) -> None:
         """Rollouts land on the ranks in turn, but not where they are trained."""
@@ -109,12 +118,11 @@ class Workers:
             await self.pushers[number % len(self.pushers)].push(trajectory, LIMIT_S)
 
     async def records(self) -> list[RolloutRecord]:
-        received = []
+        received: list[RolloutRecord] = []
         for index, client in enumerate(self.clients):
-            meta = {"cursor": self.cursors[index], "timeout_s": LIMIT_S}
-            reply = (await client.call("poll_buffer", meta, timeout_s=2 * LIMIT_S)).meta
-            self.cursors[index] = reply["cursor"]
-            received += [RolloutRecord.from_meta(index, entry) for entry in reply["rollouts"]]
+            polled = await client.call(PollBuffer(self.cursors[index], LIMIT_S), timeout_s=2 * LIMIT_S)
+            self.cursors[index] = polled.cursor
+            received += polled.rollouts
         return sorted(received, key=lambda record: record.order)
 
     async def train(self, step: int) -> dict[str, Any]:
@@ -122,24 +130,21 @@ class Workers:
         records = await self.records()
         assert len(records) == GROUPS
         assignment = assign(records, len(self.clients), MINIBATCHES, seed=1, version=step)
-        begin = {
-            "version": step,
-            "min_version": 0,
-            "num_minibatches": MINIBATCHES,
-            "assignment": [asdict(entry) for entry in assignment],
-        }
-        await self.all("begin_step", begin)
+        await self.all(BeginStep(step, 0, MINIBATCHES, tuple(assignment)))
         stats: dict[str, Any] = {}
         for call in load_graph(self.config).order():
-            replies = await self.all("call", asdict(call))
-            assert all(reply["stats"] == replies[0]["stats"] for reply in replies)
-            stats |= replies[0]["stats"]
-        await self.all("end_step", {})
+            request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
+            replies = await self.all(request)
+            assert all(reply == replies[0] for reply in replies)
+            stats |= replies[0].stats
+        await self.all(EndStep())
         return stats
 
     async def publish(self, version: int) -> str:
-        replies = await self.all("publish", {"role": "actor", "version": version, "to_disk": True})
-        return str(replies[0]["path"])
+        return (await self.all(Publish("actor", version, to_disk=True)))[0].path
+
+    def published(self) -> list[str]:
+        return [folder.name for folder in (self.run_dir / "weights" / "actor").glob("v*")]
 
     async def close(self) -> list[int]:
         """Stop the workers as the launcher does; returns their exit codes."""
@@ -192,7 +197,7 @@ def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
 @pytest.mark.slow
 async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(start: StartWorkers) -> None:
     async with start(1, "straight") as workers:
-        assert await workers.all("load_checkpoint", {"path": "none"}) == [{"master_state": None}]
+        assert await workers.all(LoadCheckpoint("none")) == [LoadedCheckpoint(None)]
         expected = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(3)]
         single = AutoModelForCausalLM.from_pretrained(await workers.publish(3))
         assert await workers.close() == [0]
@@ -202,7 +207,7 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
     async with start(2, "resumed") as workers:
         losses = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(2)]
         path = workers.run_dir / "checkpoints" / "v2"
-        await workers.all("save_checkpoint", {"path": str(path), "version": 2, "keep": 1, "master_state": state})
+        await workers.all(SaveCheckpoint(str(path), 2, 1, state))
         losses.append((await workers.train(2))["ppo/loss_per_minibatch"])
         np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
         published = await workers.publish(3)
@@ -216,11 +221,11 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         np.testing.assert_allclose(canary.logprobs[1:], scored, rtol=0, atol=1e-5)
         for a, b in zip(single.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)  # AdamW turns a last-bit difference into part of a step
-        removed = await workers.all("collect_weights", {"role": "actor", "keep": []})
-        assert removed == [{"removed": [3]}, {"removed": []}]
+        assert await workers.all(CollectWeights("actor", ())) == [Done(), Done()]
+        assert workers.published() == []
 
     async with start(1, "resumed") as workers:  # the two ranks were killed
-        assert await workers.all("load_checkpoint", {"path": str(path.parent)}) == [{"master_state": state}]
+        assert await workers.all(LoadCheckpoint(str(path.parent))) == [LoadedCheckpoint(state)]
         stats = await workers.train(2)
         assert await workers.close() == [0]
     assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected[2], abs=1e-5)
@@ -229,28 +234,22 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
 async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reported(start: StartWorkers) -> None:
     async with start(1, "errors") as workers:
         client = workers.clients[0]
-        empty = await client.call("poll_buffer", {"cursor": 0, "timeout_s": 0.0}, timeout_s=LIMIT_S)
-        assert empty.meta == {"cursor": 0, "rollouts": []}
-        poll = asyncio.create_task(
-            client.call("poll_buffer", {"cursor": 0, "timeout_s": LIMIT_S}, timeout_s=2 * LIMIT_S)
-        )
+        empty = await client.call(PollBuffer(0, 0.0), timeout_s=LIMIT_S)
+        assert (empty.cursor, empty.rollouts) == (0, ())
+        poll = asyncio.create_task(client.call(PollBuffer(0, LIMIT_S), timeout_s=2 * LIMIT_S))
         await workers.pushers[0].push(trajectories(0)[0], LIMIT_S)
-        told = (await poll).meta
-        assert [entry["rollout_id"] for entry in told["rollouts"]] == ["step0-0"]
-        again = await client.call("poll_buffer", {"cursor": 0, "timeout_s": LIMIT_S}, timeout_s=LIMIT_S)
-        assert again.meta == told
-        after = await client.call("poll_buffer", {"cursor": told["cursor"], "timeout_s": 0.0}, timeout_s=LIMIT_S)
-        assert after.meta["rollouts"] == []
+        polled = await poll
+        assert [(record.rollout_id, record.worker) for record in polled.rollouts] == [("step0-0", 0)]
+        assert await client.call(PollBuffer(0, LIMIT_S), timeout_s=LIMIT_S) == polled
+        after = await client.call(PollBuffer(polled.cursor, 0.0), timeout_s=LIMIT_S)
+        assert after.rollouts == ()
 
         await workers.push(0)  # the first of these is there already
-        await workers.all("discard", {"rollout_ids": [f"step0-{order}" for order in range(3)]})
-        (status,) = await workers.all("status", {})
-        assert (status["held"], status["duplicates"]) == (GROUPS - 3, 1)
-        lost = {"rollout_id": "step0-0", "src": 0, "dst": 0, "minibatch": 0}
-        begin = {"version": 0, "min_version": 0, "num_minibatches": 1, "assignment": [lost]}
+        await workers.all(Discard(tuple(f"step0-{order}" for order in range(3))))
+        (status,) = await workers.all(Status())
+        assert (status.held, status.duplicates) == (GROUPS - 3, 1)
         with pytest.raises(RemoteError, match="should hold rollout"):
-            await workers.all("begin_step", begin)
-        call = {"name": "x", "role": "actor", "function": "actor_train", "reads": [], "writes": [], "args": {}}
+            await workers.all(BeginStep(0, 0, 1, (Assignment("step0-0", 0, 0, 0),)))
         with pytest.raises(RemoteError, match="outside a step"):
-            await workers.all("call", call)
+            await workers.all(RunCall("x", "actor", "actor_train", (), (), {}))
         assert await workers.close() == [0]

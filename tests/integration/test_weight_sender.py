@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import pytest
 import torch
 
 from asyncrl.comm import names
-from asyncrl.comm.codec import Message
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.request_reply import RequestServer
+from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import carry_out
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import sender as weight_sender
 from asyncrl.weights.transports.delivery import TrainerDelivery
 from asyncrl.weights.transports.sender import HeldWeights, NotHeld, WeightSender
@@ -135,20 +134,20 @@ class Trainer:
 
     def __init__(self, server: Any, folder: Path) -> None:
         self.server = server
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[SendWeights] = []
         self.refuse = False
-        self.requests = RequestServer("127.0.0.1", None, immediate={"send_weights": self.send})
+        self.requests = RequestServer("127.0.0.1", None, immediate={SendWeights: self.send})
         self.resolver = make_resolver("file", str(folder))
-        address = json.dumps({"endpoint": self.requests.endpoint})
+        address = names.WorkerAddress(self.requests.endpoint, 1).encode()
         self.resolver.add(names.worker_key("model_worker", 0), address)
 
-    async def send(self, request: Message) -> Message:
-        self.calls.append(dict(request.meta))
+    async def send(self, request: SendWeights) -> Done:
+        self.calls.append(request)
         if self.refuse:
             raise NotHeld("v1 is not held in memory (held: [2])")
         assert self.server.paused
-        self.server.version = str(request.meta["version"])
-        return Message("send_weights")
+        self.server.version = str(request.version)
+        return Done()
 
     def close(self) -> None:
         self.requests.close()
@@ -162,7 +161,7 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place")
     await carry_out(order, client, delivery, timeout_s=LIMIT_S)
-    assert trainer.calls == [{"server": 3, "url": server.url, "version": 1, "keep_cache": True, "timeout_s": LIMIT_S}]
+    assert trainer.calls == [SendWeights(3, server.url, 1, keep_cache=True, timeout_s=LIMIT_S)]
     assert (server.version, server.paused) == ("1", False)
     assert "update_weights_from_disk" not in server.calls
 

@@ -1,18 +1,29 @@
 """Calls from one process to another: the master's to its workers.
 
 A client holds one connection to one server and may have many calls outstanding; requests arrive in the order of the
-calls. The server's I/O runs in a thread of its own, and its methods are of two kinds:
+calls. The server's I/O runs in a thread of its own, and its handlers are of two kinds:
 
 - `immediate`: an async function on the I/O thread's loop. It answers while the main thread computes (heartbeats,
   metadata), and it may wait (long polls). Immediate calls start in order of arrival and end when they end.
 - `queued`: a plain function that the main thread runs with `serve_one`, strictly in order of arrival over all clients:
   what computes on the device.
 
-A call is never sent twice: on a broken connection every outstanding call raises PeerGone, and the caller, who knows
-whether the call may be repeated, decides.
+Requests and replies are types (`messages.py`), checked where they arrive. A call is never sent twice: on a broken
+connection every outstanding call raises PeerGone, and the caller, who knows whether the call may be repeated, decides.
 """
 
 from asyncrl.comm.request_reply.client import PeerGone, RemoteError, RequestClient, RequestTimeout
+from asyncrl.comm.request_reply.messages import Done, MessageError, Reply, Request
 from asyncrl.comm.request_reply.server import RequestServer
 
-__all__ = ["PeerGone", "RemoteError", "RequestClient", "RequestServer", "RequestTimeout"]
+__all__ = [
+    "Done",
+    "MessageError",
+    "PeerGone",
+    "RemoteError",
+    "Reply",
+    "Request",
+    "RequestClient",
+    "RequestServer",
+    "RequestTimeout",
+]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from typing import Any, cast
 
 from asyncrl.comm.authentication import SourceLog
-from asyncrl.comm.codec import JSON, Array, CodecError, Frame, Message, decode, encode
 from asyncrl.comm.request_reply import messages
+from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink
 
@@ -16,18 +16,17 @@ _SOCKET_HIGH_WATER = 1000  # calls in libzmq's own buffer
 
 
 class RemoteError(Exception):
-    """The method raised. `kind` is the exception's type name, `remote_traceback` the server's traceback as text."""
+    """The handler raised. `kind` is the exception's type name, `remote_traceback` the server's traceback as text."""
 
-    def __init__(self, peer: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
+    def __init__(self, peer: str, verb: str, failure: Failure) -> None:
+        self.kind, self.message, self.remote_traceback = failure.kind, failure.message, failure.traceback
         super().__init__(
-            f"{method} at {peer} raised {kind}: {message}\n--- remote traceback\n{remote_traceback.rstrip()}"
+            f"{verb} at {peer} raised {self.kind}: {self.message}\n"
+            f"--- remote traceback\n{self.remote_traceback.rstrip()}"
         )
-        self.kind = kind
-        self.message = message
-        self.remote_traceback = remote_traceback
 
 
-class RequestTimeout(Exception):
+class RequestTimeout(TimeoutError):
     """No answer within the time limit; the server may still be at it."""
 
 
@@ -36,7 +35,7 @@ class PeerGone(Exception):
 
 
 class RequestClient:
-    """Calls the methods of the server at `address`.
+    """Calls the server at `address`.
 
     Make and use it in one running asyncio loop.
 
@@ -58,9 +57,8 @@ class RequestClient:
         self._loop = asyncio.get_running_loop()
         self._peer = f"{name} ({address})" if name else address
         self._max_bytes = max_bytes
-        self._calls: dict[int, asyncio.Future[Message]] = {}
-        self._methods: dict[int, str] = {}
-        self._unsent: deque[tuple[int, list[Frame]]] = deque()
+        self._calls: dict[int, tuple[asyncio.Future[Reply], type[Request[Any]]]] = {}
+        self._unsent: deque[tuple[int, list[bytes]]] = deque()
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
@@ -75,34 +73,26 @@ class RequestClient:
             on_lost=self._on_lost,
         )
 
-    async def call(
-        self,
-        method: str,
-        meta: Mapping[str, JSON] | None = None,
-        arrays: Mapping[str, Array] | None = None,
-        *,
-        timeout_s: float,
-    ) -> Message:
-        """Call `method` and return its reply. Requests reach the server in the order of the calls.
+    async def call(self, request: Request[R], *, timeout_s: float) -> R:
+        """Make the call and return its reply. Requests reach the server in the order of the calls.
 
         Raises:
-            RemoteError: the method raised, or there is none of that name.
+            RemoteError: the handler raised, the server does not know the call, or it found a field wrong.
             RequestTimeout: no answer within `timeout_s` seconds, though the connection stands.
             PeerGone: the connection broke, could not be made within `timeout_s`, or the client was closed.
-            CodecError: the request is not plain data, or the reply is malformed.
+            MessageError: the request cannot be encoded, or the reply is not of its type.
         """
         if self._closed:
-            raise PeerGone(f"call of {method} at {self._peer}: the client is closed")
-        frames = encode(Message(method, dict(meta or {}), dict(arrays or {})))
+            raise PeerGone(f"call of {request.verb} at {self._peer}: the client is closed")
         call = self._next_call
+        self._unsent.append((call, messages.pack_request(call, request)))
         self._next_call += 1
-        answer: asyncio.Future[Message] = self._loop.create_future()
-        self._calls[call], self._methods[call] = answer, method
-        self._unsent.append((call, messages.pack_request(call, frames)))
+        answer: asyncio.Future[Reply] = self._loop.create_future()
+        self._calls[call] = answer, type(request)
         self._flush()
         timer = self._loop.call_later(timeout_s, self._time_out, call, timeout_s)
         try:
-            return await answer
+            return cast(R, await answer)
         finally:
             timer.cancel()
             self._forget(call)
@@ -127,44 +117,41 @@ class RequestClient:
 
     def _on_message(self, link: PeerLink, frames: list[memoryview]) -> None:
         try:
-            call, failed, encoded = messages.unpack_reply(frames)
-        except CodecError as error:
+            call, failed, body = messages.unpack_reply(frames)
+        except MessageError as error:
             self._log.note(self._peer, str(error))
             return
-        answer = self._calls.get(call)
-        if answer is None or answer.done():
+        answer, request = self._calls.get(call, (None, None))
+        if answer is None or request is None or answer.done():
             return  # its caller has given up
         try:
-            reply = decode(encoded, max_bytes=self._max_bytes)
-        except CodecError as error:
-            answer.set_exception(CodecError(f"reply to {self._methods[call]} from {self._peer}: {error}"))
+            reply = messages.decode(body, Failure if failed else request.reply_type, self._max_bytes)
+        except MessageError as error:
+            answer.set_exception(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
             return
-        if failed:
-            answer.set_exception(self._remote_error(self._methods[call], reply.meta))
+        if isinstance(reply, Failure):
+            answer.set_exception(RemoteError(self._peer, request.verb, reply))
         else:
             answer.set_result(reply)
 
-    def _remote_error(self, method: str, meta: dict[str, JSON]) -> RemoteError:
-        kind, message, text = (str(meta.get(field, "unknown")) for field in ("type", "message", "traceback"))
-        return RemoteError(self._peer, method, kind, message, text)
-
     def _time_out(self, call: int, timeout_s: float) -> None:
-        answer, method = self._calls[call], self._methods[call]
+        answer, request = self._calls[call]
         if answer.done():
             return
+        what = f"call of {request.verb} at {self._peer}"
         if any(unsent == call for unsent, _ in self._unsent):
-            answer.set_exception(PeerGone(f"call of {method} at {self._peer}: no connection within {timeout_s:g} s"))
+            answer.set_exception(PeerGone(f"{what}: no connection within {timeout_s:g} s"))
         else:
-            answer.set_exception(RequestTimeout(f"call of {method} at {self._peer}: no answer within {timeout_s:g} s"))
+            answer.set_exception(RequestTimeout(f"{what}: no answer within {timeout_s:g} s"))
 
     def _fail_all(self, reason: str) -> None:
         sent = self._calls.keys() - {call for call, _ in self._unsent}
         for call in self._calls if self._closed else sent:
-            answer = self._calls[call]
+            answer, request = self._calls[call]
             if not answer.done():
-                answer.set_exception(PeerGone(f"call of {self._methods[call]} at {self._peer}: {reason}"))
+                answer.set_exception(PeerGone(f"call of {request.verb} at {self._peer}: {reason}"))
 
     def _forget(self, call: int) -> None:
-        del self._calls[call], self._methods[call]
+        del self._calls[call]
         if any(unsent == call for unsent, _ in self._unsent):
             self._unsent = deque(item for item in self._unsent if item[0] != call)

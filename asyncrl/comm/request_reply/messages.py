@@ -1,67 +1,164 @@
-"""The messages of request-reply: one of codec.py behind a call's number and, in replies, the outcome.
+"""What a call is: a request's type and its reply's, and how both travel.
 
-    client ─▶ server    [ id, header, payload? ]                 kind: the method
-    server ─▶ client    [ id + "R" or "E", header, payload? ]    kind: "reply" or "error"
+A room defines the calls that it serves, and whoever calls it uses the same types:
 
-`id` is the client's own number of the call, an unsigned 64-bit little-endian number. An error's meta holds `type`,
-`message` and `traceback`, three strings.
+    class PublishedWeights(Reply, frozen=True):
+        path: str
+
+    class Publish(Request[PublishedWeights], frozen=True):
+        version: int
+
+The name on the wire, the verb, is the class's in snake case (`publish`). A body is msgpack and must be of its type
+exactly: a missing, unknown or wrong field is refused with its path. No arrays and no pickle; free-form parts are
+annotated `dict[str, Any]`.
+
+    client ─▶ server    [ id + verb, body ]
+    server ─▶ client    [ id + "R" or "E", body ]    the reply, or a `Failure`
+
+`id` is the client's own number of the call, an unsigned 64-bit little-endian number.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 import traceback
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from asyncrl.comm.codec import CodecError, Frame, Message
+import msgspec
 
 _ID = struct.Struct("<Q")
-_OUTCOME = struct.Struct("<Qc")
 _REPLY, _ERROR = b"R", b"E"
-ERROR_KIND = "error"
 _MAX_TEXT = 32_000  # characters of a traceback: enough for any, bounded for a hostile exception
-DEFAULT_MAX_BYTES = 1 << 30
+DEFAULT_MAX_BYTES = 64 << 20
+"""Limit of one body: the master's metadata of a very large batch."""
 
 
-def pack_request(call: int, encoded: Sequence[Frame]) -> list[Frame]:
+class MessageError(ValueError):
+    """A body that is not of its type, cannot be encoded or is too large; frames that are no request or reply."""
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the replies' types."""
+
+
+class Done(Reply, frozen=True):
+    """Reply of a call that has nothing to tell."""
+
+
+class Failure(Reply, frozen=True):
+    """What the client is told of an exception: its type's name, its message and its traceback as text."""
+
+    kind: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure that `error` is."""
+        text = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, str(error)[:_MAX_TEXT], text[-_MAX_TEXT:])
+
+
+R = TypeVar("R", bound=Reply)
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True, forbid_unknown_fields=True):
+    """Base of the requests' types; subclass `Request[<type of the reply>]`.
+
+    Attributes:
+        verb: the call's name on the wire and in errors, from the class's name.
+        reply_type: what the server answers.
+    """
+
+    verb: ClassVar[str]
+    reply_type: ClassVar[type[Reply]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        (cls.reply_type,) = get_args(cls.__dict__["__orig_bases__"][0])
+        cls.verb = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def encode(body: msgspec.Struct) -> bytes:
+    """The bytes of `body`.
+
+    Raises:
+        MessageError: a free-form part of it is not plain data, or it is larger than DEFAULT_MAX_BYTES.
+    """
+    try:
+        encoded = msgspec.msgpack.encode(body, enc_hook=_as_builtin)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise MessageError(f"{type(body).__name__} is not plain data: {error}") from error
+    if len(encoded) > DEFAULT_MAX_BYTES:
+        raise MessageError(f"{type(body).__name__} takes {len(encoded)} bytes, limit {DEFAULT_MAX_BYTES}")
+    return encoded
+
+
+def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
+    """The body of `body_type` in `encoded`, whatever bytes these are.
+
+    Raises:
+        MessageError: they are not one; the message has the path of the first wrong field and what was expected.
+    """
+    if encoded.nbytes > max_bytes:
+        raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {max_bytes}")
+    try:
+        body: _B = _decoder(body_type).decode(encoded)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise MessageError(f"{body_type.__name__}: {error}") from error
+    return body
+
+
+def pack_request(call: int, request: Request[Any]) -> list[bytes]:
     """Frames of call number `call`."""
-    return [_ID.pack(call), *encoded]
+    return [_ID.pack(call) + request.verb.encode(), encode(request)]
 
 
-def unpack_request(frames: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-    """The call's number and the encoded request.
+def unpack_request(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
+    """The call's number, its verb and the request's body.
 
     Raises:
-        CodecError: this is no request.
+        MessageError: this is no request.
     """
-    if not frames or len(frames[0]) != _ID.size:
-        raise CodecError("message does not begin with a call's number")
-    return _ID.unpack(frames[0])[0], frames[1:]
+    number, verb, body = _unpack(frames)
+    return number, verb.decode(errors="replace"), body
 
 
-def pack_reply(call: int, encoded: Sequence[Frame], *, failed: bool) -> list[Frame]:
+def pack_reply(call: int, reply: Reply) -> list[bytes]:
     """Frames of the answer to call number `call`."""
-    return [_OUTCOME.pack(call, _ERROR if failed else _REPLY), *encoded]
+    return [_ID.pack(call) + (_ERROR if isinstance(reply, Failure) else _REPLY), encode(reply)]
 
 
-def unpack_reply(frames: Sequence[memoryview]) -> tuple[int, bool, Sequence[Frame]]:
-    """The call's number, whether it failed, and the encoded reply.
+def unpack_reply(frames: Sequence[memoryview]) -> tuple[int, bool, memoryview]:
+    """The call's number, whether it failed, and the body: a `Failure` if it did.
 
     Raises:
-        CodecError: this is no reply.
+        MessageError: this is no reply.
     """
-    if not frames or len(frames[0]) != _OUTCOME.size:
-        raise CodecError("message does not begin with a call's number and outcome")
-    call, outcome = _OUTCOME.unpack(frames[0])
+    number, outcome, body = _unpack(frames)
     if outcome not in (_REPLY, _ERROR):
-        raise CodecError(f"reply has the outcome {outcome!r}, expected {_REPLY!r} or {_ERROR!r}")
-    return call, outcome == _ERROR, frames[1:]
+        raise MessageError(f"reply has the outcome {outcome!r:.80}, expected {_REPLY!r} or {_ERROR!r}")
+    return number, outcome == _ERROR, body
 
 
-def error_message(error: BaseException) -> Message:
-    """What the client is told about `error`."""
-    text = "".join(traceback.format_exception(error))
-    return Message(
-        ERROR_KIND,
-        {"type": type(error).__name__, "message": str(error)[:_MAX_TEXT], "traceback": text[-_MAX_TEXT:]},
-    )
+def _unpack(frames: Sequence[memoryview]) -> tuple[int, bytes, memoryview]:
+    if len(frames) != 2 or len(frames[0]) < _ID.size:
+        raise MessageError("message is not a call's number and a body")
+    return _ID.unpack_from(frames[0])[0], bytes(frames[0][_ID.size :]), frames[1]
+
+
+@cache
+def _decoder(body_type: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(body_type)
+
+
+def _as_builtin(value: Any) -> Any:
+    """`value` as the builtin number that it derives from: `numpy.float64` is a float, and users' statistics hold it."""
+    for builtin in (float, int):
+        if isinstance(value, builtin):
+            return builtin(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.80}")

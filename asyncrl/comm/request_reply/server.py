@@ -8,26 +8,28 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import zmq
 
 from asyncrl.comm.authentication import SourceLog
-from asyncrl.comm.codec import CodecError, Frame, Message, decode, encode
 from asyncrl.comm.request_reply import messages
+from asyncrl.comm.request_reply.messages import Failure, MessageError, Reply, Request
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import MESSAGES_PER_TURN, Context, LoopSocket, bind, peer_address, receive, send
 
 _log = logging.getLogger(__name__)
 
-ImmediateMethod = Callable[[Message], Awaitable[Message]]
-QueuedMethod = Callable[[Message], Message]
+ImmediateHandler: TypeAlias = Callable[[Any], Awaitable[Reply]]
+QueuedHandler: TypeAlias = Callable[[Any], Reply]
+"""Takes a request of the type under which it is registered and returns that type's reply."""
 
 _SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
 _CLOSE_LINGER_MS = 500  # for replies given just before `close`
 
 
-class UnknownMethod(Exception):
-    """A call of a method that this server does not have."""
+class UnknownCall(Exception):
+    """A call that this server does not serve."""
 
 
 class ServerBusy(Exception):
@@ -38,20 +40,23 @@ class ServerBusy(Exception):
 class _Call:
     client: bytes
     number: int
-    request: Message
+    request: Request[Any]
 
 
 class RequestServer:
-    """Serves methods at `endpoint`. A method takes the request and returns the reply, whose `kind` does not matter.
+    """Serves calls at `endpoint`: for every request's type a handler, immediate or queued.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
-        immediate: async methods, run on the I/O thread's loop.
-        queued: methods that `serve_one` runs, in order of arrival.
+        immediate: async handlers, run on the I/O thread's loop.
+        queued: handlers that `serve_one` runs, in order of arrival.
         inbox_capacity: queued calls waiting at most; more are answered with ServerBusy.
         max_immediate: immediate calls outstanding at most; more are answered with ServerBusy.
         max_bytes: limit of one request.
+
+    Raises:
+        ValueError: two requests have the same verb.
     """
 
     def __init__(
@@ -59,16 +64,19 @@ class RequestServer:
         bind_host: str,
         security: SocketSecurity | None,
         *,
-        immediate: Mapping[str, ImmediateMethod] | None = None,
-        queued: Mapping[str, QueuedMethod] | None = None,
+        immediate: Mapping[type[Request[Any]], ImmediateHandler] | None = None,
+        queued: Mapping[type[Request[Any]], QueuedHandler] | None = None,
         inbox_capacity: int = 1024,
         max_immediate: int = 1024,
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
         self._immediate = dict(immediate or {})
         self._queued = dict(queued or {})
-        if both := self._immediate.keys() & self._queued.keys():
-            raise ValueError(f"method {min(both)!r} is both immediate and queued: choose one")
+        self._types: dict[str, type[Request[Any]]] = {}
+        for request_type in (*self._immediate, *self._queued):
+            if request_type.verb in self._types:
+                raise ValueError(f"{request_type.verb!r} is served twice: choose one handler")
+            self._types[request_type.verb] = request_type
         self._inbox: queue.Queue[_Call] = queue.Queue(inbox_capacity)
         self._max_immediate = max_immediate
         self._max_bytes = max_bytes
@@ -90,7 +98,7 @@ class RequestServer:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The I/O thread's loop: immediate methods run here. Other threads reach it with `call_soon_threadsafe`."""
+        """The I/O thread's loop: immediate handlers run here. Other threads reach it with `call_soon_threadsafe`."""
         return self._loop
 
     @property
@@ -101,21 +109,21 @@ class RequestServer:
     def serve_one(self, timeout_s: float) -> bool:
         """Run the oldest queued call in this thread and answer it; False if none came within `timeout_s` seconds.
 
-        What the method raises goes to the client as RemoteError; an exit or interrupt goes on here as well.
+        What the handler raises goes to the client as RemoteError; an exit or interrupt goes on here as well.
         """
         try:
             call = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
         except queue.Empty:
             return False
         try:
-            reply, failed = self._queued[call.request.kind](call.request), False
+            reply = self._queued[type(call.request)](call.request)
         except Exception as error:
-            _log.exception("method %s failed", call.request.kind)
-            reply, failed = messages.error_message(error), True
+            _log.exception("%s failed", call.request.verb)
+            reply = Failure.of(error)
         except BaseException as error:
-            self._answer_from_thread(call, messages.error_message(error), failed=True)
+            self._answer_from_thread(call, Failure.of(error))
             raise
-        self._answer_from_thread(call, reply, failed=failed)
+        self._answer_from_thread(call, reply)
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -147,69 +155,70 @@ class RequestServer:
         self._link.recheck()
 
     def _on_request(self, frames: list[zmq.Frame]) -> None:
+        client = frames[0].bytes
         try:
-            number, encoded = messages.unpack_request([frame.buffer for frame in frames[1:]])
-        except CodecError as error:
-            self._drop(frames, error)
+            number, verb, body = messages.unpack_request([frame.buffer for frame in frames[1:]])
+        except MessageError as error:
+            self._count_malformed(frames, error)
+            return
+        if (request_type := self._types.get(verb)) is None:
+            known = ", ".join(sorted(self._types))
+            self._send(client, number, Failure.of(UnknownCall(f"there is no call {verb!r:.80}; there are: {known}")))
             return
         try:
-            call = _Call(frames[0].bytes, number, decode(encoded, max_bytes=self._max_bytes))
-        except CodecError as error:
-            self._drop(frames, error)
-            self._send(frames[0].bytes, number, messages.error_message(error), failed=True)
+            request = messages.decode(body, request_type, self._max_bytes)
+        except MessageError as error:
+            self._count_malformed(frames, error)
+            self._send(client, number, Failure.of(error))
             return
-        self._dispatch(call)
+        self._dispatch(_Call(client, number, request))
 
     def _dispatch(self, call: _Call) -> None:
-        method = call.request.kind
-        if method in self._immediate and len(self._tasks) < self._max_immediate:
-            task = self._loop.create_task(self._run_immediate(call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif method in self._immediate:
-            self._refuse(call, ServerBusy(f"{self._max_immediate} immediate calls are outstanding: call again later"))
-        elif method in self._queued:
+        busy = None
+        if type(call.request) in self._queued:
             try:
                 self._inbox.put_nowait(call)
             except queue.Full:
-                self._refuse(call, ServerBusy(f"{self._inbox.maxsize} calls wait in the inbox: call again later"))
+                busy = f"{self._inbox.maxsize} calls wait in the inbox"
+        elif len(self._tasks) < self._max_immediate:
+            task = self._loop.create_task(self._run_immediate(call))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
-            known = ", ".join(sorted([*self._immediate, *self._queued]))
-            self._refuse(call, UnknownMethod(f"there is no method {method!r:.80}; there are: {known}"))
+            busy = f"{self._max_immediate} immediate calls are outstanding"
+        if busy:
+            self._send(call.client, call.number, Failure.of(ServerBusy(f"{busy}: call again later")))
 
     async def _run_immediate(self, call: _Call) -> None:
         try:
-            reply, failed = await self._immediate[call.request.kind](call.request), False
+            reply = await self._immediate[type(call.request)](call.request)
         except Exception as error:
-            _log.exception("method %s failed", call.request.kind)
-            reply, failed = messages.error_message(error), True
-        self._send(call.client, call.number, reply, failed=failed)
+            _log.exception("%s failed", call.request.verb)
+            reply = Failure.of(error)
+        self._send(call.client, call.number, reply)
 
-    def _refuse(self, call: _Call, error: Exception) -> None:
-        self._send(call.client, call.number, messages.error_message(error), failed=True)
-
-    def _answer_from_thread(self, call: _Call, reply: Message, *, failed: bool) -> None:
-        """Answer from the thread of `serve_one`; encoding, and its copy, happen here and not on the I/O thread."""
-        frames = self._encode(call.number, reply, failed=failed)
+    def _answer_from_thread(self, call: _Call, reply: Reply) -> None:
+        """Answer from the thread of `serve_one`, which also encodes the reply."""
+        frames = self._pack(call.number, reply)
         try:
             self._loop.call_soon_threadsafe(self._send_frames, call.client, frames)
         except RuntimeError:
-            _log.warning("the server was closed while %s ran: its answer is lost", call.request.kind)
+            _log.warning("the server was closed while %s ran: its answer is lost", call.request.verb)
 
-    def _send(self, client: bytes, number: int, reply: Message, *, failed: bool) -> None:
-        self._send_frames(client, self._encode(number, reply, failed=failed))
+    def _send(self, client: bytes, number: int, reply: Reply) -> None:
+        self._send_frames(client, self._pack(number, reply))
 
-    def _encode(self, number: int, reply: Message, *, failed: bool) -> list[Frame]:
+    def _pack(self, number: int, reply: Reply) -> list[bytes]:
         try:
-            return messages.pack_reply(number, encode(reply), failed=failed)
-        except CodecError as error:
+            return messages.pack_reply(number, reply)
+        except MessageError as error:
             _log.error("a reply cannot be encoded: %s", error)
-            return messages.pack_reply(number, encode(messages.error_message(error)), failed=True)
+            return messages.pack_reply(number, Failure.of(error))
 
-    def _send_frames(self, client: bytes, frames: list[Frame]) -> None:
+    def _send_frames(self, client: bytes, frames: list[bytes]) -> None:
         send(self._socket, [client, *frames])  # a ROUTER drops what is for a client that has gone
         self._link.recheck()
 
-    def _drop(self, frames: list[zmq.Frame], error: CodecError) -> None:
+    def _count_malformed(self, frames: list[zmq.Frame], error: MessageError) -> None:
         self.malformed += 1
         self._log.note(peer_address(frames), str(error))

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.master.graph.types import Call, Graph
-from asyncrl.master.peers import ModelWorkers
+from asyncrl.master.peers import CalledWorker
+from asyncrl.trainer.messages import CallStats, RunCall
 
 Stats = dict[str, Any]
 
@@ -36,12 +37,12 @@ class Executor:
     Args:
         graph: a validated graph.
         placement: for every role the workers that host it.
-        workers: how they are reached.
+        workers: the ModelWorkers by index.
         timeout_s: limit of one call, queueing behind other calls included.
     """
 
     def __init__(
-        self, graph: Graph, placement: Mapping[str, Sequence[int]], workers: ModelWorkers, timeout_s: float
+        self, graph: Graph, placement: Mapping[str, Sequence[int]], workers: Sequence[CalledWorker], timeout_s: float
     ) -> None:
         self._order = graph.order()
         self._before = graph.predecessors()
@@ -76,28 +77,21 @@ class Executor:
 
     async def _run_call(self, call: Call) -> Stats:
         started = time.perf_counter()
-        meta = {
-            "name": call.name,
-            "role": call.role,
-            "function": call.function,
-            "reads": list(call.reads),
-            "writes": list(call.writes),
-            "args": dict(call.args),
-        }
+        request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
         # Tasks start in the order of their creation: all workers are sent this call before any is sent the next one.
-        replies = [asyncio.ensure_future(self._request(call, worker, meta)) for worker in self._placement[call.role]]
+        replies = [asyncio.ensure_future(self._call(worker, request)) for worker in self._placement[call.role]]
         try:
             first, *_ = await asyncio.gather(*replies)
         finally:
             for reply in replies:
                 reply.cancel()
         # Functions reduce their statistics over all ranks, so every worker reports the same ones.
-        return {**first["stats"], f"time/{call.name}_s": time.perf_counter() - started}
+        return {**first.stats, f"time/{call.name}_s": time.perf_counter() - started}
 
-    async def _request(self, call: Call, worker: int, meta: Mapping[str, Any]) -> dict[str, Any]:
-        where = f"call {call.name!r} (function {call.function!r}, role {call.role!r}) on model_worker/{worker}"
+    async def _call(self, worker: int, request: RunCall) -> CallStats:
+        where = f"call {request.name!r} (function {request.function!r}, role {request.role!r}) on model_worker/{worker}"
         try:
-            return await self._workers.request(worker, "call", meta, self._timeout_s)
+            return await self._workers[worker].call(request, timeout_s=self._timeout_s)
         except TimeoutError as error:
             raise ExecutionError(f"{where} did not finish within {self._timeout_s:g} s") from error
         except Exception as error:

@@ -12,17 +12,16 @@ may still be wanted, so a server that comes late or starts again is brought to t
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Protocol
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveError
-from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
-from asyncrl.comm.request_reply.client import RequestTimeout
+from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient, RequestTimeout
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.decisions import BeginUpdate
+from asyncrl.trainer.messages import SendWeights
 
 SENDER = 0
 """The ModelWorker that sends: every rank has all weights, one of them is enough."""
@@ -59,16 +58,10 @@ class TrainerDelivery:
     async def deliver(self, order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:
         """See `WeightDelivery`."""
         version = order.target.version
-        meta = {
-            "server": order.server,
-            "url": client.url,
-            "version": version,
-            "keep_cache": order.keeps_cache,
-            "timeout_s": timeout_s,
-        }
+        send = SendWeights(order.server, client.url, version, order.keeps_cache, timeout_s)
         try:
             sender = await self._find()
-            await sender.call("send_weights", meta, timeout_s=timeout_s)
+            await sender.call(send, timeout_s=timeout_s)
         except (NameResolveError, RequestTimeout, PeerGone) as error:
             raise UpdateFailed(f"the trainer did not send v{version} to {client.url}: {error}") from error
         except RemoteError as error:
@@ -82,7 +75,7 @@ class TrainerDelivery:
     async def _find(self) -> RequestClient:
         """The sender's client; a new one where it was started again at another address."""
         key = names.worker_key("model_worker", SENDER)
-        endpoint = json.loads(await asyncio.to_thread(self._resolver.get, key))["endpoint"]
+        endpoint = names.WorkerAddress.decode(await asyncio.to_thread(self._resolver.get, key)).endpoint
         if self._sender is None or self._sender[0] != endpoint:
             self.close()
             self._sender = (endpoint, RequestClient(endpoint, self._security, name=key))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.master.assignment import assign, minibatch_of_groups
-from asyncrl.master.records import RolloutRecord
+from asyncrl.trainer.messages import RolloutRecord
 
 
 def records(tokens: list[int], workers: list[int]) -> list[RolloutRecord]:

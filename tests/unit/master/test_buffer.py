@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.buffer import REMEMBERED_IDS, SampleBuffer
-from asyncrl.master.records import RolloutRecord
+from asyncrl.trainer.messages import RolloutRecord
 
 
 def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str = "r", worker: int = 0) -> RolloutRecord:

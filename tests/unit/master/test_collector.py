@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from asyncrl.comm.request_reply import Done
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.collector import Collector
+from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 
 class Workers:
@@ -17,39 +18,44 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.received: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self.received: list[list[RolloutRecord]] = [[] for _ in range(count)]
         self.wake = [asyncio.Event() for _ in range(count)]
         self.polls: list[tuple[int, int, float]] = []
         self.discarded: list[tuple[int, str]] = []
         self.failure: Exception | None = None
 
-    async def request(
-        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        if method == "discard":
-            self.discarded += [(worker, rollout_id) for rollout_id in meta["rollout_ids"]]
-            return {}
-        self.polls.append((worker, meta["cursor"], meta["timeout_s"]))
-        if meta["timeout_s"]:
-            await self.wake[worker].wait()
-            self.wake[worker].clear()
-        if self.failure is not None:
-            raise self.failure
-        return {"cursor": len(self.received[worker]), "rollouts": self.received[worker][meta["cursor"] :]}
+    def __iter__(self) -> Iterator[Worker]:
+        return iter([Worker(self, index) for index in range(self.count)])
 
 
-def meta(order: int) -> dict[str, Any]:
-    return {
-        "rollout_id": f"r{order}",
-        "prompt_id": f"e0-{order}",
-        "order": order,
-        "oldest_version": 0,
-        "version_tokens": {"0": 4},
-        "lengths": [4, 4],
-        "generated": [2, 2],
-        "rewards": [0.0, 1.0],
-        "truncated": [False, True],
-    }
+class Worker:
+    """One of them."""
+
+    def __init__(self, workers: Workers, index: int) -> None:
+        self.all, self.index = workers, index
+
+    async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> PolledBuffer | Done:
+        workers, received = self.all, self.all.received[self.index]
+        if isinstance(request, Discard):
+            workers.discarded += [(self.index, rollout_id) for rollout_id in request.rollout_ids]
+            return Done()
+        workers.polls.append((self.index, request.cursor, request.timeout_s))
+        if request.timeout_s:
+            await workers.wake[self.index].wait()
+            workers.wake[self.index].clear()
+        if workers.failure is not None:
+            raise workers.failure
+        return PolledBuffer(len(received), tuple(received[request.cursor :]))
+
+
+def record(order: int, worker: int = 0) -> RolloutRecord:
+    return RolloutRecord(
+        f"r{order}", f"e0-{order}", order, worker, 0, {0: 4}, (4, 4), (2, 2), (0.0, 1.0), (False, True)
+    )
+
+
+def collect(workers: Workers, buffer: SampleBuffer) -> Collector:
+    return Collector(list(workers), range(workers.count), buffer)
 
 
 async def rounds(number: int = 20) -> None:
@@ -65,10 +71,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
-    collector = Collector(workers, buffer)
+    collector = collect(workers, buffer)
     collector.start()
     for order in range(50):
-        workers.received[0].append(meta(order))
+        workers.received[0].append(record(order))
         workers.wake[0].set()
         await rounds(5)
     assert len(workers.polls) < 10
@@ -79,12 +85,12 @@ async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
 
 async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(workers, buffer)
+    collector = collect(workers, buffer)
     collector.start()
     waiting = asyncio.create_task(collector.changed())
     await rounds()
     assert not waiting.done()
-    workers.received[1].append(meta(0))
+    workers.received[1].append(record(0, worker=1))
     workers.wake[1].set()
     await waiting
     assert len(buffer) == 1
@@ -95,11 +101,11 @@ async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
 
 async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(workers, buffer)
+    collector = collect(workers, buffer)
     collector.start()
     await rounds()
-    workers.received[0].append(meta(0))
-    workers.received[1].append(meta(1))
+    workers.received[0].append(record(0))
+    workers.received[1].append(record(1, worker=1))
     await collector.refresh()
     assert len(buffer) == 2
     await until(lambda: sorted(poll[:2] for poll in workers.polls[-2:]) == [(0, 1), (1, 1)])
@@ -109,11 +115,11 @@ async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
 
 async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = Collector(workers, buffer)
-    workers.received[0].append(meta(0))
+    collector = collect(workers, buffer)
+    workers.received[0].append(record(0))
     collector.start()
     await collector.refresh()
-    workers.received[1].append(meta(0))
+    workers.received[1].append(record(0, worker=1))
     await collector.refresh()
     assert workers.discarded == [(1, "r0")]
     assert collector.generated_tokens == 4
@@ -124,7 +130,7 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
 async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
     workers = Workers(2)
     workers.failure = ConnectionError("model_worker/1 is gone")
-    collector = Collector(workers, SampleBuffer(4, 0, "drop"))
+    collector = collect(workers, SampleBuffer(4, 0, "drop"))
     collector.start()
     await rounds()
     workers.wake[1].set()
@@ -132,3 +138,14 @@ async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
         await (collector.changed() if wait == "changed" else collector.refresh())
     await collector.close()
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_only_the_data_parallel_heads_are_polled() -> None:
+    workers, buffer = Workers(3), SampleBuffer(4, 0, "drop")
+    collector = Collector(list(workers), (0, 2), buffer)
+    collector.start()
+    workers.received[2].append(record(0, worker=2))
+    await collector.refresh()
+    assert len(buffer) == 1
+    assert {worker for worker, *_ in workers.polls} == {0, 2}
+    await collector.close()

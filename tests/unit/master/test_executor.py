@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.master.graph.executor import ExecutionError, Executor
 from asyncrl.master.graph.types import Call, Graph
+from asyncrl.trainer.messages import CallStats, RunCall
 
 
 @dataclass
@@ -28,19 +28,28 @@ class Workers:
     def __post_init__(self) -> None:
         self.locks = [asyncio.Lock() for _ in range(self.count)]
 
-    async def request(
-        self, worker: int, method: str, meta: Mapping[str, Any], timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        name = meta["name"]
-        self.arrived.setdefault(worker, []).append(name)
-        async with self.locks[worker]:
-            self.events.append(("begin", name))
-            for _ in range(self.rounds.get((name, worker), 1)):
+    def __iter__(self) -> Iterator[Worker]:
+        return iter([Worker(self, index) for index in range(self.count)])
+
+
+@dataclass
+class Worker:
+    """One of them."""
+
+    all: Workers
+    index: int
+
+    async def call(self, request: RunCall, *, timeout_s: float) -> CallStats:
+        workers, name = self.all, request.name
+        workers.arrived.setdefault(self.index, []).append(name)
+        async with workers.locks[self.index]:
+            workers.events.append(("begin", name))
+            for _ in range(workers.rounds.get((name, self.index), 1)):
                 await asyncio.sleep(0)
-            if name in self.fails:
-                raise self.fails[name]
-            self.events.append(("end", name))
-        return {"stats": {name: worker}}
+            if name in workers.fails:
+                raise workers.fails[name]
+            workers.events.append(("end", name))
+        return CallStats({name: self.index})
 
 
 DIAMOND = Graph(
@@ -55,7 +64,7 @@ DIAMOND = Graph(
 
 async def test_independent_calls_on_different_workers_overlap() -> None:
     workers = Workers(2, rounds={("left", 0): 5, ("right", 1): 5})
-    stats = await Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 1.0).run()
+    stats = await Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 1.0).run()
     assert workers.events[:2] == [("begin", "left"), ("begin", "right")]
     assert workers.events[-2:] == [("begin", "train"), ("end", "train")]
     assert {"left": 0, "right": 1, "train": 0}.items() <= stats.items()
@@ -64,7 +73,7 @@ async def test_independent_calls_on_different_workers_overlap() -> None:
 
 async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
     workers = Workers(2, rounds={("left", 1): 50})
-    await Executor(DIAMOND, {"actor": [0, 1], "ref": [0]}, workers, 1.0).run()
+    await Executor(DIAMOND, {"actor": [0, 1], "ref": [0]}, list(workers), 1.0).run()
     assert workers.events.index(("begin", "train")) > max(
         index for index, event in enumerate(workers.events) if event[1] in ("left", "right")
     )
@@ -84,7 +93,7 @@ def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(d
     workers = Workers(3, rounds=rounds)
     placement = {role: sorted(members) for role, members in roles.items()}
 
-    asyncio.run(Executor(Graph("g", tuple(calls)), placement, workers, 1.0).run())
+    asyncio.run(Executor(Graph("g", tuple(calls)), placement, list(workers), 1.0).run())
 
     position = {
         worker: {name: index for index, name in enumerate(arrived)} for worker, arrived in workers.arrived.items()
@@ -100,7 +109,7 @@ def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(d
 
 async def test_a_failure_names_call_role_and_worker_and_cancels_the_rest() -> None:
     workers = Workers(2, rounds={("right", 1): 10**6}, fails={"left": ValueError("bad shape")})
-    executor = Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 1.0)
+    executor = Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 1.0)
     with pytest.raises(
         ExecutionError, match=r"'left' \(function 'f', role 'actor'\) on model_worker/0 failed: bad shape"
     ):
@@ -112,4 +121,4 @@ async def test_a_failure_names_call_role_and_worker_and_cancels_the_rest() -> No
 async def test_a_late_call_is_named_with_its_limit() -> None:
     workers = Workers(2, fails={"right": TimeoutError()})
     with pytest.raises(ExecutionError, match=r"'right'.*model_worker/1 did not finish within 7 s"):
-        await Executor(DIAMOND, {"actor": [0], "ref": [1]}, workers, 7.0).run()
+        await Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 7.0).run()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from asyncrl.master.buffer import Batch
 from asyncrl.master.metric_rows import RowQueue, batch_statistics, evaluation_statistics
-from asyncrl.master.peers import EvaluationResult
-from asyncrl.master.records import RolloutRecord
 from asyncrl.master.version_clock import VersionClock
+from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.trainer.messages import RolloutRecord
 
 RESULT = EvaluationResult([1.0, 0.0, 1.0, 1.0], [2, 4, 6, 8], 3, 3)
 

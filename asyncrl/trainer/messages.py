@@ -1,0 +1,177 @@
+"""The calls that a ModelWorker serves, with their replies. The MasterWorker makes all but `SendWeights`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncrl.comm.request_reply.messages import Done, Reply, Request
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of one received rollout of S samples: ids, lengths, versions and rewards, never a token.
+
+    Attributes:
+        worker: index of the ModelWorker that holds the tensors.
+        oldest_version: policy version of the oldest generated token of the group; -1 if nothing was generated.
+        version_tokens: generated tokens by policy version.
+        lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards`, `truncated` likewise.
+    """
+
+    rollout_id: str
+    prompt_id: str
+    order: int
+    worker: int
+    oldest_version: int
+    version_tokens: dict[int, int]
+    lengths: tuple[int, ...]
+    generated: tuple[int, ...]
+    rewards: tuple[float, ...]
+    truncated: tuple[bool, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples, prompts included."""
+        return sum(self.lengths)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the policy generated."""
+        return sum(self.generated)
+
+    @property
+    def newest_version(self) -> int:
+        """Policy version of the newest generated token; -1 if nothing was generated."""
+        return max(self.version_tokens, default=-1)
+
+
+class PolledBuffer(Reply, frozen=True):
+    """Every rollout received after the poll's cursor; `cursor` acknowledges them in the next poll."""
+
+    cursor: int
+    rollouts: tuple[RolloutRecord, ...]
+
+
+class PollBuffer(Request[PolledBuffer], frozen=True):
+    """What was received after `cursor`? Answered once there is something, or after `timeout_s` seconds."""
+
+    cursor: int
+    timeout_s: float
+
+
+class Discard(Request[Done], frozen=True):
+    """Forget these rollouts; unknown ids are ignored."""
+
+    rollout_ids: tuple[str, ...]
+
+
+class InboxStatus(Reply, frozen=True):
+    """Rollouts held now, and counters of the trajectory puller."""
+
+    held: int
+    received: int
+    duplicates: int
+    malformed: int
+    unauthenticated: int
+
+
+class Status(Request[InboxStatus], frozen=True):
+    """How is reception going?"""
+
+
+class SendWeights(Request[Done], frozen=True):
+    """Bring the paused server with index `server` at `url` to `version`, which is held in memory.
+
+    `keep_cache`: the server keeps its KV cache. `timeout_s`: limit of one HTTP call to it. Made by the GserverManager.
+    """
+
+    server: int
+    url: str
+    version: int
+    keep_cache: bool
+    timeout_s: float
+
+
+class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rollout `rollout_id` moves from rank `src` to rank `dst` and is trained in minibatch `minibatch`."""
+
+    rollout_id: str
+    src: int
+    dst: int
+    minibatch: int
+
+
+class BeginStep(Request[Done], frozen=True):
+    """Bring this rank's rollouts of the step at `version` here and pack them; every rank gets the same request.
+
+    `min_version`: only tokens of this version or newer carry loss. `assignment` is in data order.
+    """
+
+    version: int
+    min_version: int
+    num_minibatches: int
+    assignment: tuple[Assignment, ...]
+
+
+class CallStats(Reply, frozen=True):
+    """Numbers by name, reduced over all ranks; some are lists with one number per minibatch."""
+
+    stats: dict[str, Any]
+
+
+class RunCall(Request[CallStats], frozen=True):
+    """Run one call of the graph on the step's batch; the fields are those of `asyncrl.master.graph.types.Call`."""
+
+    name: str
+    role: str
+    function: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    args: dict[str, Any]
+
+
+class EndStep(Request[Done], frozen=True):
+    """Free the step's batch."""
+
+
+class PublishedWeights(Reply, frozen=True):
+    """Folder of the version: its weights if it was published to disk, else what announces it."""
+
+    path: str
+
+
+class Publish(Request[PublishedWeights], frozen=True):
+    """Make the weights of `role` available as `version`, in a folder if `to_disk`."""
+
+    role: str
+    version: int
+    to_disk: bool
+
+
+class CollectWeights(Request[Done], frozen=True):
+    """Remove the published versions of `role` but those in `keep`."""
+
+    role: str
+    keep: tuple[int, ...]
+
+
+class SaveCheckpoint(Request[Done], frozen=True):
+    """Write a checkpoint of `version` to `path` and delete all but the newest `keep` beside it."""
+
+    path: str
+    version: int
+    keep: int
+    master_state: dict[str, Any]
+
+
+class LoadedCheckpoint(Reply, frozen=True):
+    """The master's state in the checkpoint that was loaded; None where there was none."""
+
+    master_state: dict[str, Any] | None
+
+
+class LoadCheckpoint(Request[LoadedCheckpoint], frozen=True):
+    """Restore the newest whole checkpoint in the folder `root`."""
+
+    root: str
