@@ -85,7 +85,7 @@ class RequestClient:
         if self._closed:
             raise PeerGone(f"call of {request.verb} at {self._peer}: the client is closed")
         call = self._next_call
-        self._unsent.append((call, messages.pack_request(call, request)))
+        self._unsent.append((call, messages.pack(call, request.verb, request)))
         self._next_call += 1
         answer: asyncio.Future[Reply] = self._loop.create_future()
         self._calls[call] = answer, type(request)
@@ -117,7 +117,7 @@ class RequestClient:
 
     def _on_message(self, link: PeerLink, frames: list[memoryview]) -> None:
         try:
-            call, failed, body = messages.unpack_reply(frames)
+            call, verb, body = messages.unpack(frames)
         except MessageError as error:
             self._log.note(self._peer, str(error))
             return
@@ -125,7 +125,7 @@ class RequestClient:
         if answer is None or request is None or answer.done():
             return  # its caller has given up
         try:
-            reply = messages.decode(body, Failure if failed else request.reply_type, self._max_bytes)
+            reply = messages.decode(body, request.reply_type if verb else Failure, self._max_bytes)
         except MessageError as error:
             answer.set_exception(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
             return

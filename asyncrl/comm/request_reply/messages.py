@@ -12,10 +12,10 @@ The name on the wire, the verb, is the class's in snake case (`publish`). A body
 exactly: a missing, unknown or wrong field is refused with its path. No arrays and no pickle; free-form parts are
 annotated `dict[str, Any]`.
 
-    client ─▶ server    [ id + verb, body ]
-    server ─▶ client    [ id + "R" or "E", body ]    the reply, or a `Failure`
+    client ─▶ server    [ id + verb, request ]
+    server ─▶ client    [ id + verb, reply ]  or  [ id, failure ]
 
-`id` is the client's own number of the call, an unsigned 64-bit little-endian number.
+`id` is the client's own number of the call, an unsigned 64-bit little-endian number; a failure is a `Failure`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import msgspec
 
 _ID = struct.Struct("<Q")
-_REPLY, _ERROR = b"R", b"E"
 _MAX_TEXT = 32_000  # characters of a traceback: enough for any, bounded for a hostile exception
 DEFAULT_MAX_BYTES = 64 << 20
 """Limit of one body: the master's metadata of a very large batch."""
@@ -113,42 +112,24 @@ def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
     return body
 
 
-def pack_request(call: int, request: Request[Any]) -> list[bytes]:
-    """Frames of call number `call`."""
-    return [_ID.pack(call) + request.verb.encode(), encode(request)]
-
-
-def unpack_request(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
-    """The call's number, its verb and the request's body.
+def pack(call: int, verb: str, body: msgspec.Struct) -> list[bytes]:
+    """Frames of call number `call`, or of the answer to it; a failure's verb is empty.
 
     Raises:
-        MessageError: this is no request.
+        MessageError: see `encode`.
     """
-    number, verb, body = _unpack(frames)
-    return number, verb.decode(errors="replace"), body
+    return [_ID.pack(call) + verb.encode(), encode(body)]
 
 
-def pack_reply(call: int, reply: Reply) -> list[bytes]:
-    """Frames of the answer to call number `call`."""
-    return [_ID.pack(call) + (_ERROR if isinstance(reply, Failure) else _REPLY), encode(reply)]
-
-
-def unpack_reply(frames: Sequence[memoryview]) -> tuple[int, bool, memoryview]:
-    """The call's number, whether it failed, and the body: a `Failure` if it did.
+def unpack(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
+    """The call's number, its verb and the body, which is to be decoded.
 
     Raises:
-        MessageError: this is no reply.
+        MessageError: this is no message of request-reply.
     """
-    number, outcome, body = _unpack(frames)
-    if outcome not in (_REPLY, _ERROR):
-        raise MessageError(f"reply has the outcome {outcome!r:.80}, expected {_REPLY!r} or {_ERROR!r}")
-    return number, outcome == _ERROR, body
-
-
-def _unpack(frames: Sequence[memoryview]) -> tuple[int, bytes, memoryview]:
     if len(frames) != 2 or len(frames[0]) < _ID.size:
         raise MessageError("message is not a call's number and a body")
-    return _ID.unpack_from(frames[0])[0], bytes(frames[0][_ID.size :]), frames[1]
+    return _ID.unpack_from(frames[0])[0], str(frames[0][_ID.size :], errors="replace"), frames[1]
 
 
 @cache

@@ -157,19 +157,19 @@ class RequestServer:
     def _on_request(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
         try:
-            number, verb, body = messages.unpack_request([frame.buffer for frame in frames[1:]])
+            number, verb, body = messages.unpack([frame.buffer for frame in frames[1:]])
         except MessageError as error:
             self._count_malformed(frames, error)
             return
         if (request_type := self._types.get(verb)) is None:
             known = ", ".join(sorted(self._types))
-            self._send(client, number, Failure.of(UnknownCall(f"there is no call {verb!r:.80}; there are: {known}")))
+            self._fail(client, number, UnknownCall(f"there is no call {verb!r:.80}; there are: {known}"))
             return
         try:
             request = messages.decode(body, request_type, self._max_bytes)
         except MessageError as error:
             self._count_malformed(frames, error)
-            self._send(client, number, Failure.of(error))
+            self._fail(client, number, error)
             return
         self._dispatch(_Call(client, number, request))
 
@@ -187,7 +187,7 @@ class RequestServer:
         else:
             busy = f"{self._max_immediate} immediate calls are outstanding"
         if busy:
-            self._send(call.client, call.number, Failure.of(ServerBusy(f"{busy}: call again later")))
+            self._fail(call.client, call.number, ServerBusy(f"{busy}: call again later"))
 
     async def _run_immediate(self, call: _Call) -> None:
         try:
@@ -195,25 +195,26 @@ class RequestServer:
         except Exception as error:
             _log.exception("%s failed", call.request.verb)
             reply = Failure.of(error)
-        self._send(call.client, call.number, reply)
+        self._send_frames(call.client, self._pack(call, reply))
 
     def _answer_from_thread(self, call: _Call, reply: Reply) -> None:
         """Answer from the thread of `serve_one`, which also encodes the reply."""
-        frames = self._pack(call.number, reply)
+        frames = self._pack(call, reply)
         try:
             self._loop.call_soon_threadsafe(self._send_frames, call.client, frames)
         except RuntimeError:
             _log.warning("the server was closed while %s ran: its answer is lost", call.request.verb)
 
-    def _send(self, client: bytes, number: int, reply: Reply) -> None:
-        self._send_frames(client, self._pack(number, reply))
+    def _fail(self, client: bytes, number: int, error: Exception) -> None:
+        self._send_frames(client, messages.pack(number, "", Failure.of(error)))
 
-    def _pack(self, number: int, reply: Reply) -> list[bytes]:
+    def _pack(self, call: _Call, reply: Reply) -> list[bytes]:
+        verb = call.request.verb
         try:
-            return messages.pack_reply(number, reply)
+            return messages.pack(call.number, "" if isinstance(reply, Failure) else verb, reply)
         except MessageError as error:
-            _log.error("a reply cannot be encoded: %s", error)
-            return messages.pack_reply(number, Failure.of(error))
+            _log.error("the reply to %s cannot be encoded: %s", verb, error)
+            return messages.pack(call.number, "", Failure.of(error))
 
     def _send_frames(self, client: bytes, frames: list[bytes]) -> None:
         send(self._socket, [client, *frames])  # a ROUTER drops what is for a client that has gone
