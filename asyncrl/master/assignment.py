@@ -51,7 +51,7 @@ def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed:
             for index in share:
                 destination[index] = rank
     return [
-        Assignment(record.rollout_id, record.worker, destination[index], minibatch[index])
+        Assignment(record.rollout_id, record.head, destination[index], minibatch[index])
         for index, record in enumerate(records)
     ]
 
@@ -73,7 +73,7 @@ def _balanced_shares(tokens: Sequence[int], ranks: int) -> list[list[int]]:
 def _nearest_shares(records: Sequence[RolloutRecord], shares: list[list[int]]) -> list[list[int]]:
     """`shares` in an order in which rank r holds much of share r already: greedily the largest overlaps first."""
     overlaps = [
-        (-sum(records[index].tokens for index in share if records[index].worker == rank), rank, number)
+        (-sum(records[index].tokens for index in share if records[index].head == rank), rank, number)
         for number, share in enumerate(shares)
         for rank in range(len(shares))
     ]

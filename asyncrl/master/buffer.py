@@ -79,7 +79,7 @@ class SampleBuffer:
         for record in records:
             known = self._live.get(record.rollout_id) or self._taken.get(record.rollout_id)
             if known or record.rollout_id in self._finished:
-                if known is None or known.worker != record.worker:  # else it is told again after a lost reply
+                if known is None or known.head != record.head:  # else it is told again after a lost reply
                     self.copies += 1
                     copies.append(record)
                 continue

@@ -11,7 +11,7 @@ slow while nobody waits for data, faster than anybody could notice while somebod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from asyncrl.master.buffer import SampleBuffer
@@ -33,24 +33,23 @@ class Collector:
     """Polls into `buffer`; counts what it received in `generated_tokens` and `generated_samples`.
 
     Args:
-        workers: the ModelWorkers by index.
-        heads: indices of those that receive trajectories.
+        heads: the ModelWorkers that receive trajectories, by data index.
     """
 
-    def __init__(self, workers: Sequence[CalledWorker], heads: Iterable[int], buffer: SampleBuffer) -> None:
+    def __init__(self, heads: Sequence[CalledWorker], buffer: SampleBuffer) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
-        self._workers = workers
+        self._heads = heads
         self._buffer = buffer
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
-        self._kicks = {worker: asyncio.Event() for worker in heads}
-        self._refreshing: dict[int, list[asyncio.Future[None]]] = {worker: [] for worker in self._kicks}
+        self._kicks = [asyncio.Event() for _ in heads]
+        self._refreshing: list[list[asyncio.Future[None]]] = [[] for _ in heads]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to poll."""
-        self._tasks = [asyncio.create_task(self._follow(worker)) for worker in self._kicks]
+        self._tasks = [asyncio.create_task(self._follow(head)) for head in range(len(self._heads))]
 
     async def close(self) -> None:
         """Stop polling."""
@@ -85,19 +84,18 @@ class Collector:
         Raises:
             Exception: what ended a worker's polls.
         """
-        answers = []
-        for worker, kick in self._kicks.items():
-            answers.append(asyncio.get_running_loop().create_future())
-            self._refreshing[worker].append(answers[-1])
-            kick.set()
+        answers = [asyncio.get_running_loop().create_future() for _ in self._heads]
+        for head, answer in enumerate(answers):
+            self._refreshing[head].append(answer)
+            self._kicks[head].set()
         await self._unless_failed(_all_of(answers))
 
-    async def _follow(self, worker: int) -> None:
+    async def _follow(self, head: int) -> None:
         cursor = 0
         while True:
-            self._kicks[worker].clear()
-            refreshing, self._refreshing[worker] = self._refreshing[worker], []
-            reply = await self._poll(worker, cursor, 0.0 if refreshing else POLL_S)
+            self._kicks[head].clear()
+            refreshing, self._refreshing[head] = self._refreshing[head], []
+            reply = await self._poll(head, cursor, 0.0 if refreshing else POLL_S)
             if reply is None:
                 continue
             cursor = reply.cursor
@@ -106,23 +104,23 @@ class Collector:
                 if not answer.done():
                     answer.set_result(None)
             if reply.rollouts:
-                await self._pace(worker)
+                await self._pace(head)
 
-    async def _pace(self, worker: int) -> None:
+    async def _pace(self, head: int) -> None:
         """Let a burst gather, unless a refresh is asked for."""
-        urgent = [asyncio.ensure_future(event.wait()) for event in (self._awaited, self._kicks[worker])]
+        urgent = [asyncio.ensure_future(event.wait()) for event in (self._awaited, self._kicks[head])]
         try:
             await asyncio.sleep(PACE_AWAITED_S)
             await asyncio.wait(urgent, timeout=PACE_S - PACE_AWAITED_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel(*urgent)
 
-    async def _poll(self, worker: int, cursor: int, hold_s: float) -> PolledBuffer | None:
+    async def _poll(self, head: int, cursor: int, hold_s: float) -> PolledBuffer | None:
         """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
-        request = self._workers[worker].call(PollBuffer(cursor, hold_s), timeout_s=hold_s + REPLY_LIMIT_S)
+        request = self._heads[head].call(PollBuffer(cursor, hold_s), timeout_s=hold_s + REPLY_LIMIT_S)
         if not hold_s:
             return await request
-        poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[worker].wait())
+        poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[head].wait())
         try:
             await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
             return poll.result() if poll.done() else None
@@ -139,7 +137,7 @@ class Collector:
             self.generated_samples += sum(len(record.lengths) for record in records)
             self._changed.set()
         for copy in copies:
-            await self._workers[copy.worker].call(Discard((copy.rollout_id,)), timeout_s=REPLY_LIMIT_S)
+            await self._heads[copy.head].call(Discard((copy.rollout_id,)), timeout_s=REPLY_LIMIT_S)
 
     async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
         """Await `waiting`, or raise what a polling task ended with."""

@@ -102,7 +102,8 @@ class TrainLoop:
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
         self._limit_s = config.system.stall_timeout_s
         self._executor = Executor(graph, peers.routes.placement, peers.workers, self._limit_s)
-        self._collector = Collector(peers.workers, peers.routes.data_workers, self.buffer)
+        self._heads = [peers.workers[worker] for worker in peers.routes.data_workers]
+        self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
         self._clock = VersionClock(
             peers.board.announce_version, self._evaluate, self._journal.evaluation_due, self._journal.evaluated
@@ -206,7 +207,7 @@ class TrainLoop:
 
     async def _train(self, batch: Batch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
-        cut = assign(batch.records, len(self.peers.routes.data_workers), minibatches, self.config.seed, batch.version)
+        cut = assign(batch.records, len(self._heads), minibatches, self.config.seed, batch.version)
         self._model_in_step = True
         await self._all(
             BeginStep(
@@ -248,9 +249,9 @@ class TrainLoop:
             return
         await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
         self._untold_trained, self._untold_drops = [], []
-        for worker in sorted({drop.record.worker for drop in drops}):
-            discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.worker == worker))
-            await self.peers.workers[worker].call(discard, timeout_s=self._limit_s)
+        for head in sorted({drop.record.head for drop in drops}):
+            discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
+            await self._heads[head].call(discard, timeout_s=self._limit_s)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s

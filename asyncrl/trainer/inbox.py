@@ -26,13 +26,13 @@ class Inbox:
     """Received trajectories by rollout id. Thread-safe.
 
     Args:
-        worker: index of the ModelWorker whose inbox this is.
+        head: data index of the ModelWorker whose inbox this is.
         capacity: rollouts held at most.
         on_arrival: called, from the thread that puts, after a trajectory was added.
     """
 
-    def __init__(self, worker: int, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
-        self._worker = worker
+    def __init__(self, head: int, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+        self._head = head
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._room = threading.Condition()
@@ -61,7 +61,7 @@ class Inbox:
                 )
             self._held[trajectory.rollout_id] = trajectory
             self._last += 1
-            self._unacknowledged.append((self._last, record_of(trajectory, self._worker)))
+            self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
         self._on_arrival()
 
     def poll(self, cursor: int) -> PolledBuffer:
@@ -83,8 +83,8 @@ class Inbox:
             self._room.notify_all()
 
 
-def record_of(trajectory: Trajectory, worker: int) -> RolloutRecord:
-    """What the master gets to know of a trajectory that ModelWorker `worker` holds."""
+def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
+    """What the master gets to know of a trajectory that data-parallel head `head` holds."""
     columns = trajectory.columns
     generated = columns.loss_mask.astype(bool)
     versions, counts = np.unique(columns.versions[generated], return_counts=True)
@@ -92,7 +92,7 @@ def record_of(trajectory: Trajectory, worker: int) -> RolloutRecord:
         rollout_id=trajectory.rollout_id,
         prompt_id=trajectory.prompt_id,
         order=trajectory.order,
-        worker=worker,
+        head=head,
         oldest_version=int(versions[0]) if len(versions) else -1,
         version_tokens=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
         lengths=tuple(columns.lengths.tolist()),

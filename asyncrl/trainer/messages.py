@@ -13,7 +13,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Metadata of one received rollout of S samples: ids, lengths, versions and rewards, never a token.
 
     Attributes:
-        worker: index of the ModelWorker that holds the tensors.
+        head: data index of the ModelWorker that holds the tensors.
         oldest_version: policy version of the oldest generated token of the group; -1 if nothing was generated.
         version_tokens: generated tokens by policy version.
         lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards`, `truncated` likewise.
@@ -22,7 +22,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout_id: str
     prompt_id: str
     order: int
-    worker: int
+    head: int
     oldest_version: int
     version_tokens: dict[int, int]
     lengths: tuple[int, ...]
@@ -94,7 +94,7 @@ class SendWeights(Request[Done], frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rollout `rollout_id` moves from rank `src` to rank `dst` and is trained in minibatch `minibatch`."""
+    """Rollout `rollout_id` moves from data index `src` to `dst` and is trained in minibatch `minibatch`."""
 
     rollout_id: str
     src: int

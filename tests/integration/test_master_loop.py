@@ -61,9 +61,10 @@ def make_config(**changes: Any) -> ExperimentConfig:
 
 @dataclass
 class FakeWorkers:
-    """ModelWorkers: a queue of received rollouts each, and a log of what they were asked."""
+    """ModelWorkers, `slices` per data index: a queue of received rollouts per head, a log of what they were asked."""
 
     count: int = 1
+    slices: int = 1
     stored: dict[str, Any] | None = None
     log: list[tuple[int, Request[Any]]] = field(default_factory=list)
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
@@ -73,12 +74,12 @@ class FakeWorkers:
     on_train: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self.received = {worker: [] for worker in range(self.count)}
+        self.received = {worker: [] for worker in range(0, self.count, self.slices)}
         self._arrived = asyncio.Condition()
 
     async def deliver(self, record: RolloutRecord) -> None:
         async with self._arrived:
-            self.received[record.worker].append(record)
+            self.received[record.head * self.slices].append(record)
             self._arrived.notify_all()
 
     def __iter__(self) -> Iterator[FakeWorker]:
@@ -220,7 +221,8 @@ class Run:
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
         self.stop = asyncio.Event()
         graph = grpo(config)
-        routes = placement_of(graph, [(dp, 0, 0) for dp in range(self.workers.count)])
+        layout = [(*divmod(worker, self.workers.slices), 0) for worker in range(self.workers.count)]
+        routes = placement_of(graph, layout)
         peers = Peers(list(self.workers), routes, self.manager, [self.rollouts], self.board)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
 
@@ -241,7 +243,7 @@ def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> Rollout
         rollout_id=f"{tag}{order}",
         prompt_id=f"e0-{order}",
         order=order,
-        worker=worker,
+        head=worker,
         oldest_version=oldest,
         version_tokens={oldest: 20},
         lengths=(12, 14),
@@ -326,6 +328,21 @@ async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path
     assert [entry.rollout_id for entry in steps[0].assignment] == ["r0", "r1", "r3", "r5"]
     assert [entry.src for entry in steps[0].assignment] == [0, 1, 1, 0]
     assert sorted(entry.dst for entry in steps[0].assignment) == [0, 0, 1, 1]
+
+
+async def test_trajectories_are_asked_of_the_heads_and_steps_of_every_slice(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=2), FakeWorkers(count=4, slices=2))
+    await run.deliver(range(4), worker=1)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        await run.deliver(range(1), oldest=1, worker=1, tag="again")
+        await run.deliver(range(4, 8), oldest=1, worker=1)
+        await task
+    steps = [(worker, request) for worker, request in run.workers.log if isinstance(request, BeginStep)]
+    assert [worker for worker, _ in steps] == [0, 1, 2, 3] * 2
+    assert {(entry.src, entry.dst) for _, step in steps for entry in step.assignment} == {(1, 0), (1, 1)}
+    discards = [(worker, request) for worker, request in run.workers.log if isinstance(request, Discard)]
+    assert discards == [(2, Discard(("again0",)))]
 
 
 async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         poll = asyncio.create_task(client.call(PollBuffer(0, LIMIT_S), timeout_s=2 * LIMIT_S))
         await workers.pushers[0].push(trajectories(0)[0], LIMIT_S)
         polled = await poll
-        assert [(record.rollout_id, record.worker) for record in polled.rollouts] == [("step0-0", 0)]
+        assert [(record.rollout_id, record.head) for record in polled.rollouts] == [("step0-0", 0)]
         assert await client.call(PollBuffer(0, LIMIT_S), timeout_s=LIMIT_S) == polled
         after = await client.call(PollBuffer(polled.cursor, 0.0), timeout_s=LIMIT_S)
         assert after.rollouts == ()

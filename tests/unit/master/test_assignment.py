@@ -36,7 +36,7 @@ def test_every_rank_count_takes_the_same_minibatches(
     one = assign(members, 1, minibatches, seed, version)
     assert [entry.minibatch for entry in many] == [entry.minibatch for entry in one]
     assert [entry.rollout_id for entry in many] == [member.rollout_id for member in members]
-    assert [entry.src for entry in many] == [member.worker for member in members]
+    assert [entry.src for entry in many] == [member.head for member in members]
     assert many == assign(members, ranks, minibatches, seed, version)
 
 

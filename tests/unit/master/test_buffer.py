@@ -20,7 +20,7 @@ def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str =
         rollout_id=f"{tag}{order}",
         prompt_id=f"e0-{order}",
         order=order,
-        worker=worker,
+        head=worker,
         oldest_version=oldest,
         version_tokens={oldest: 3, newest: 3},
         lengths=(8,),
@@ -84,12 +84,12 @@ def test_a_second_copy_is_freed_where_it_lies_and_a_repeat_is_nothing() -> None:
     assert buffer.add([record(0, worker=0)]) == []
     assert buffer.add([record(0, worker=0)]) == []
     copies = buffer.add([record(0, worker=1)])
-    assert [(copy.rollout_id, copy.worker) for copy in copies] == [("r0", 1)]
+    assert [(copy.rollout_id, copy.head) for copy in copies] == [("r0", 1)]
     batch = buffer.take(0)
     assert batch is not None
-    assert [copy.worker for copy in buffer.add([record(0, worker=1)])] == [1]
+    assert [copy.head for copy in buffer.add([record(0, worker=1)])] == [1]
     buffer.mark_trained(batch)
-    assert [copy.worker for copy in buffer.add([record(0, worker=1), record(0, worker=0)])] == [1, 0]
+    assert [copy.head for copy in buffer.add([record(0, worker=1), record(0, worker=0)])] == [1, 0]
     assert (buffer.received, buffer.copies, buffer.trained, len(buffer)) == (1, 4, 1, 0)
     assert buffer.pop_drops() == []
 

@@ -54,10 +54,6 @@ def record(order: int, worker: int = 0) -> RolloutRecord:
     )
 
 
-def collect(workers: Workers, buffer: SampleBuffer) -> Collector:
-    return Collector(list(workers), range(workers.count), buffer)
-
-
 async def rounds(number: int = 20) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
@@ -71,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
-    collector = collect(workers, buffer)
+    collector = Collector(list(workers), buffer)
     collector.start()
     for order in range(50):
         workers.received[0].append(record(order))
@@ -85,7 +81,7 @@ async def test_a_burst_is_told_in_few_polls_while_nobody_waits() -> None:
 
 async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = collect(workers, buffer)
+    collector = Collector(list(workers), buffer)
     collector.start()
     waiting = asyncio.create_task(collector.changed())
     await rounds()
@@ -101,7 +97,7 @@ async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
 
 async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = collect(workers, buffer)
+    collector = Collector(list(workers), buffer)
     collector.start()
     await rounds()
     workers.received[0].append(record(0))
@@ -115,7 +111,7 @@ async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
 
 async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
-    collector = collect(workers, buffer)
+    collector = Collector(list(workers), buffer)
     workers.received[0].append(record(0))
     collector.start()
     await collector.refresh()
@@ -130,7 +126,7 @@ async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
 async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
     workers = Workers(2)
     workers.failure = ConnectionError("model_worker/1 is gone")
-    collector = collect(workers, SampleBuffer(4, 0, "drop"))
+    collector = Collector(list(workers), SampleBuffer(4, 0, "drop"))
     collector.start()
     await rounds()
     workers.wake[1].set()
@@ -138,14 +134,3 @@ async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
         await (collector.changed() if wait == "changed" else collector.refresh())
     await collector.close()
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_only_the_data_parallel_heads_are_polled() -> None:
-    workers, buffer = Workers(3), SampleBuffer(4, 0, "drop")
-    collector = Collector(list(workers), (0, 2), buffer)
-    collector.start()
-    workers.received[2].append(record(0, worker=2))
-    await collector.refresh()
-    assert len(buffer) == 1
-    assert {worker for worker, *_ in workers.polls} == {0, 2}
-    await collector.close()

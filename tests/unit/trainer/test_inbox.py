@@ -20,7 +20,7 @@ def test_records_are_sent_again_until_acknowledged(make_trajectories: MakeTrajec
     inbox.put(second, 0)
     polled = inbox.poll(0)
     assert [record.rollout_id for record in polled.rollouts] == [first.rollout_id, second.rollout_id]
-    assert {record.worker for record in polled.rollouts} == {2}
+    assert {record.head for record in polled.rollouts} == {2}
     assert inbox.poll(0) == polled
     inbox.put(third, 0)
     assert [record.rollout_id for record in inbox.poll(polled.cursor).rollouts] == [third.rollout_id]
@@ -58,7 +58,7 @@ def test_arrivals_are_announced(make_trajectories: MakeTrajectories) -> None:
 def test_a_record_is_the_metadata_of_its_trajectory(make_trajectories: MakeTrajectories) -> None:
     (trajectory,) = make_trajectories(groups=1, version=5)
     record = record_of(trajectory, 2)
-    assert (record.rollout_id, record.order, record.worker) == (trajectory.rollout_id, 0, 2)
+    assert (record.rollout_id, record.order, record.head) == (trajectory.rollout_id, 0, 2)
     assert record.oldest_version == trajectory.oldest_version
     assert record.lengths == tuple(len(sample.tokens) for sample in trajectory.samples)
     assert record.generated_tokens == sum(sample.generated_length for sample in trajectory.samples)
