@@ -62,11 +62,6 @@ class UsedPrompts:
                 yield from (f"e{epoch}-{byte * 8 + bit}" for bit in range(8) if bits >> bit & 1)
         yield from sorted(self._others)
 
-    @property
-    def epoch(self) -> int:
-        """The newest epoch that a used prompt belongs to; 0 before the first."""
-        return max(self._rows, default=0)
-
     def to_json(self) -> dict[str, Any]:
         """The set as JSON values; `from_json` reads it back."""
         epochs = {
