@@ -96,8 +96,8 @@ class NotingAgent(SingleTurnAgent):
         super().__init__(tokenizer=tokenizer)
         self._file = Path(file)
 
-    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
-        samples = await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+    async def run(self, prompt, env, client):
+        samples = await super().run(prompt, env, client)
         with self._file.open("a") as file:
             for sample in samples:
                 file.write(json.dumps([int(v) for v, m in zip(sample.versions, sample.loss_mask) if m]) + "\\n")
