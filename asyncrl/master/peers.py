@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.master.records import Drop
@@ -41,11 +41,14 @@ class GateBooks:
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions in use, and a line for people."""
+    """What the manager tells of itself: seconds the gate was closed so far, versions in use, a line for people, and
+    the rollouts dropped so far by reason.
+    """
 
     closed_s: float
     versions_in_use: frozenset[int]
     description: str
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Manager(Protocol):

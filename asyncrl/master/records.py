@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-STALE = "stale"
-"""Drop reason: its oldest token is older than η allows; the prompt is tried again."""
-DUPLICATE_PROMPT = "duplicate_prompt"
-"""Drop reason: another rollout of the same prompt came first."""
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:

@@ -25,6 +25,7 @@ from typing import NoReturn, Protocol
 
 from asyncrl.algorithms.registry import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
@@ -40,9 +41,6 @@ MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 MAX_ATTEMPTS = 3
 MAX_FAILURES_IN_A_ROW = 16
-
-FAILED, TIMED_OUT, REJECTED = "failed", "timeout", "agent_rejected"
-"""Reasons for which a rollout is dropped here; filters add their own."""
 
 
 class Gate(Protocol):
@@ -189,7 +187,7 @@ class RolloutLoop:
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():  # else it is one of the user's own
                 _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
-                outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=TIMED_OUT)
+                outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.timeout)
             else:
                 outcome = self._failure(candidate, error)
         finally:
@@ -205,7 +203,7 @@ class RolloutLoop:
         policy = _RolloutPolicy(self._generate, candidate.rollout_id, candidate.route)
         samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=REJECTED)
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
             back = verdict.return_prompt
@@ -224,4 +222,4 @@ class RolloutLoop:
         again = self._attempts[prompt_id] < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(candidate.rollout_id, accepted=False, reason=FAILED, return_prompt=again)
+        return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.failed, return_prompt=again)
