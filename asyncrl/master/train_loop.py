@@ -45,6 +45,8 @@ STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+GRACE_S = 5.0
+"""Beyond the limit of an evaluation, so that it is its own limit that ends it."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
@@ -279,7 +281,7 @@ class TrainLoop:
 
     async def _last_evaluation(self) -> None:
         try:
-            await or_stop(self._announcer.evaluation_ended(), self.stop, self.config.eval.timeout_s)
+            await or_stop(self._announcer.evaluation_ended(), self.stop, self.config.eval.timeout_s + GRACE_S)
         except StopRequested:
             await self._announcer.close()
 
