@@ -25,6 +25,6 @@ class DropReason(StrEnum):
 _OWN = frozenset(DropReason)
 
 
-def is_filters(reason: str) -> bool:
-    """Whether `reason` is that of a filter."""
+def is_filter_reason(reason: str) -> bool:
+    """Whether `reason` is one that a filter gave."""
     return reason not in _OWN

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import DropReason, is_filters
+from asyncrl.comm.drop_reasons import DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
@@ -65,9 +65,8 @@ class Journal:
         if version == 0 or state is None:
             return
         self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
-        evaluated = {evaluation["version"] for evaluation in self.evaluations}
         for step, row in ((held["step"], held["row"]) for held in state["rows"]):
-            if self.evaluation_due(step) and step not in evaluated:
+            if self.evaluation_due(step) and not any(name.startswith("eval/") for name in row):
                 row |= self._failed(step, "cut off by a restart")
             if step > self._metrics.last_step:
                 self._metrics.write(step, row)
@@ -85,7 +84,7 @@ class Journal:
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
         before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
-        filtered = sum(count for reason, count in gate.dropped.items() if is_filters(reason))
+        filtered = sum(count for reason, count in gate.dropped.items() if is_filter_reason(reason))
         after = _Totals(now, collector.generated_tokens, collector.generated_samples, stale, filtered, gate.closed_s)
         step_s = max(now - before.at, 1e-9)
         row = {"policy_version": version, **batch_statistics(batch), **measured}
