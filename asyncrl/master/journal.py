@@ -15,7 +15,7 @@ from asyncrl.comm.drop_reasons import DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
-from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics, failed_evaluation
+from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.master.peers import EvaluationResult, GateStatus
 from asyncrl.observability.metrics import MetricsWriter
 
@@ -140,8 +140,9 @@ class Journal:
             self._metrics.close()
 
     def _failed(self, version: int, reason: str) -> Row:
+        """Note an evaluation that failed; returns what its row says of it."""
         self.evaluations_failed.append({"version": version, "reason": reason})
-        return failed_evaluation(self._config.eval.name)
+        return {f"eval/{self._config.eval.name}/failed": 1.0}
 
     def _write_ready(self) -> None:
         if self._metrics is not None:

@@ -58,11 +58,6 @@ def evaluation_statistics(name: str, result: EvaluationResult) -> Row:
     }
 
 
-def failed_evaluation(name: str) -> Row:
-    """What a row says of an evaluation on the set `name` that failed; the summary has the reason."""
-    return {f"eval/{name}/failed": 1.0}
-
-
 @dataclass(slots=True)
 class _Held:
     row: Row
