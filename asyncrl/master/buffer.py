@@ -78,7 +78,7 @@ class SampleBuffer:
         for record in records:
             known = self._live.get(record.rollout_id) or self._taken.get(record.rollout_id)
             if known or record.rollout_id in self._finished:
-                if known is None or known.worker != record.worker:  # else it is told again after a lost reply
+                if known is None or known.worker != record.worker:  # else a lost reply was sent again
                     copies.append(record)
                 continue
             self.received += 1
@@ -120,7 +120,7 @@ class SampleBuffer:
             self.trained += 1
 
     def pop_drops(self) -> list[Drop]:
-        """The drops since the last call; each is told exactly once."""
+        """The drops since the last call; each is returned exactly once."""
         drops, self._drops = self._drops, []
         return drops
 

@@ -231,8 +231,8 @@ class TrainLoop:
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
 
-        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What it was not
-        told then, `_finish` tells.
+        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What is not
+        reported then, `_finish` reports.
         """
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops

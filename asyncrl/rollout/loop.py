@@ -51,7 +51,7 @@ class Gate(Protocol):
         ...
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Report rollouts that ended; told with the next call."""
+        """Report rollouts that ended, with the next call."""
         ...
 
 
