@@ -23,10 +23,12 @@ longest sequence, V vocabulary. Tensors are aligned with tokens: `logprobs_T[t]`
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,19 +37,29 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.agents.sample_builder import SampleBuilder
+from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.algorithms.advantages.grpo import grpo
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective, build_objective
 from asyncrl.algorithms.spec import ObjectiveSpec
 from asyncrl.algorithms.stats import Stats, merge_stats, values
-from asyncrl.api import Completion, Prompt, RewardFunction, Sample, SamplingParams, Tokenizer
+from asyncrl.api import (
+    Completion,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    RewardFunction,
+    Sample,
+    SamplingParams,
+    Tokenizer,
+)
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.inference.embedded.engine import Engine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
@@ -106,6 +118,7 @@ class ReferenceTrainer:
         reward: RewardFunction,
     ) -> None:
         self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
+        self.agent = SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0
         self.prompts = PromptStream(len(dataset), config.seed)
         self.objective: Objective = build_objective(config.objective)
@@ -131,7 +144,7 @@ class ReferenceTrainer:
         reward_mean = float(np.mean([sample.reward for sample in samples]))
         return StepReport(self.version, reward_mean, losses, grad_norms, values(merge_stats(stats)))
 
-    def generate(self) -> list[list[Sample]]:
+    def generate(self) -> list[Sequence[Sample]]:
         """The scored groups of this version's batch, in the data order."""
         config = self.config
         self.snapshots.append((self.version, copy.deepcopy(self.model.state_dict())))
@@ -150,18 +163,16 @@ class ReferenceTrainer:
         prompts = [make_prompt(stream.next(), dataset, self.tokenizer, 1, greedy, 0) for _ in range(len(dataset))]
         return float(np.mean([group[0].reward for group in self.answer(prompts, self.version)]))
 
-    def answer(self, prompts: Sequence[Prompt], version: int) -> list[list[Sample]]:
+    def answer(self, prompts: Sequence[Prompt], version: int) -> list[Sequence[Sample]]:
         """The scored group of each prompt's answers by the behaviour policy, which has policy version `version`."""
-        groups = []
-        for prompt, completions in zip(prompts, complete(self.behaviour, prompts, version), strict=True):
-            samples = []
-            for completion in completions:
-                builder = SampleBuilder(prompt.input_ids)
-                builder.generate(completion)
-                reward = self.reward(prompt.data, self.tokenizer.decode(completion.token_ids))
-                samples.append(builder.build(reward, truncated=completion.finish_reason == "length"))
-            groups.append(samples)
-        return groups
+        policy = BatchingPolicy(self.behaviour, version)
+
+        async def play() -> list[Sequence[Sample]]:
+            return await asyncio.gather(
+                *(self.agent.run(prompt, SingleTurnEnv(reward=self.reward), policy) for prompt in prompts)
+            )
+
+        return asyncio.run(play())
 
     def minibatches(self, train_samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
         """Whole groups, permuted by (run seed, version), in equal contiguous parts."""
@@ -191,20 +202,41 @@ class ReferenceTrainer:
         return loss.item(), grad_norm.item(), stats
 
 
-def complete(model: PreTrainedModel, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
-    """`group_size` completions of each prompt by `model`, whose policy version is `version`."""
-    requests = []
-    for prompt in prompts:
-        for i in range(prompt.group_size):
-            sampling = replace(prompt.sampling, seed=derive_seed(prompt.sampling.seed or 0, i))
+class BatchingPolicy:
+    """`model`, of policy version `version`, as agents ask it: what all of them ask at the same time is one batch."""
+
+    def __init__(self, model: PreTrainedModel, version: int) -> None:
+        self.model, self.version = model, version
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """The answer to `request`."""
+        if not self.requests:  # the task begins once every agent that can ask now has done so
+            self.answers = asyncio.create_task(self.answer_all())
+        self.requests.append(request)
+        position = len(self.requests) - 1
+        return (await self.answers)[position]
+
+    async def answer_all(self) -> list[GenerationResult]:
+        """The answers to the requests made so far, in their order."""
+        requests, self.requests = self.requests, []
+        return complete(self.model, requests, self.version)
+
+
+def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], version: int) -> list[GenerationResult]:
+    """The answers to `requests` by `model`, whose policy version is `version`."""
+    inputs = []
+    for request in requests:
+        for i in range(request.n):
+            sampling = replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i))
             spec = SamplingSpec(**asdict(sampling))
-            requests.append(GenerationInput(f"{prompt.prompt_id}/{i}", prompt.input_ids, spec))
-    engine = Engine(model, max_running_requests=len(requests))
-    outputs = engine.submit(Job(tuple(requests)))
+            inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
+    engine = Engine(model, max_running_requests=len(inputs))
+    outputs = engine.submit(Job(tuple(inputs)))
     while engine.step():
         pass
-    finished = iter(outputs.result(timeout=0))
-    return [[completion_of(next(finished), version) for _ in range(prompt.group_size)] for prompt in prompts]
+    completions = (completion_of(output, version) for output in outputs.result(timeout=0))
+    return [GenerationResult(request.request_id, tuple(islice(completions, request.n))) for request in requests]
 
 
 def completion_of(output: GenerationOutput, version: int) -> Completion:

@@ -86,7 +86,7 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     settings += [f"total_train_steps={key.steps}", "checkpoint.interval=0", "logging.tensorboard=false"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *METHODS[key.method], *key.overrides]
     done = subprocess.run(command, stdout=sys.stderr, timeout=CELL_LIMIT_S, check=False)
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]  # without the initial evaluation's
     accuracies = [row[ACCURACY] for row in rows if ACCURACY in row][-EVALUATIONS:]
     if done.returncode != 0 or len(rows) != key.steps or len(accuracies) < EVALUATIONS:
         raise SystemExit(

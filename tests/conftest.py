@@ -150,8 +150,12 @@ class Run:
                 alive.append(f"{process.pid} {' '.join(process.cmdline())}")
         return alive
 
-    def rows(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of the train steps."""
+        return [row for row in self.metrics() if row["step"]]
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
@@ -220,5 +224,5 @@ def ctrl_c() -> Callable[[Run], None]:
 
 @pytest.fixture
 def required_metrics() -> set[str]:
-    """The keys that every row of `metrics.jsonl` has at least."""
+    """The keys that the row of every train step has at least."""
     return REQUIRED_METRICS

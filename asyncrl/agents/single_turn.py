@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.api import Agent, Environment, GenerationRequest, GenerationResult, Prompt, Sample, Tokenizer
+from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample, Tokenizer
 
 
 class SingleTurnAgent(Agent):
@@ -15,17 +14,10 @@ class SingleTurnAgent(Agent):
     def __init__(self, *, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[GenerationRequest],
-        act_queue: asyncio.Queue[GenerationResult],
-    ) -> Sequence[Sample]:
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
         """The group's samples, in the order of the completions."""
         request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
-        await obs_queue.put(request)
-        result = await act_queue.get()
+        result = await client.generate(request)
         samples = []
         for completion in result.completions:
             await env.reset(options={"data": prompt.data})

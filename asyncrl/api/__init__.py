@@ -5,7 +5,14 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 
 from asyncrl.api.agent import Agent
 from asyncrl.api.environment import Environment, StepResult
-from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.api.generation import (
+    Completion,
+    FinishReason,
+    GenerationClient,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import RewardFunction
 from asyncrl.api.tokenizer import Tokenizer
@@ -16,6 +23,7 @@ __all__ = [
     "Completion",
     "Environment",
     "FinishReason",
+    "GenerationClient",
     "GenerationRequest",
     "GenerationResult",
     "Prompt",

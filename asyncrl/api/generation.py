@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,7 +24,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`n` continuations of `input_ids`, put on an agent's `obs_queue`; the result carries the same `request_id`."""
+    """Asks for `n` continuations of `input_ids`; the result carries the same `request_id`."""
 
     request_id: str
     input_ids: tuple[int, ...]
@@ -44,7 +44,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The answer to a `GenerationRequest`, put on the agent's `act_queue`; `completions` has `n` entries."""
+    """The answer to a `GenerationRequest`; `completions` has `n` entries."""
 
     request_id: str
     completions: tuple[Completion, ...]
+
+
+class GenerationClient(Protocol):
+    """The policy, as an agent asks it."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """The whole answer to `request`; several calls may be under way at the same time.
+
+        Raises:
+            Exception: the policy cannot answer; let it through, and the rollout is tried again.
+        """
+        ...

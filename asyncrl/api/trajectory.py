@@ -1,8 +1,8 @@
-"""A finished rollout: one prompt's group of samples, every token with its policy version and behaviour log-
-probability."""
+"""A finished rollout: a prompt's group of samples, each token with its policy version and behaviour log-probability."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,7 +19,8 @@ class Sample:
     T counts prompt, generated and environment tokens. The arrays are shared, not copied: leave them unchanged.
 
     Raises:
-        ValueError: an array's length differs from that of `tokens`, or the sample is empty.
+        ValueError: an array's length differs from that of `tokens`, the sample is empty, or its reward or a
+            log-probability is no finite number (either would turn the gradient of a whole minibatch into NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -42,6 +43,15 @@ class Sample:
             shape = getattr(self, name).shape
             if shape != (length,):
                 raise ValueError(f"Sample.{name} has shape {shape}, expected ({length},) as Sample.tokens")
+        if self.reward is None or not math.isfinite(self.reward):
+            raise ValueError(f"Sample.reward is {self.reward}: the reward of an answer is a finite number")
+        finite_T = np.isfinite(self.behave_logprobs)
+        if not finite_T.all():
+            position = int(finite_T.argmin())
+            raise ValueError(
+                f"Sample.behave_logprobs[{position}] is {self.behave_logprobs[position]}: the policy gives every token "
+                "that it generates a finite log-probability, and other tokens have 0"
+            )
 
     @property
     def oldest_version(self) -> int:

@@ -20,7 +20,6 @@ import hashlib
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,17 +53,6 @@ class PromptRef:
     row: int
 
 
-class StreamState(TypedDict):
-    """What `PromptStream.state` returns: plain numbers, ready for JSON."""
-
-    num_rows: int
-    seed: int
-    shard_index: int
-    num_shards: int
-    next_order: int
-    given_back: list[int]
-
-
 class PromptStream:
     """Endless, in order: the prompts of shard `shard_index` of `num_shards`, over epochs.
 
@@ -73,8 +61,7 @@ class PromptStream:
         seed: seed of the order.
         shard_index: this shard, 0 to `num_shards` - 1.
         num_shards: number of shards.
-        used: prompt ids never to hand out; `mark_used` adds to them.
-        first_order: every order below it is used (it spares `used` the finished epochs).
+        used: prompt ids never to hand out.
 
     Raises:
         ValueError: an argument is out of range, or a used id names no prompt of this dataset.
@@ -87,29 +74,24 @@ class PromptStream:
         shard_index: int = 0,
         num_shards: int = 1,
         used: Iterable[str] = (),
-        first_order: int = 0,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
         if not 0 <= shard_index < num_shards:
             raise ValueError(f"shard_index is {shard_index} of {num_shards} shards: give 0 to {num_shards - 1}")
-        if first_order < 0:
-            raise ValueError(f"first_order is {first_order}: give 0 or more")
         self.num_rows, self.seed = num_rows, seed
         self.shard_index, self.num_shards = shard_index, num_shards
         self._permutations: dict[int, NDArray[np.int64]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}
-        self._next_order = first_order + (shard_index - first_order) % num_shards
+        self._next_order = shard_index
         self._given_back: list[int] = []
         self._out: set[int] = set()
-        self._used = {order for order in map(self.order_of, used) if order >= first_order}
+        self._used = set(map(self.order_of, used))
 
     def next(self) -> PromptRef:
         """The next prompt: the earliest that was given back, else the next of the shard that is not used."""
-        while self._given_back:
-            order = heapq.heappop(self._given_back)
-            if order not in self._used:
-                return self._hand_out(order)
+        if self._given_back:
+            return self._hand_out(heapq.heappop(self._given_back))
         while self._next_order in self._used:
             self._used.discard(self._next_order)
             self._next_order += self.num_shards
@@ -121,21 +103,13 @@ class PromptStream:
         """Hand `prompt_id` out again, before any later prompt.
 
         Raises:
-            ValueError: the prompt is not out: it was never handed out, is given back already, or is used.
+            ValueError: the prompt is not out: it was never handed out, or is given back already.
         """
         order = self.order_of(prompt_id)
         if order not in self._out:
             raise ValueError(f"prompt {prompt_id!r} is not out of this shard: give back what `next` handed out, once")
         self._out.remove(order)
         heapq.heappush(self._given_back, order)
-
-    def mark_used(self, prompt_id: str) -> None:
-        """Never hand `prompt_id` out again; of another shard's prompts too, and twice is once."""
-        order = self.order_of(prompt_id)
-        self._out.discard(order)
-        mine = order % self.num_shards == self.shard_index
-        if mine and (order >= self._next_order or order in self._given_back):
-            self._used.add(order)
 
     def ref(self, order: int) -> PromptRef:
         """The prompt at `order`, of any shard."""
@@ -156,25 +130,6 @@ class PromptStream:
         epoch = int(epoch_text)
         self._permutation(epoch)
         return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
-
-    def state(self) -> StreamState:
-        """Where the stream stands; prompts that are out count as not handed out, as after a crash."""
-        return StreamState(
-            num_rows=self.num_rows,
-            seed=self.seed,
-            shard_index=self.shard_index,
-            num_shards=self.num_shards,
-            next_order=self._next_order,
-            given_back=sorted([*self._given_back, *self._out]),
-        )
-
-    @classmethod
-    def restore(cls, state: StreamState, used: Iterable[str] = ()) -> PromptStream:
-        """The stream of `state`, less what was used since. For another number of shards construct it from `used`."""
-        stream = cls(state["num_rows"], state["seed"], state["shard_index"], state["num_shards"], used)
-        stream._next_order = state["next_order"]
-        stream._given_back = [order for order in state["given_back"] if order not in stream._used]
-        return stream
 
     def _hand_out(self, order: int) -> PromptRef:
         self._out.add(order)

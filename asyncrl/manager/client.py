@@ -246,7 +246,7 @@ class ManagerClient:
             f"{gate['limit']} allowed at served version {gate['version']}; servers: {shown or 'none'}"
         )
         in_use = {s["version"] for s in servers} | {s["goal"] for s in servers}
-        return GateStatus(gate["closed_s"], frozenset(v for v in in_use if v is not None), description)
+        return GateStatus(gate["closed_s"], frozenset(v for v in in_use if v is not None), description, gate["dropped"])
 
     async def close(self) -> None:
         """Tell what ended and is not told yet, then close the connections."""

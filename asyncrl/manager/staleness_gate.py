@@ -68,7 +68,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-WORKER_LOST = "worker_died"
+from asyncrl.comm.drop_reasons import DropReason
+
+WORKER_LOST = DropReason.worker_died.value
 """Reason of a drop that the rollout's own late report undoes."""
 
 RETIRED_KEPT = 65_536

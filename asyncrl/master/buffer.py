@@ -27,18 +27,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.records import DUPLICATE_PROMPT, STALE, Drop
+from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
 REMEMBERED_IDS = 65_536
 """Finished rollout ids kept to recognise late copies. A copy is resent within seconds, so thousands of steps are ample;
-of one that comes later still, the prompt is known as used."""
+one that comes later still is known by its prompt, which is used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainBatch:
     """The rollouts of the step that makes `version` + 1, in data order; tokens below `min_version` carry no loss."""
 
     version: int
@@ -60,7 +61,6 @@ class SampleBuffer:
         self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
         self.used = used if used is not None else UsedPrompts()
         self.received = 0
-        self.copies = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
         self._live: dict[str, RolloutRecord] = {}
@@ -79,13 +79,12 @@ class SampleBuffer:
         for record in records:
             known = self._live.get(record.rollout_id) or self._taken.get(record.rollout_id)
             if known or record.rollout_id in self._finished:
-                if known is None or known.head != record.head:  # else it is told again after a lost reply
-                    self.copies += 1
+                if known is None or known.head != record.head:  # else a lost reply was sent again
                     copies.append(record)
                 continue
             self.received += 1
             if record.prompt_id in self._prompts or record.prompt_id in self.used:
-                self._drop(record, DUPLICATE_PROMPT, return_prompt=False)
+                self._drop(record, DropReason.duplicate_prompt, return_prompt=False)
             else:
                 self._live[record.rollout_id] = record
                 self._prompts.add(record.prompt_id)
@@ -96,9 +95,9 @@ class SampleBuffer:
         for record in [record for record in self._live.values() if self._expired(record, version)]:
             del self._live[record.rollout_id]
             self._prompts.discard(record.prompt_id)
-            self._drop(record, STALE, return_prompt=True)
+            self._drop(record, DropReason.stale, return_prompt=True)
 
-    def take(self, version: int) -> Batch | None:
+    def take(self, version: int) -> TrainBatch | None:
         """The batch of the step at `version`; None while fewer than B live records are left after the expiry check."""
         self.expire(version)
         if len(self._live) < self.batch_size:
@@ -106,9 +105,9 @@ class SampleBuffer:
         chosen = sorted(self._live.values(), key=_oldest_first)[: self.batch_size]
         for record in chosen:
             self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
-        return Batch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
+        return TrainBatch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
 
-    def mark_trained(self, batch: Batch) -> None:
+    def mark_trained(self, batch: TrainBatch) -> None:
         """The step of `batch` is complete: its prompts are used.
 
         Raises:
@@ -122,7 +121,7 @@ class SampleBuffer:
             self.trained += 1
 
     def pop_drops(self) -> list[Drop]:
-        """The drops since the last call; each is told exactly once."""
+        """The drops since the last call; each is returned exactly once."""
         drops, self._drops = self._drops, []
         return drops
 
@@ -136,7 +135,11 @@ class SampleBuffer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: used prompts and counters. Live records are not: their prompts are tried again."""
-        return {"used_prompts": self.used.to_json(), "trained": self.trained, "dropped": dict(self.dropped)}
+        return {
+            "used_prompts": self.used.to_json(),
+            "trained": self.trained,
+            "dropped": {str(reason): count for reason, count in self.dropped.items()},
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""

@@ -1,7 +1,7 @@
-"""What the run writes down: a row of metrics per train step, and the evaluations.
+"""What the run writes down: a row of metrics per train step (and one for the model before training), the evaluations.
 
 A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
-that a resumed run has every row exactly once too.
+that a resumed run has every row exactly once too. What a restart cuts off is not evaluated again: it counts as failed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.comm.drop_reasons import DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.buffer import Batch, SampleBuffer
+from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.master.peers import GateStatus
-from asyncrl.master.records import STALE
 from asyncrl.observability.metrics import MetricsWriter
 from asyncrl.rollout.messages import EvaluationResult
 
 _log = logging.getLogger(__name__)
+
+DROPPED_GROUPS = "/dropped_groups"
+"""End of the name under which a filter call of the graph counts what it dropped."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class _Totals:
     tokens: int = 0
     samples: int = 0
     stale: int = 0
+    filtered: int = 0
     closed_s: float = 0.0
 
 
@@ -43,6 +47,7 @@ class Journal:
 
     def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:
         self.evaluations: list[Row] = []
+        self.evaluations_failed: list[Row] = []
         self._config = config
         self._collector = collector
         self._buffer = buffer
@@ -52,16 +57,20 @@ class Journal:
         self._totals = _Totals(0.0)
 
     def open(self, run_dir: Path, version: int, now: float, state: dict[str, Any] | None = None) -> None:
-        """Begin to write after step `version`; `state` is that of its checkpoint."""
-        self._metrics = MetricsWriter.open(run_dir, self._config, after_step=version)
+        """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0."""
+        self._metrics = MetricsWriter.open(run_dir, self._config, first_step=version + 1 if version else 0)
         self._started_at = now
-        self._totals = _Totals(now, stale=self._buffer.dropped[STALE])
-        if state is None:
+        self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale])
+        if version == 0 and self.evaluation_due(0):
+            self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
+        if version == 0 or state is None:
             return
-        self.evaluations = list(state["evaluations"])
-        for held in state["rows"]:
-            if held["step"] > self._metrics.last_step:
-                self._metrics.write(held["step"], held["row"])
+        self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
+        for step, row in ((held["step"], held["row"]) for held in state["rows"]):
+            if self.evaluation_due(step) and not any(name.startswith("eval/") for name in row):
+                row |= self._failed(step, "cut off by a restart")
+            if step > self._metrics.last_step:
+                self._metrics.write(step, row)
 
     @property
     def last_row_at(self) -> float:
@@ -73,10 +82,11 @@ class Journal:
         interval = self._config.eval.interval
         return interval > 0 and (version % interval == 0 or version == self._config.total_train_steps)
 
-    def step(self, version: int, batch: Batch, measured: Row, gate: GateStatus, now: float) -> None:
+    def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
-        before, collector, stale = self._totals, self._collector, self._buffer.dropped[STALE]
-        after = _Totals(now, collector.generated_tokens, collector.generated_samples, stale, gate.closed_s)
+        before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
+        filtered = sum(count for reason, count in gate.dropped.items() if is_filter_reason(reason))
+        after = _Totals(now, collector.generated_tokens, collector.generated_samples, stale, filtered, gate.closed_s)
         step_s = max(now - before.at, 1e-9)
         row = {"policy_version": version, **batch_statistics(batch), **measured}
         row |= {
@@ -90,21 +100,24 @@ class Journal:
         }
         if after.samples > before.samples:
             row["rollout/admitted_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
+        filtered_in_graph = [count for name, count in measured.items() if name.endswith(DROPPED_GROUPS)]
+        if filtered_in_graph or self._config.rollout.filters:
+            row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
         self._totals = after
-        told_here = {version, 0} if version == 1 else {version}
-        self._rows.add(version, row, filter(self.evaluation_due, told_here))
+        self._rows.add(version, row, awaits_evaluation=self.evaluation_due(version))
         self._write_ready()
 
-    def evaluated(self, version: int, result: EvaluationResult | None) -> None:
-        """The evaluation of `version` has ended; None if it failed."""
-        statistics: Row = {}
-        if result is not None:
+    def evaluated(self, version: int, outcome: EvaluationResult | str) -> None:
+        """The evaluation of `version` has ended, with its result or for the reason why there is none."""
+        if isinstance(outcome, str):
+            statistics = self._failed(version, outcome)
+        else:
             name = self._config.eval.name
-            statistics = evaluation_statistics(name, result, prefix="" if version else "initial_")
-            self.evaluations.append({"version": version, **evaluation_statistics(name, result)})
+            statistics = evaluation_statistics(name, outcome)
+            self.evaluations.append({"version": version, **statistics})
             _log.info("evaluation of version %d on %s: %s", version, name, statistics)
-            if (result.min_version, result.max_version) != (version, version):
-                answered = f"{result.min_version} to {result.max_version}"
+            if (outcome.min_version, outcome.max_version) != (version, version):
+                answered = f"{outcome.min_version} to {outcome.max_version}"
                 _log.warning("the evaluation of version %d was answered by versions %s", version, answered)
         self._rows.evaluated(version, statistics)
         self._write_ready()
@@ -116,12 +129,21 @@ class Journal:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"rows": self._rows.state(), "evaluations": self.evaluations}
+        return {
+            "rows": self._rows.state(),
+            "evaluations": self.evaluations,
+            "evaluations_failed": self.evaluations_failed,
+        }
 
     def close(self) -> None:
         """Write out what is left."""
         if self._metrics is not None:
             self._metrics.close()
+
+    def _failed(self, version: int, reason: str) -> Row:
+        """Note an evaluation that failed; returns what its row says of it."""
+        self.evaluations_failed.append({"version": version, "reason": reason})
+        return {f"eval/{self._config.eval.name}/failed": 1.0}
 
     def _write_ready(self) -> None:
         if self._metrics is not None:

@@ -1,21 +1,20 @@
 """The row of metrics of a train step, and the wait of a row for its evaluation.
 
-The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained,
-and, where version s was evaluated, `eval/<set>/accuracy` of version s. That evaluation runs while training goes on,
-so the row is held until it ends, and the rows after it too: every row is written once, in order. The first row also
-carries the accuracy before training, `eval/<set>/initial_accuracy`.
+The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained, and,
+where version s was evaluated, `eval/<set>/accuracy` of version s (`eval/<set>/failed` = 1 where that failed). Where the
+initial model is evaluated, row 0 holds that alone. The evaluation runs while training goes on, so the row is held until
+it ends, and the rows after it too: every row is written once, in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from asyncrl.master.buffer import Batch
+from asyncrl.master.buffer import TrainBatch
 from asyncrl.rollout.messages import EvaluationResult
 
 Row = dict[str, Any]
@@ -24,7 +23,7 @@ FULL_REWARD = 1.0 - 1e-6
 """An answer counts as right for `eval/<set>/accuracy` from this reward on; rewards of answers are 1 where right."""
 
 
-def batch_statistics(batch: Batch) -> Row:
+def batch_statistics(batch: TrainBatch) -> Row:
     """Statistics of a batch's rollouts: rewards, lengths (generated tokens per sample), ages of the trained tokens."""
     rewards = np.array([reward for record in batch.records for reward in record.rewards])
     generated = np.array([length for record in batch.records for length in record.generated])
@@ -49,55 +48,53 @@ def batch_statistics(batch: Batch) -> Row:
     }
 
 
-def evaluation_statistics(name: str, result: EvaluationResult, prefix: str = "") -> Row:
+def evaluation_statistics(name: str, result: EvaluationResult) -> Row:
     """The metrics of one evaluation on the set `name`."""
     rewards = np.array(result.rewards, dtype=float)
     return {
-        f"eval/{name}/{prefix}accuracy": float((rewards >= FULL_REWARD).mean()),
-        f"eval/{name}/{prefix}reward_mean": float(rewards.mean()),
-        f"eval/{name}/{prefix}len_mean": float(np.mean(result.lengths)),
+        f"eval/{name}/accuracy": float((rewards >= FULL_REWARD).mean()),
+        f"eval/{name}/reward_mean": float(rewards.mean()),
+        f"eval/{name}/len_mean": float(np.mean(result.lengths)),
     }
 
 
 @dataclass(slots=True)
 class _Held:
-    step: int
     row: Row
-    awaited: set[int] = field(default_factory=set)
+    awaits_evaluation: bool
 
 
 class RowQueue:
-    """Rows in the order of their steps, each held until the evaluations it waits for have ended. Pure."""
+    """Rows in the order of their steps, each held until the evaluation it waits for has ended. Pure."""
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
-        self._early: dict[int, Mapping[str, float]] = {}
+        self._held: dict[int, _Held] = {}
+        self._early: dict[int, Row] = {}
 
-    def add(self, step: int, row: Row, awaited: Iterable[int] = ()) -> None:
-        """Take the row of `step`, which waits for the evaluations of the versions `awaited`; some may have ended."""
-        held = _Held(step, dict(row), set(awaited))
-        for version in held.awaited & self._early.keys():
-            held.awaited.remove(version)
-            held.row |= self._early.pop(version)
-        self._held.append(held)
+    def add(self, step: int, row: Row, *, awaits_evaluation: bool = False) -> None:
+        """Take the row of `step`; the evaluation of that version may have ended already."""
+        early = self._early.pop(step, None)
+        self._held[step] = _Held(row | (early or {}), awaits_evaluation and early is None)
 
-    def evaluated(self, version: int, statistics: Mapping[str, float]) -> None:
-        """The evaluation of `version` has ended; empty `statistics` if it failed."""
-        waiting = [held for held in self._held if version in held.awaited]
-        if not waiting:
+    def evaluated(self, version: int, statistics: Row) -> None:
+        """The evaluation of `version` has ended; `statistics` go into its row."""
+        held = self._held.get(version)
+        if held is None:
             self._early[version] = statistics
-        for held in waiting:
-            held.awaited.remove(version)
+        else:
             held.row |= statistics
+            held.awaits_evaluation = False
 
     def pop_ready(self) -> list[tuple[int, Row]]:
         """The rows that need not wait any longer, in order."""
         ready = []
-        while self._held and not self._held[0].awaited:
-            held = self._held.pop(0)
-            ready.append((held.step, held.row))
+        for step, held in list(self._held.items()):
+            if held.awaits_evaluation:
+                break
+            ready.append((step, held.row))
+            del self._held[step]
         return ready
 
     def state(self) -> list[dict[str, Any]]:
         """The held rows as JSON values, for a checkpoint."""
-        return [{"step": held.step, "row": held.row} for held in self._held]
+        return [{"step": step, "row": held.row} for step, held in self._held.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.comm.request_reply.messages import R, Request
@@ -59,11 +59,14 @@ class GateBooks:
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions in use, and a line for people."""
+    """What the manager tells of itself: seconds the gate was closed so far, versions in use, a line for people, and
+    the rollouts dropped so far by reason.
+    """
 
     closed_s: float
     versions_in_use: frozenset[int]
     description: str
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Manager(Protocol):

@@ -42,6 +42,7 @@ def write_summary(
     books: GateBooks,
     accuracies: Mapping[str, float],
     evaluations: Sequence[Mapping[str, float]],
+    evaluations_failed: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the end of the run as `summary.json`: steps, books, the last accuracy of each set, where things lie."""
     summary = {
@@ -50,6 +51,7 @@ def write_summary(
         "books": {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(books).items()},
         "eval": dict(accuracies),
         "evaluations": list(evaluations),
+        "evaluations_failed": list(evaluations_failed),
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),
             "weights": str(run_dir / WEIGHTS_DIR),

@@ -3,7 +3,7 @@
 The loop holds metadata only and asks everything of its peers, so the tests run it whole against peers in one process.
 
 What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
-(`VersionClock`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
+(`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
 failure, or a stall: no train step for `system.stall_timeout_s`, which raises `Stalled` with who waits for what, on
 which counter.
 
@@ -25,7 +25,7 @@ from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.assignment import assign
-from asyncrl.master.buffer import Batch, SampleBuffer
+from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
@@ -35,7 +35,7 @@ from asyncrl.master.peers import CalledWorker, GateBooks, GateStatus, Manager, e
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
-from asyncrl.master.version_clock import VersionClock
+from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.trainer.messages import (
@@ -57,6 +57,8 @@ STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+GRACE_S = 5.0
+"""Beyond the limit of an evaluation, so that it is its own limit that ends it."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
@@ -105,12 +107,12 @@ class TrainLoop:
         self._heads = [peers.workers[worker] for worker in peers.routes.data_workers]
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
-        self._clock = VersionClock(
+        self._announcer = VersionAnnouncer(
             peers.board.announce_version, self._evaluate, self._journal.evaluation_due, self._journal.evaluated
         )
         self._status = GateStatus(0.0, frozenset(), "")
-        self._untold_trained: list[str] = []
-        self._untold_drops: list[Drop] = []
+        self._unreported_trained: list[str] = []
+        self._unreported_drops: list[Drop] = []
         self._trained_before = 0
         self._saved_version: int | None = None
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
@@ -137,7 +139,7 @@ class TrainLoop:
             raise
         finally:
             await self._collector.close()
-            await self._clock.close()
+            await self._announcer.close()
             self._journal.close()
 
     async def _begin(self) -> None:
@@ -151,7 +153,7 @@ class TrainLoop:
         self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used))
         self._collector.start()
         if self.version == 0:
-            self._clock.begin(0)
+            self._announcer.evaluate_if_due(0)
 
     async def _step(self) -> None:
         """From version v to v + 1."""
@@ -164,9 +166,9 @@ class TrainLoop:
         trained = self._now()
         path = await self._publish(to_disk=self._complete or self._wants_folder)
         published = self._now()
-        await self._clock.published(self.version, path)
+        await self._announcer.published(self.version, path)
         announced = self._now()
-        self._untold_trained += [record.rollout_id for record in batch.records]
+        self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {
             "time/wait_data_s": has_data - begun,
             "time/train_s": trained - has_data,
@@ -176,12 +178,12 @@ class TrainLoop:
         try:
             await self._report()
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
-        finally:  # the step is complete, so its row is written, whatever kept the manager from hearing of it
+        finally:  # the step is complete, so its row is written, whatever kept it from being reported
             self._journal.step(self.version, batch, stats | times, self._status, self._now())
         if self._checkpoint_is_due:
             await self._save()
 
-    async def _next_batch(self) -> Batch:
+    async def _next_batch(self) -> TrainBatch:
         while True:
             await self._enough_rollouts()
             if self.config.on_stale == OnStale.wait:
@@ -205,7 +207,7 @@ class TrainLoop:
             _log.info("step %d is held for %d rollouts that would expire", self.version, len(running))
         await self._wait(self._collector.refresh(), "the ModelWorkers to tell what they received")
 
-    async def _train(self, batch: Batch) -> Row:
+    async def _train(self, batch: TrainBatch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
         cut = assign(batch.records, len(self._heads), minibatches, self.config.seed, batch.version)
         self._model_in_step = True
@@ -230,7 +232,13 @@ class TrainLoop:
         """
         if to_disk:
             self._on_disk = self.version
-        in_use = {self.version, self.version - 1, self._on_disk, *self._clock.put_off, *self._status.versions_in_use}
+        in_use = {
+            self.version,
+            self.version - 1,
+            self._on_disk,
+            *self._announcer.put_off,
+            *self._status.versions_in_use,
+        }
         published, _ = await asyncio.gather(
             self._all(Publish(ACTOR, self.version, to_disk)),
             self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
@@ -240,57 +248,59 @@ class TrainLoop:
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
 
-        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What it was not
-        told then, `_finish` tells.
+        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What is not
+        reported then, `_finish` reports.
         """
-        self._untold_drops += self.buffer.pop_drops()
-        trained, drops = self._untold_trained, self._untold_drops
+        self._unreported_drops += self.buffer.pop_drops()
+        trained, drops = self._unreported_trained, self._unreported_drops
         if not trained and not drops:
             return
         await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
-        self._untold_trained, self._untold_drops = [], []
+        self._unreported_trained, self._unreported_drops = [], []
         for head in sorted({drop.record.head for drop in drops}):
             discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
             await self._heads[head].call(discard, timeout_s=self._limit_s)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s
-        async with asyncio.timeout(limit_s):
-            return await evaluate(self.peers.rollouts, version, limit_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await evaluate(self.peers.rollouts, version, limit_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"no result within eval.timeout_s={limit_s:g} s") from error
 
     async def _finish(self) -> None:
         if self._complete:
             await self.peers.manager.close_gate()
             await self._last_evaluation()
         else:
-            await self._clock.close()
+            await self._announcer.close()
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
         if self._saved_version != self.version:
             await self._save()
         books = await self._last_books()
-        journal = self._journal
-        write_summary(
-            self.run_dir, self.version, self.config.total_train_steps, books, journal.accuracies(), journal.evaluations
-        )
+        journal, steps = self._journal, self.config.total_train_steps
+        evaluations = journal.accuracies(), journal.evaluations, journal.evaluations_failed
+        write_summary(self.run_dir, self.version, steps, books, *evaluations)
         check_books(books, self._trained_before + self.buffer.trained)
 
     async def _last_books(self) -> GateBooks:
         manager = self.peers.manager
-        self._untold_drops += self.buffer.pop_drops()
+        self._unreported_drops += self.buffer.pop_drops()
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
                 await manager.close_gate()
-                await manager.report_consumed(self.version, self._untold_trained, self._untold_drops)
+                await manager.report_consumed(self.version, self._unreported_trained, self._unreported_drops)
                 return await manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
 
     async def _last_evaluation(self) -> None:
         try:
-            await or_stop(self._clock.evaluated(), self.stop, self.config.eval.timeout_s)
+            await or_stop(self._announcer.evaluation_ended(), self.stop, self.config.eval.timeout_s + GRACE_S)
         except StopRequested:
-            await self._clock.close()
+            await self._announcer.close()
 
     async def _restore(self) -> dict[str, Any] | None:
         """Load the newest checkpoint; returns the master's part of it, None where there is none."""

@@ -58,13 +58,21 @@ def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
 
-def evaluations(row: Row) -> dict[str, float]:
-    """The evaluated sets of a row and their accuracies."""
+def evaluations(row: Row, figure: str = "accuracy") -> dict[str, float]:
+    """The evaluated sets of a row with one figure of each."""
     return {
-        key.removeprefix("eval/").removesuffix("/accuracy"): value
+        key.removeprefix("eval/").removesuffix(f"/{figure}"): value
         for key, value in row.items()
-        if key.startswith("eval/") and key.endswith("/accuracy")
+        if key.startswith("eval/") and key.endswith(f"/{figure}")
     }
+
+
+def _failures(row: Row) -> list[str]:
+    """What is to be said of evaluations that failed."""
+    return [
+        f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
+        for name in evaluations(row, "failed")
+    ]
 
 
 class PlainDisplay:
@@ -79,17 +87,20 @@ class PlainDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
-        """Print a step's main figures."""
-        parts = [
-            f"step {row['step']:.0f}/{self._total}",
-            f"reward {row['reward/mean']:.3f}",
-            f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']:.0f})",
-            f"gen {row['throughput/gen_tokens_per_s']:,.0f} tok/s",
-            f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
-            f"step {row['time/step_s']:.2f} s",
-        ]
+        """Print a step's main figures; of step 0 there are evaluations alone."""
+        parts = [f"step {row['step']:.0f}/{self._total}"]
+        if "reward/mean" in row:
+            parts += [
+                f"reward {row['reward/mean']:.3f}",
+                f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']:.0f})",
+                f"gen {row['throughput/gen_tokens_per_s']:,.0f}",
+                f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
+                f"{row['time/step_s']:.2f} s",
+            ]
         parts += [f"{name} accuracy {value:.3f}" for name, value in evaluations(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+        for failure in _failures(row):
+            self.note(failure)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -105,7 +116,6 @@ class LiveDisplay:
         self._row: Row = {}
         self._rewards: list[float] = []
         self._accuracies: dict[str, list[float]] = {}
-        self._note = "starting"
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
@@ -114,15 +124,17 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
         self._live.console.print(text, markup=False, soft_wrap=True)
-        self._note = ""
 
     def row(self, row: Row) -> None:
         """Take a step's figures in."""
-        self._row = row
-        self._note = ""
-        self._rewards.append(row["reward/mean"])
         for name, value in evaluations(row).items():
             self._accuracies.setdefault(name, []).append(value)
+        for failure in _failures(row):
+            self.note(failure)
+        if "reward/mean" not in row:  # step 0: evaluations alone
+            return
+        self._row = row
+        self._rewards.append(row["reward/mean"])
         if self._first_step is None:
             self._first_step = (row["step"], time.monotonic())
 
@@ -131,14 +143,11 @@ class LiveDisplay:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        body: list[RenderableType] = [self._progress()]
-        if self._row:
-            body.append(self._figures(self._row))
-        elif self._note:
-            body.append(Text(self._note, style="dim"))
-        return Panel(
-            Group(*body), title=f"[bold]{self._title}[/]", title_align="left", border_style="cyan", padding=(0, 1)
-        )
+        body: list[RenderableType] = [self._progress(), self._figures(self._row)]
+        if not self._row:
+            body.append(Text("no train step yet", style="dim"))
+        title = Text(self._title, style="bold", overflow="ellipsis")
+        return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
     def _progress(self) -> Table:
         step = self._row.get("step", 0.0)
@@ -156,11 +165,14 @@ class LiveDisplay:
 
     def _figures(self, row: Row) -> Table:
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True)
-        grid.add_row("reward", f"[bold]{row['reward/mean']:.3f}[/]  [cyan]{trend(self._rewards)}[/]")
+        grid.add_column(style="dim")
+        grid.add_column()
+        if row:
+            grid.add_row("reward", f"[bold]{row['reward/mean']:.3f}[/]  [cyan]{trend(self._rewards)}[/]")
         for name, values in self._accuracies.items():
             grid.add_row(f"accuracy {name}", f"[bold green]{values[-1]:.3f}[/]  [cyan]{trend(values)}[/]")
+        if not row:
+            return grid
         grid.add_row(
             "staleness", f"mean {row['staleness/mean']:.1f}, max {row['staleness/max']:.0f} of η = {self._eta}"
         )
@@ -168,7 +180,7 @@ class LiveDisplay:
             "tokens/s",
             f"generated {row['throughput/gen_tokens_per_s']:,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
         )
-        waits = f"trainer for data {_share(row, 'time/wait_data_s')} of the step"
+        waits = f"trainer for data {_share(row, 'time/wait_data_s')}"
         if "time/gate_closed_s" in row:
             waits += f", rollouts for the gate {_share(row, 'time/gate_closed_s')}"
         grid.add_row("waiting", waits)

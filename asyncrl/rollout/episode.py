@@ -3,63 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from asyncrl.algorithms.group_view import GroupView, Verdict
-from asyncrl.api import Agent, Environment, GenerationRequest, GenerationResult, Prompt, Sample
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, Sample
 
-Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 Filter = Callable[[GroupView], Verdict]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
 class EpisodeError(RuntimeError):
-    """The user's agent broke its contract; the message names the agent and what it returned."""
+    """The user's agent broke its contract; the message names the agent and what it did."""
 
 
-async def run_episode(agent: Agent, env: Environment, prompt: Prompt, generate: Generate) -> Sequence[Sample]:
-    """Run `agent` on `prompt`, answering what it puts on its observation queue with `generate`.
+async def run_episode(agent: Agent, env: Environment, prompt: Prompt, client: GenerationClient) -> Sequence[Sample]:
+    """Run `agent` on `prompt` with `client` as its policy.
 
     Returns:
         The group, `prompt.group_size` samples; empty where the agent rejects the prompt.
 
     Raises:
-        EpisodeError: the agent returned another number of samples.
-        Exception: whatever the agent, the environment or `generate` raised.
+        EpisodeError: the agent returned another number of samples, or something that it awaits was cancelled.
+        Exception: whatever the agent, the environment or the policy raised; of a group the first.
     """
-    obs_queue: asyncio.Queue[GenerationRequest] = asyncio.Queue()
-    act_queue: asyncio.Queue[GenerationResult] = asyncio.Queue()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            pump = tasks.create_task(_answer_requests(tasks, obs_queue, act_queue, generate))
-            samples = await agent.collect_trajectory(prompt, env, obs_queue, act_queue)
-            pump.cancel()
+        try:
+            samples = await agent.run(prompt, env, client)
+        finally:
+            await env.close()
     except ExceptionGroup as group:
         raise _first_cause(group) from group
-    finally:
-        await env.close()
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # it is this rollout that was cancelled
+            raise
+        raise EpisodeError(
+            f"agent {type(agent).__name__} was cancelled from within, on prompt {prompt.prompt_id}: a task or "
+            "connection that it or its environment awaits was cancelled; catch asyncio.CancelledError there"
+        ) from error
     if samples and len(samples) != prompt.group_size:
         raise EpisodeError(
             f"agent {type(agent).__name__} returned {len(samples)} samples for prompt {prompt.prompt_id}; return "
             f"group_size={prompt.group_size} of them, or none to reject the prompt"
         )
     return samples
-
-
-async def _answer_requests(
-    tasks: asyncio.TaskGroup,
-    obs_queue: asyncio.Queue[GenerationRequest],
-    act_queue: asyncio.Queue[GenerationResult],
-    generate: Generate,
-) -> None:
-    async def answer(request: GenerationRequest) -> None:
-        await act_queue.put(await generate(request))
-
-    while True:
-        tasks.create_task(answer(await obs_queue.get()))
 
 
 def _first_cause(group: ExceptionGroup[Exception]) -> Exception:

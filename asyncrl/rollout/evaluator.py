@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from asyncrl.api import GenerationRequest, GenerationResult, Sample
+from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.rollout.episode import run_episode
 from asyncrl.rollout.generation import RolloutClient
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.user_code import Plugins
+
+
+@dataclass(frozen=True, slots=True)
+class _EvaluatedPolicy:
+    """The policy at `version` or newer, as agents ask it."""
+
+    client: RolloutClient
+    version: int
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        return await self.client.generate(request, min_version=self.version)
 
 
 class Evaluator:
@@ -26,7 +37,10 @@ class Evaluator:
         Raises:
             Exception: whatever the agent, the environment or the servers raised.
         """
-        groups = await asyncio.gather(*(self._one(row, version) for row in self._rows))
+        policy, plugins = _EvaluatedPolicy(self._client, version), self._plugins
+        groups = await asyncio.gather(
+            *(run_episode(plugins.agent, plugins.make_env(), plugins.eval_prompt(row), policy) for row in self._rows)
+        )
         samples = [sample for group in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
         return EvaluationResult(
@@ -35,10 +49,3 @@ class Evaluator:
             min_version=min(versions, default=version),
             max_version=max(versions, default=version),
         )
-
-    async def _one(self, row: int, version: int) -> Sequence[Sample]:
-        async def generate(request: GenerationRequest) -> GenerationResult:
-            return await self._client.generate(request, rollout_id=None, min_version=version)
-
-        plugins = self._plugins
-        return await run_episode(plugins.agent, plugins.make_env(), plugins.eval_prompt(row), generate)

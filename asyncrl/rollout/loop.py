@@ -25,6 +25,7 @@ from typing import NoReturn, Protocol
 
 from asyncrl.algorithms.registry import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
@@ -41,9 +42,6 @@ MAX_ASKED = 64
 MAX_ATTEMPTS = 3
 MAX_FAILURES_IN_A_ROW = 16
 
-FAILED, TIMED_OUT, REJECTED = "failed", "timeout", "agent_rejected"
-"""Reasons for which a rollout is dropped here; filters add their own."""
-
 
 class Gate(Protocol):
     """The part of the GserverManager that the loop needs."""
@@ -53,7 +51,7 @@ class Gate(Protocol):
         ...
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Report rollouts that ended; told with the next call."""
+        """Report rollouts that ended, with the next call."""
         ...
 
 
@@ -74,18 +72,26 @@ class _Candidate:
             return None
         return RequestSize(len(prompt.input_ids), prompt.sampling.max_new_tokens, prompt.group_size)
 
-    def take_route(self) -> Route | None:
-        """The route, once."""
-        route, self.route = self.route, None
-        return route
-
 
 class GenerateFor(Protocol):
-    """Asks the policy on behalf of a rollout; the first time at the server of its admission."""
+    """Asks the policy on behalf of a rollout, at the server `route` where it is given."""
 
     def __call__(
         self, request: GenerationRequest, rollout_id: str, *, route: Route | None
     ) -> Awaitable[GenerationResult]: ...
+
+
+@dataclass(slots=True)
+class _RolloutPolicy:
+    """The policy as the agent of one rollout asks it; the first request goes to the server of its admission."""
+
+    generate_for: GenerateFor
+    rollout_id: str
+    route: Route | None
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        route, self.route = self.route, None
+        return await self.generate_for(request, self.rollout_id, route=route)
 
 
 class RolloutLoop:
@@ -95,7 +101,7 @@ class RolloutLoop:
         stream: the worker's prompts.
         plugins: the user's agent, environment, dataset and reward.
         gate: admits rollouts and is told of their end.
-        generate: asks the policy on behalf of a rollout, at the server given where one is.
+        generate: asks the policy on behalf of a rollout.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
@@ -173,15 +179,17 @@ class RolloutLoop:
             _log.info("prompt %s came back and was not out", prompt_id)
 
     async def _roll_out(self, candidate: _Candidate) -> None:
+        limit = asyncio.timeout(self._config.rollout_timeout_s)
         try:
-            async with asyncio.timeout(self._config.rollout_timeout_s):
+            async with limit:
                 outcome = await self._attempt(candidate)
             self._failures_in_a_row = 0
-        except TimeoutError:
-            _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
-            outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=TIMED_OUT)
         except Exception as error:
-            outcome = self._failure(candidate, error)
+            if isinstance(error, TimeoutError) and limit.expired():  # else it is one of the user's own
+                _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
+                outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.timeout)
+            else:
+                outcome = self._failure(candidate, error)
         finally:
             self._free += 1
             self._room.set()
@@ -189,16 +197,13 @@ class RolloutLoop:
 
     async def _attempt(self, candidate: _Candidate) -> FinishedRollout:
         """Roll out, judge, and hand over what is kept."""
-
-        async def generate(request: GenerationRequest) -> GenerationResult:
-            return await self._generate(request, candidate.rollout_id, route=candidate.take_route())
-
         ref, plugins = candidate.ref, self._plugins
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
-        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, generate)
+        policy = _RolloutPolicy(self._generate, candidate.rollout_id, candidate.route)
+        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=REJECTED)
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
             back = verdict.return_prompt
@@ -217,4 +222,4 @@ class RolloutLoop:
         again = self._attempts[prompt_id] < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(candidate.rollout_id, accepted=False, reason=FAILED, return_prompt=again)
+        return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.failed, return_prompt=again)

@@ -60,7 +60,8 @@ def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path
     (tmp_path / "coin.py").write_text("def even(data, completion):\n    return float(completion[:1] in '02468')\n")
     run = finished(start_run, "async_dapo", reward__path=f"{tmp_path / 'coin.py'}:even")
     assert {row["reward/groups_without_variance"] for row in run.rows()} == {0.0}
-    assert run.summary()["books"]["dropped"]["zero_variance"] > 0
+    dropped = run.summary()["books"]["dropped"]["zero_variance"]
+    assert 0 < sum(row["filter/dropped_groups"] for row in run.rows()) <= dropped, "the rest after the last step"
 
 
 def test_async_ppo_critic_trains_the_critic_alone_at_first(start_run: Any) -> None:

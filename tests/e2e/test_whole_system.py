@@ -37,7 +37,7 @@ def test_a_run_trains_keeps_its_bound_balances_its_books_and_leaves_nothing(
         assert row.keys() >= required_metrics, f"missing {required_metrics - row.keys()}"
         assert row["staleness/max"] <= 2
         assert row["tokens/trained"] > 0
-    assert [row["step"] for row in rows if "eval/held_out/accuracy" in row] == [3, 6]
+    assert [row["step"] for row in run.metrics() if "eval/held_out/accuracy" in row] == [0, 3, 6]
 
     summary = run.summary()
     assert summary["steps"] == 6
@@ -96,8 +96,8 @@ class NotingAgent(SingleTurnAgent):
         super().__init__(tokenizer=tokenizer)
         self._file = Path(file)
 
-    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
-        samples = await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+    async def run(self, prompt, env, client):
+        samples = await super().run(prompt, env, client)
         with self._file.open("a") as file:
             for sample in samples:
                 file.write(json.dumps([int(v) for v, m in zip(sample.versions, sample.loss_mask) if m]) + "\\n")

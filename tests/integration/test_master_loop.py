@@ -70,6 +70,7 @@ class FakeWorkers:
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
     fail: dict[type[Request[Any]], Exception] = field(default_factory=dict)
+    filtered_in_graph: float | None = None
     train_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
 
@@ -108,7 +109,8 @@ class FakeWorkers:
                     self.on_train()
                 if self.train_gate is not None:
                     await self.train_gate.wait()
-                return CallStats(TRAIN_STATS)
+                counted = self.filtered_in_graph
+                return CallStats(TRAIN_STATS | ({} if counted is None else {"filter/dropped_groups": counted}))
             case RunCall():
                 return CallStats({})
         return Done()
@@ -427,19 +429,47 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
         await task
     assert {2, 4} <= set(run.board.versions)  # a version that is measured is never skipped
     rows = {row["step"]: row for row in run.rows()}
-    assert sorted(rows) == [1, 2, 3, 4]
-    assert rows[1]["eval/held_out/initial_accuracy"] == 0.5
-    assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [2, 4]
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    evaluation = {"eval/held_out/accuracy": 0.5, "eval/held_out/reward_mean": 0.5, "eval/held_out/len_mean": 6.0}
+    assert rows[0] == {"step": 0, "policy_version": 0, **evaluation}
+    assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [0, 2, 4]
     assert run.summary()["eval"] == {"held_out": 0.5}
+    assert [item["version"] for item in run.summary()["evaluations"]] == [0, 2, 4]
+    assert run.summary()["evaluations_failed"] == []
 
 
-async def test_a_failed_evaluation_does_not_hold_the_run(tmp_path: Path) -> None:
+async def test_a_failed_evaluation_does_not_hold_the_run_and_is_told(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=1))
     run.rollouts.fail = RuntimeError("no server")
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
-    assert [row["step"] for row in run.rows()] == [1, 2, 3]
-    assert "eval/held_out/accuracy" not in run.rows()[-1]
+    assert [row["step"] for row in run.rows()] == [0, 1, 2, 3]
+    assert all(row["eval/held_out/failed"] == 1.0 and "eval/held_out/accuracy" not in row for row in run.rows())
+    reason = "RuntimeError: no server"
+    assert run.summary()["evaluations_failed"] == [{"version": version, "reason": reason} for version in range(4)]
+
+
+async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(eval__interval=3, eval__timeout_s=0.01))
+    run.rollouts.finish = asyncio.Event()
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    assert run.summary()["evaluations_failed"][0]["reason"] == "TimeoutError: no result within eval.timeout_s=0.01 s"
+
+
+async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.workers.filtered_in_graph = 2.0
+
+    async def status() -> GateStatus:
+        step = run.loop.version
+        dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1, "timeout": 1}
+        return GateStatus(0.0, frozenset(), "", dropped)
+
+    run.manager.status = status  # type: ignore[method-assign]
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
 
 
 async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:
@@ -502,14 +532,38 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
         first.rollouts.finish = asyncio.Event()
         await first.deliver(range(4, 8), oldest=1)
         await until(lambda: first.workers.saved()[-1:] == [2])
-        assert len(first.rows()) == 1
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(read_rows(tmp_path / "metrics.jsonl")[0]) + "\n")
+        rows = first.rows()
+        assert [row["step"] for row in rows] == [0, 1]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     second.manager.submitted = second.manager.trained = 8
     await second.deliver(range(8, 12), oldest=2)
     await second.loop.run()
-    assert [row["step"] for row in second.rows()] == [1, 2, 3]
+    assert [row["step"] for row in second.rows()] == [0, 1, 2, 3]
+    assert second.rollouts.started == [3], "what was evaluated, or cut off, is not evaluated again"
+    assert second.rows()[2]["eval/held_out/failed"] == 1.0
+    summary = second.summary()
+    assert [item["version"] for item in summary["evaluations"]] == [0, 1, 3]
+    assert summary["evaluations_failed"] == [{"version": 2, "reason": "cut off by a restart"}]
+
+
+async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=1, eval__interval=1)
+    first = Run(tmp_path, config)
+    first.rollouts.finish = asyncio.Event()
+    async with running(first) as task:
+        await until(lambda: first.rollouts.started == [0])
+        first.stop.set()
+        await task
+    assert [row["step"] for row in first.rows()] == [0]
+    assert first.summary()["evaluations_failed"] == [{"version": 0, "reason": "given up, as the run ended"}]
+
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    await second.deliver(range(4))
+    await second.loop.run()
+    assert [(row["step"], row["eval/held_out/accuracy"]) for row in second.rows()] == [(0, 0.5), (1, 0.5)]
+    assert second.summary()["evaluations_failed"] == []
 
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:

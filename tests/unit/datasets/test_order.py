@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,32 +55,11 @@ def test_a_restart_with_another_number_of_shards_trains_each_prompt_once(
             fate = data.draw(st.sampled_from(["trained", "out", "given back"]))
             if fate == "trained":
                 trained.append(ref.prompt_id)
-                shard.mark_used(ref.prompt_id)
             elif fate == "given back":
                 shard.give_back(ref.prompt_id)
     limit = 2 * num_rows
     rest = [id_ for shard in shards_of(num_rows, seed, after, trained) for id_ in take_below(shard, limit)]
     assert sorted(rest + trained) == sorted(f"e{epoch}-{row}" for epoch in range(2) for row in range(num_rows))
-
-
-@settings(deadline=None)
-@given(ROWS, SEEDS, SHARDS, st.data())
-def test_a_restored_stream_continues_where_the_saved_one_stood(
-    num_rows: int, seed: int, num_shards: int, data: st.DataObject
-) -> None:
-    stream = PromptStream(num_rows, seed, num_shards - 1, num_shards)
-    used, outstanding = [], []
-    for _ in range(data.draw(st.integers(0, 30))):
-        ref = stream.next()
-        if data.draw(st.booleans()):
-            stream.mark_used(ref.prompt_id)
-            used.append(ref.prompt_id)
-        else:
-            outstanding.append(ref)
-    restored = PromptStream.restore(json.loads(json.dumps(stream.state())), used)
-    again = [restored.next() for _ in outstanding]
-    assert again == sorted(outstanding, key=lambda ref: ref.order)
-    assert restored.next() == stream.next()
 
 
 def test_a_prompt_given_back_comes_before_any_later_one() -> None:
@@ -100,19 +77,6 @@ def test_a_prompt_that_was_not_handed_out_cannot_be_given_back() -> None:
     stream.give_back(ref.prompt_id)
     with pytest.raises(ValueError, match="not out"):
         stream.give_back(ref.prompt_id)
-
-
-def test_a_prompt_marked_used_while_given_back_is_not_handed_out_again() -> None:
-    stream = PromptStream(10, seed=1)
-    ref = stream.next()
-    stream.give_back(ref.prompt_id)
-    stream.mark_used(ref.prompt_id)
-    assert stream.next().order == 1
-
-
-def test_orders_below_the_first_are_skipped_without_naming_them() -> None:
-    stream = PromptStream(10, seed=1, shard_index=1, num_shards=3, first_order=8)
-    assert [stream.next().order for _ in range(3)] == [10, 13, 16]
 
 
 @pytest.mark.parametrize("prompt_id", ["", "e0", "0-1", "e0-10", "e-1-2", "ex-1", "e0-1-2"])

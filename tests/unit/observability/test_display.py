@@ -25,9 +25,23 @@ ROW = {
 }
 
 
-def console() -> tuple[Console, io.StringIO]:
+EVALUATION = {"step": 0, "policy_version": 0, "eval/held_out/accuracy": 0.125}
+"""A row as it is before training."""
+
+
+def console(width: int = 120) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, width=120, force_terminal=False), out
+    return Console(file=out, width=width, force_terminal=False), out
+
+
+def panel(*rows: dict[str, float], width: int = 80) -> str:
+    """What a terminal of `width` columns shows after `rows`."""
+    shown, out = console(width)
+    display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
+    for row in rows:
+        display.row(row)
+    display.close()
+    return out.getvalue()
 
 
 def test_a_plain_row_is_one_line_with_the_main_figures() -> None:
@@ -39,13 +53,43 @@ def test_a_plain_row_is_one_line_with_the_main_figures() -> None:
 
 
 def test_the_live_panel_shows_progress_staleness_and_who_waits_for_whom() -> None:
-    shown, out = console()
-    display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
-    display.row(ROW)
-    display.close()
-    text = out.getvalue()
+    text = panel(ROW)
     for part in ("asyncrl a/b", "step 3/10", "0.250", "max 2 of η = 4", "0.750", "trainer for data 20 %", "gate 10 %"):
         assert part in text
+
+
+def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
+    shares = {"time/step_s": 100.0, "time/wait_data_s": 100.0, "time/gate_closed_s": 100.0}
+    rates = {"throughput/gen_tokens_per_s": 1234567.0, "throughput/train_tokens_per_s": 7654321.0}
+    text = panel(*[ROW | shares | rates | {"reward/mean": -12.5} for _ in range(30)])
+    assert "trainer for data 100 %, rollouts for the gate 100 %" in text
+    assert "generated 1,234,567, trained 7,654,321" in text
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert len(text.splitlines()) == len(panel(ROW).splitlines()), "no figure takes a second line"
+
+
+def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:
+    text = panel(EVALUATION)
+    for part in ("step 0/10", "accuracy held_out", "0.125", "no train step yet"):
+        assert part in text
+    assert "reward" not in text
+    assert "▁█" in panel(EVALUATION, ROW), "the curve begins there"
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(EVALUATION)
+    assert out.getvalue() == "step 0/10  held_out accuracy 0.125\n"
+
+
+def test_a_failed_evaluation_is_said() -> None:
+    failed = ROW | {"eval/held_out/failed": 1.0}
+    del failed["eval/held_out/accuracy"]
+    said = "the evaluation of version 3 on held_out failed"
+    assert said in panel(failed)
+    assert said in panel(EVALUATION, failed)
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(failed)
+    assert out.getvalue().count("\n") == 2
+    assert said in out.getvalue()
 
 
 def test_markup_in_a_remark_is_shown_as_it_is() -> None:
@@ -63,6 +107,7 @@ def test_a_trend_rises_from_the_lowest_to_the_highest_bar() -> None:
 
 def test_evaluations_are_told_by_the_name_of_their_set() -> None:
     assert evaluations(ROW) == {"held_out": 0.75}
+    assert evaluations(ROW, "failed") == {}
 
 
 def test_the_tail_reads_each_whole_line_once_and_survives_a_cut(tmp_path: Path) -> None:

@@ -43,24 +43,94 @@ def completion(text: str, version: int = 0, *, cut: bool = False) -> Completion:
     return Completion(ids, [-0.5] * len(ids), [version] * len(ids), "length" if cut else "stop")
 
 
+class LatestFirst:
+    """A client that answers with `policy`: of the requests under way at a time the latest first."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[GenerationResult]]] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._answer)
+        self._waiting.append((request, loop.create_future()))
+        return await self._waiting[-1][1]
+
+    def _answer(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request, answer in reversed(waiting):
+            answer.set_result(GenerationResult(request.request_id, tuple(self._policy(request))))
+
+
 async def roll_out(agent: Agent, env: Environment, group_size: int, policy: Policy) -> Sequence[Sample]:
-    """Run the agent against `policy`, which answers the requests latest first."""
-    observations: asyncio.Queue[GenerationRequest] = asyncio.Queue()
-    actions: asyncio.Queue[GenerationResult] = asyncio.Queue()
+    async with asyncio.timeout(10):
+        return await agent.run(prompt(group_size), env, LatestFirst(policy))
 
-    async def serve() -> None:
-        while True:
-            requests = [await observations.get()]
-            while not observations.empty():
-                requests.append(observations.get_nowait())
-            for request in reversed(requests):
-                await actions.put(GenerationResult(request.request_id, tuple(policy(request))))
 
-    server = asyncio.create_task(serve())
-    try:
-        return await asyncio.wait_for(agent.collect_trajectory(prompt(group_size), env, observations, actions), 10)
-    finally:
-        server.cancel()
+class QueueAgent(Agent):
+    """In the form with queues: asks for each answer on its own, and takes them as they come."""
+
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[GenerationRequest],
+        act_queue: asyncio.Queue[GenerationResult],
+    ) -> Sequence[Sample]:
+        for member in range(prompt.group_size):
+            await obs_queue.put(GenerationRequest(str(member), prompt.input_ids, 1, prompt.sampling))
+        results = [await act_queue.get() for _ in range(prompt.group_size)]
+        samples = []
+        for result in sorted(results, key=lambda result: result.request_id):
+            builder = SampleBuilder(prompt.input_ids)
+            builder.generate(result.completions[0])
+            samples.append(builder.build(float(result.request_id), truncated=False))
+        return samples
+
+
+async def test_an_agent_with_queues_is_answered_as_the_policy_does() -> None:
+    asked: list[str] = []
+
+    def policy(request: GenerationRequest) -> list[Completion]:
+        asked.append(request.request_id)
+        return [completion(RIGHT)]
+
+    samples = await roll_out(QueueAgent(), SingleTurnEnv(reward=arithmetic_reward), 3, policy)
+    assert [sample.reward for sample in samples] == [0.0, 1.0, 2.0]
+    assert asked == ["2", "1", "0"], "all were under way at the same time"
+
+
+async def test_a_policy_that_fails_an_agent_with_queues_ends_its_wait() -> None:
+    class Failing:
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            raise ConnectionError("no server")
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ExceptionGroup) as caught:
+            await QueueAgent().run(prompt(2), SingleTurnEnv(reward=arithmetic_reward), Failing())
+    assert caught.group_contains(ConnectionError, match="no server")
+
+
+def test_an_agent_that_implements_neither_form_cannot_be_made() -> None:
+    class Idle(Agent):
+        def __init__(self, *, tokenizer: object) -> None:
+            self.tokenizer = tokenizer
+
+    with pytest.raises(TypeError, match="agent Idle implements neither `run` nor `collect_trajectory`"):
+        Idle(tokenizer=TOKENIZER)
+
+
+def test_an_override_that_would_never_be_called_is_refused() -> None:
+    class Hidden(SingleTurnAgent):
+        collect_trajectory = QueueAgent.collect_trajectory
+
+    class Awaiting(QueueAgent):
+        run = SingleTurnAgent.run
+
+    with pytest.raises(TypeError, match=r"agent Hidden overrides `collect_trajectory`.*override `run`"):
+        Hidden(tokenizer=TOKENIZER)
+    assert isinstance(Awaiting(), QueueAgent)
 
 
 async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
@@ -133,6 +203,20 @@ def test_a_completion_whose_arrays_differ_in_length_is_refused() -> None:
     builder.generate(Completion([3, 4], [-0.1], [0, 0], "stop"))
     with pytest.raises(ValueError, match="behave_logprobs"):
         builder.build(1.0, truncated=False)
+
+
+@pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf")])
+def test_a_log_probability_that_is_no_finite_number_is_refused(logprob: float | None) -> None:
+    builder = SampleBuilder([1, 2])
+    builder.generate(Completion([3, 4], [-0.1, logprob], [0, 0], "stop"))  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"behave_logprobs\[3\] is (nan|-inf)"):
+        builder.build(1.0, truncated=False)
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_refused(reward: float | None) -> None:
+    with pytest.raises(ValueError, match=r"Sample.reward is (None|nan|inf)"):
+        SampleBuilder([1, 2]).build(reward, truncated=False)  # type: ignore[arg-type]
 
 
 def test_a_prompt_carries_its_own_seed_and_the_end_token() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import pytest
 from asyncrl.api import (
     Agent,
     Environment,
+    GenerationClient,
     GenerationRequest,
     GenerationResult,
     Prompt,
@@ -48,15 +49,9 @@ class EchoAgent(Agent):
     def __init__(self, rewards: Callable[[str], Sequence[float]]) -> None:
         self._rewards = rewards
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[GenerationRequest],
-        act_queue: asyncio.Queue[GenerationResult],
-    ) -> Sequence[Sample]:
-        await obs_queue.put(GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling))
-        result = await act_queue.get()
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
+        result = await client.generate(request)
         return [
             sample(reward, c) for reward, c in zip(self._rewards(prompt.prompt_id), result.completions, strict=False)
         ]
@@ -153,10 +148,13 @@ async def run(
     loop = RolloutLoop(stream, cast(Plugins, plugins), gate, generate, push, config or RolloutConfig(max_concurrent=8))
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
-    await asyncio.wait({working, done}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    failed = working.done()
-    working.cancel()
-    done.cancel()
+    try:
+        await asyncio.wait({working, done}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        failed = working.done()
+        working.cancel()
+        done.cancel()
+        await asyncio.gather(working, done, return_exceptions=True)
     if failed:
         working.result()
     assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {limit_s} s"
@@ -207,9 +205,9 @@ async def test_shaping_changes_the_rewards_that_are_trained() -> None:
 class AskingTwice(EchoAgent):
     """Asks the policy twice, the second time once it has the first answer."""
 
-    async def collect_trajectory(self, prompt: Prompt, env: Environment, obs_queue: Any, act_queue: Any) -> Any:
-        await super().collect_trajectory(prompt, env, obs_queue, act_queue)
-        return await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        await super().run(prompt, env, client)
+        return await super().run(prompt, env, client)
 
 
 async def test_the_first_request_of_a_rollout_goes_where_its_admission_says() -> None:
@@ -290,7 +288,7 @@ async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts(
 
 async def test_when_every_rollout_fails_the_loop_fails_with_the_agents_own_error() -> None:
     class Broken(Agent):
-        async def collect_trajectory(self, prompt: Prompt, env: Environment, obs: Any, act: Any) -> Sequence[Sample]:
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
             raise KeyError("no such field")
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -313,3 +311,74 @@ async def test_a_rollout_beyond_its_time_limit_is_dropped_as_timeout() -> None:
     gate = FakeGate(admit=1)
     await run(gate, always(1.0, 0.0), config=RolloutConfig(rollout_timeout_s=0.05), generate=never)
     assert [ended.reason for ended in gate.finished.values()] == ["timeout"]
+
+
+class Raising(EchoAgent):
+    """Fails on the first prompt with what `fail` raises, and answers the others."""
+
+    def __init__(self, fail: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(lambda _: [1.0, 0.0])
+        self._fail = fail
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        if prompt.order == 0:
+            await self._fail()
+        return await super().run(prompt, env, client)
+
+
+async def await_a_cancelled_task() -> None:
+    """As where a tool server's session was closed."""
+    task = asyncio.create_task(asyncio.sleep(10))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def give_up_waiting() -> None:
+    raise TimeoutError("the tool server did not answer")
+
+
+async def fail_in_a_task_group() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(give_up_waiting())
+
+
+@pytest.mark.parametrize("fail", [await_a_cancelled_task, give_up_waiting, fail_in_a_task_group])
+async def test_what_user_code_raises_of_asyncio_is_a_failure_whose_place_is_free_again(
+    fail: Callable[[], Awaitable[None]],
+) -> None:
+    gate = FakeGate(admit=4)
+    await run(gate, Raising(fail), config=RolloutConfig(max_concurrent=1))
+    (failed,) = gate.outcome_of(gate.asked[0])
+    assert (failed.accepted, failed.reason, failed.return_prompt) == (False, "failed", True)
+    assert sum(ended.accepted for ended in gate.finished.values()) == 3
+    assert gate.running == set()
+
+
+async def test_cancelling_the_loop_is_no_failure_of_its_rollouts() -> None:
+    started = asyncio.Event()
+
+    async def never(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    gate = FakeGate(admit=1, goal=1)
+    working = asyncio.create_task(run(gate, always(1.0, 0.0), generate=never))
+    await started.wait()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    assert gate.finished == {}
+
+
+@pytest.mark.parametrize(("rewards", "logprob"), [([float("nan"), 0.0], -0.5), ([1.0, 0.0], None)])
+async def test_a_group_with_a_number_that_is_none_fails_before_it_is_pushed(
+    rewards: list[float], logprob: float | None
+) -> None:
+    async def respond(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        completion = Completion([2, 3], [-0.5, logprob], [0, 0], "stop")  # type: ignore[list-item]
+        return GenerationResult(request.request_id, (completion,) * request.n)
+
+    gate = FakeGate(admit=2)
+    assert await run(gate, always(*rewards), generate=respond) == []
+    assert {ended.reason for ended in gate.finished.values()} == {"failed"}

@@ -29,14 +29,14 @@ class Announce(Protocol):
         ...
 
 
-class VersionClock:
+class VersionAnnouncer:
     """Announces versions and evaluates those that are due.
 
     Args:
         announce: makes a version known.
         evaluate: measures a version; it has a time limit of its own.
         is_due: whether a version is to be evaluated.
-        on_result: takes (version, result) of every evaluation that ended; None where it failed.
+        on_end: takes the version of every evaluation that ended, and its result or why there is none.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class VersionClock:
         announce: Announce,
         evaluate: Callable[[int], Awaitable[EvaluationResult]],
         is_due: Callable[[int], bool],
-        on_result: Callable[[int, EvaluationResult | None], None],
+        on_end: Callable[[int, EvaluationResult | str], None],
     ) -> None:
         self._announce = announce
         self._evaluate = evaluate
         self._is_due = is_due
-        self._on_result = on_result
+        self._on_end = on_end
         self._put_off: tuple[int, str] | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -62,19 +62,19 @@ class VersionClock:
         """`version` lies at `path`: announce it, now or once the evaluation under way ends, and evaluate it if due."""
         if self._is_due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
-            await self.evaluated()
+            await self.evaluation_ended()
         elif self._running is not None:
             self._put_off = (version, path)
             return
         self._announce(version, path)
-        self.begin(version)
+        self.evaluate_if_due(version)
 
-    def begin(self, version: int) -> None:
+    def evaluate_if_due(self, version: int) -> None:
         """Evaluate `version`, the one announced last, if it is due."""
         if self._is_due(version):
             self._running = asyncio.create_task(self._run(version))
 
-    async def evaluated(self) -> None:
+    async def evaluation_ended(self) -> None:
         """Wait for the end of the evaluation under way, if any."""
         if self._running is not None:
             await asyncio.shield(self._running)
@@ -86,14 +86,15 @@ class VersionClock:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def _run(self, version: int) -> None:
-        result = None
+        outcome: EvaluationResult | str = "given up, as the run ended"
         try:
-            result = await self._evaluate(version)
+            outcome = await self._evaluate(version)
         except Exception as error:
-            _log.warning("the evaluation of version %d failed: %s: %s", version, type(error).__name__, error)
+            _log.warning("the evaluation of version %d failed", version, exc_info=error)
+            outcome = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
             self._running = None
-            self._on_result(version, result)
+            self._on_end(version, outcome)
             if self._put_off is not None:
                 self._announce(*self._put_off)
                 self._put_off = None

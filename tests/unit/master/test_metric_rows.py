@@ -1,0 +1,72 @@
+"""Rows wait for their evaluations, in order; what they say of a batch and of an evaluation."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.metric_rows import RowQueue, batch_statistics, evaluation_statistics
+from asyncrl.master.records import RolloutRecord
+from asyncrl.rollout.messages import EvaluationResult
+
+
+def test_rows_come_out_in_order_each_with_its_evaluation() -> None:
+    queue = RowQueue()
+    queue.add(0, {"a": 0}, awaits_evaluation=True)
+    queue.add(1, {"a": 1})
+    assert queue.pop_ready() == []
+    queue.evaluated(0, {"accuracy": 0.1})
+    queue.evaluated(2, {"accuracy": 0.5})
+    assert queue.pop_ready() == [(0, {"a": 0, "accuracy": 0.1}), (1, {"a": 1})]
+    queue.add(2, {"a": 2}, awaits_evaluation=True)
+    queue.add(3, {"a": 3}, awaits_evaluation=True)
+    assert queue.pop_ready() == [(2, {"a": 2, "accuracy": 0.5})]
+    assert queue.state() == [{"step": 3, "row": {"a": 3}}]
+
+
+@given(st.data())
+def test_every_row_comes_out_once_and_in_order(data: st.DataObject) -> None:
+    steps = data.draw(st.integers(1, 8))
+    evaluated = data.draw(st.sets(st.integers(1, steps)))
+    ends = data.draw(st.permutations(sorted(evaluated)))
+    positions = sorted(data.draw(st.lists(st.integers(0, len(ends)), min_size=steps, max_size=steps)))
+    queue, out = RowQueue(), []
+    for position in range(len(ends) + 1):
+        for step in (step for step, place in zip(range(1, steps + 1), positions, strict=True) if place == position):
+            queue.add(step, {}, awaits_evaluation=step in evaluated)
+        out += queue.pop_ready()
+        if position < len(ends):
+            queue.evaluated(ends[position], {"seen": 1})
+            out += queue.pop_ready()
+    assert out == [(step, {"seen": 1} if step in evaluated else {}) for step in range(1, steps + 1)]
+
+
+def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
+    batch = TrainBatch(
+        version=5,
+        min_version=3,
+        records=(
+            RolloutRecord("a", "e0-0", 0, 0, 2, {2: 10, 4: 6}, (10, 12), (7, 9), (1.0, 0.0), (False, True)),
+            RolloutRecord("b", "e0-1", 1, 0, 5, {5: 2}, (3, 3), (1, 1), (1.0, 1.0), (False, False)),
+        ),
+    )
+    row = batch_statistics(batch)
+    assert row["staleness/max"] == 1.0
+    assert row["staleness/mean"] == 6 / 8
+    assert row["tokens/trained"] == 8
+    assert row["tokens/batch"] == 28
+    assert row["reward/mean"] == 0.75
+    assert row["reward/groups_without_variance"] == 0.5
+    assert row["rollout/len_mean"] == 18 / 4
+    assert row["rollout/truncated"] == 0.25
+
+
+def test_accuracy_is_the_share_of_full_rewards() -> None:
+    result = EvaluationResult([1.0, 0.9, 0.0, 1.5], [1, 1, 1, 5], 3, 3)
+    row = evaluation_statistics("held_out", result)
+    assert row == {
+        "eval/held_out/accuracy": 0.5,
+        "eval/held_out/reward_mean": 0.85,
+        "eval/held_out/len_mean": 2.0,
+    }
