@@ -126,9 +126,10 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Tr
         socket.rcvtimeo = int(1000 * PATIENCE_S)
         socket.connect(puller.endpoint)
         for seq in range(count):
-            socket.send_multipart([seq.to_bytes(8, "little"), *frames])
-        acknowledged = {messages.unpack_reply(socket.recv())[0] for _ in range(count)}
-    assert acknowledged == {(seq,) for seq in range(count)}
+            socket.send_multipart([messages.encode([seq]), *frames])
+        replies = [messages.decode_reply(socket.recv()) for _ in range(count)]
+    assert all(isinstance(reply, messages.Accepted) for reply in replies)
+    assert sorted(number for reply in replies for number in reply.numbers) == list(range(count))
 
 
 async def test_closing_a_puller_acknowledges_what_it_has_accepted() -> None:
@@ -165,7 +166,7 @@ async def test_without_acknowledgement_a_trajectory_is_sent_again(silent: zmq.So
     first = await asyncio.to_thread(silent.recv_multipart)
     assert await asyncio.to_thread(silent.recv_multipart) == first
     assert pusher.unacked_ids == ["rollout-1"]
-    silent.send_multipart([first[0], messages.pack_acks([0])])
+    silent.send_multipart([first[0], messages.encode(messages.Accepted([0]))])
     await pushing
     assert pusher.resent >= 1
     assert pusher.unacked == 0
@@ -349,7 +350,7 @@ def test_a_limit_below_a_batch_is_refused() -> None:
 async def test_garbage_is_counted_logged_once_and_survived(
     puller: TrajectoryPuller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seq = b"\0" * 8
+    seq = messages.encode([0])
     garbage: list[list[Frame]] = [
         [b""],
         [b"x" * 100],
@@ -357,6 +358,8 @@ async def test_garbage_is_counted_logged_once_and_survived(
         [seq, b"header"],
         [seq, b"a", b"b", b"c"],
         [seq * 2, *encoded_trajectory()],
+        [messages.encode([-1]), *encoded_trajectory()],
+        [messages.encode([0, 1]), *encoded_trajectory()],
     ]
     with caplog.at_level(logging.WARNING), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000

@@ -7,7 +7,7 @@ import logging
 import queue
 import socket as os_socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -86,7 +86,7 @@ class TrajectoryPuller:
         self._queue: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self._on_message = on_message
         self._sender = b""  # of the message in hand
-        self._unsaid: list[int] = []  # what of it is accepted and not yet acknowledged
+        self._unacknowledged: list[int] = []  # what of it is accepted
         self._counters = PullerCounters()
         self._seen = RecentIds(REMEMBERED_IDS)
         self._log = SourceLog("trajectory")
@@ -163,21 +163,21 @@ class TrajectoryPuller:
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Decode and deliver one message, which holds one or more trajectories."""
         self._sender = frames[0].bytes
-        seqs: tuple[int, ...] = ()
+        numbers: list[int] = []
         try:
-            seqs = messages.unpack_seqs(frames[1].buffer)
+            numbers = messages.decode_numbers(frames[1].buffer)
             decoded = decode_each([frame.buffer for frame in frames[2:]], max_bytes=self._max_bytes)
-            if len(decoded) != len(seqs):
-                raise CodecError(f"message has {len(seqs)} numbers for {len(decoded)} trajectories")
+            if len(decoded) != len(numbers):
+                raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
         except CodecError as error:
-            self._refuse(frames, seqs, error)
+            self._refuse(frames, numbers, error)
             return
         try:
-            for seq, trajectory in zip(seqs, decoded, strict=True):
+            for number, trajectory in zip(numbers, decoded, strict=True):
                 if isinstance(trajectory, CodecError):
-                    self._refuse(frames, (seq,), trajectory)
+                    self._refuse(frames, [number], trajectory)
                 elif self._accept(trajectory):
-                    self._unsaid.append(seq)
+                    self._unacknowledged.append(number)
         finally:
             self._acknowledge()
 
@@ -214,18 +214,18 @@ class TrajectoryPuller:
             if self._closing.is_set():
                 raise _Closed
 
-    def _refuse(self, frames: list[zmq.Frame], seqs: Sequence[int], error: CodecError) -> None:
+    def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError) -> None:
         """Count and log what is malformed, and tell its sender so that it is not sent again."""
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
-        for seq in seqs:
-            self._reply(messages.pack_nack(seq, str(error)))
+        if numbers:
+            self._reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
 
     def _acknowledge(self) -> None:
-        if self._unsaid:
-            self._reply(messages.pack_acks(self._unsaid))
-            self._unsaid.clear()
+        if self._unacknowledged:
+            self._reply(messages.Accepted(self._unacknowledged))
+            self._unacknowledged = []
 
-    def _reply(self, frame: bytes) -> None:
-        if not send(self._socket, [self._sender, frame]):
+    def _reply(self, reply: messages.Reply) -> None:
+        if not send(self._socket, [self._sender, messages.encode(reply)]):
             _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")
