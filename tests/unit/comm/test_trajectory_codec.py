@@ -252,6 +252,13 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_sender(field: str, value: 
         encode_trajectories([trajectory])
 
 
+@pytest.mark.parametrize(("field", "value"), [("order", 2**70), ("prompt_id", object()), ("metrics", {1j: 1.0})])
+def test_fields_that_are_no_plain_data_are_refused_by_the_sender(field: str, value: object) -> None:
+    trajectory = dataclasses.replace(make_trajectory([3]), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match=rf"{field}=.* cannot be sent"):
+        prepare(trajectory)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -261,14 +268,13 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_sender(field: str, value: 
         ("order", "first"),
         ("order", True),
         ("order", 2**63),
-        ("order", 2**70),
         ("metrics", {1: 2.0}),
     ],
 )
-def test_ids_out_of_bounds_are_refused_by_the_sender(field: str, value: object) -> None:
+def test_fields_out_of_bounds_are_refused_by_name(field: str, value: object) -> None:
     trajectory = dataclasses.replace(make_trajectory([3]), **{field: value})  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match=rf"{field}={value!r}.* cannot be sent: .*(\$\.{field}|serialize ints)"):
-        prepare(trajectory)
+    with pytest.raises(CodecError, match=rf"\$\.{field}"):
+        roundtrip(trajectory)
 
 
 def test_a_trajectory_without_samples_is_not_sent() -> None:
