@@ -63,7 +63,7 @@ def bind(
     return socket, endpoint.rstrip(b"\0").decode(), gate
 
 
-def _dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
+def dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
     """A DEALER to connect."""
     socket = context.socket(zmq.DEALER)
     _configure(socket, send_high_water=high_water, receive_high_water=high_water)
@@ -221,7 +221,7 @@ class PeerLink:
 
     def _open(self) -> None:
         self._reopening = None
-        socket = _dealer(self._context, self._security, high_water=self._high_water)
+        socket = dealer(self._context, self._security, high_water=self._high_water)
         self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), self._loop, self._observe)
         self._main = LoopSocket(socket, self._loop, self._serve)
         try:

@@ -16,7 +16,6 @@ import pytest
 
 from asyncrl.comm.name_resolve import (
     FileResolver,
-    MemoryResolver,
     NameEntryExists,
     NameEntryNotFound,
     NameResolveError,
@@ -24,7 +23,7 @@ from asyncrl.comm.name_resolve import (
     NameResolveTimeout,
     make_resolver,
 )
-from asyncrl.comm.name_resolve.memory import MemoryStore
+from asyncrl.comm.name_resolve.memory import MemoryResolver, MemoryStore
 
 LEASE_S = 0.3
 PATIENCE_S = 15.0
@@ -47,6 +46,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
     yield one
     for resolver in made:
         resolver.close()
+
+
+def abandon(owner: NameResolver) -> None:
+    """Leave the owner's entries to lapse, as if its process had been killed."""
+    owner._keeper.stop()
 
 
 def test_an_added_entry_is_seen_by_other_resolvers(make: MakeResolver) -> None:
@@ -151,7 +155,7 @@ def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResol
 def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) -> None:
     owner, other = make(), make()
     owner.add("a", "x", lease_s=LEASE_S)
-    owner.close(keep_leased=True)
+    abandon(owner)
     assert other.watch("a", PATIENCE_S, "x") is None
     assert other.get_subtree() == {}
     other.add("a", "y", lease_s=LEASE_S)
@@ -206,7 +210,7 @@ def test_of_many_adders_exactly_one_wins(make: MakeResolver) -> None:
 def test_of_many_adders_over_an_expired_entry_exactly_one_wins(tmp_path: Path) -> None:
     owner = FileResolver(tmp_path)
     owner.add("prize", "old", lease_s=LEASE_S)
-    owner.close(keep_leased=True)
+    abandon(owner)
     resolvers = [FileResolver(tmp_path) for _ in range(8)]
     resolvers[0].watch("prize", PATIENCE_S, "old")
     start = threading.Barrier(len(resolvers))
@@ -259,7 +263,7 @@ def test_a_damaged_file_is_reported_with_its_path(tmp_path: Path) -> None:
 def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
     owner, other = FileResolver(tmp_path), FileResolver(tmp_path)
     owner.add("a", "x", lease_s=3600.0)
-    owner.close(keep_leased=True)
+    abandon(owner)
     assert other.get("a") == "x"
     past = (tmp_path / "a.json").stat().st_mtime - 3601
     os.utime(tmp_path / "a.json", (past, past))
@@ -267,9 +271,30 @@ def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
         other.get("a")
 
 
-def test_an_unknown_back_end_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="memory, file, etcd3"):
+def test_an_unknown_back_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="'zookeeper'"):
         make_resolver("zookeeper", "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.etcd
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_etcd3_loads_beside_any_protobuf_or_says_what_to_set(imported_before: bool) -> None:
+    protobuf = int(pytest.importorskip("google.protobuf").__version__.split(".")[0])
+    code = f"""
+if {imported_before}:
+    import google.protobuf.descriptor_pb2
+from asyncrl.comm.name_resolve import NameResolveError
+try:
+    import asyncrl.comm.name_resolve.etcd
+except NameResolveError as error:
+    assert "set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in str(error), error
+    print("explained")
+else:
+    print("loaded")
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == ("explained" if imported_before and protobuf >= 4 else "loaded")
 
 
 _OWNER = f"""
