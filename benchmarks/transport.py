@@ -50,8 +50,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm import sockets
+from asyncrl.comm.authentication import PeerGate
 from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
 from asyncrl.comm.security import RunSecret, SocketSecurity

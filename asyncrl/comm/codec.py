@@ -28,7 +28,7 @@ Array: TypeAlias = NDArray[Any]
 Frame: TypeAlias = bytes | bytearray | memoryview
 JSON: TypeAlias = Any
 """None, bool, int (64 bit), float, str, and lists and string-keyed dicts of these."""
-_Plain: TypeAlias = None | bool | int | float | str | list[Any] | dict[str, Any]
+_Plain: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """JSON as a receiver checks it: what a list or map holds is checked by the type of whoever reads it."""
 
 MAGIC: Final = "asyncrl"

@@ -157,9 +157,7 @@ def _shared_prompt(parts: Sequence[Array]) -> int:
             length = (int(differ.argmax()) if differ.any() else both) // part.itemsize
             if not length:
                 return 0
-            expected = [
-                each[: length * dtype.itemsize] for each, dtype in zip(expected, _TOKEN_DTYPES, strict=True)
-            ]
+            expected = [each[: length * dtype.itemsize] for each, dtype in zip(expected, _TOKEN_DTYPES, strict=True)]
     return length
 
 

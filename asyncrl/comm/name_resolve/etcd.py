@@ -3,10 +3,10 @@
 Keys are `<root>/<name>`, values the text itself. An entry's lease is an etcd lease of its own, in whole seconds and at
 least MIN_TTL_S (etcd's own floor with its default election timeout). `watch` and `wait` are etcd watches, not polls.
 
-The client etcd3 was generated for protobuf 3. Later ones (4 to 7) load it in their implementation in Python alone, which
-protobuf chooses once, when it is first imported: so it is chosen here, before etcd3 imports protobuf. The launcher
-comes here before it starts a process, and its environment is inherited, so it holds in a process from its beginning.
-The price is nothing to names: 1,250 puts and 2,180 gets a second.
+The client etcd3 was generated for protobuf 3. Later ones (4 to 7) load it in their implementation in Python alone,
+which protobuf chooses once, when it is first imported: so it is chosen here, before etcd3 imports protobuf. The
+launcher comes here before it starts a process, and its environment is inherited, so the choice holds in a process of
+the run from its beginning. The price is nothing to names: 1,250 puts and 2,180 gets a second.
 """
 
 from __future__ import annotations

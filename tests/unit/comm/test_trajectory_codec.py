@@ -20,7 +20,6 @@ from asyncrl.comm.trajectory_codec import (
     prepare,
 )
 
-
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
 
 
