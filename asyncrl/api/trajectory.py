@@ -155,11 +155,7 @@ class SharedPrompt(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.whole())
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
-    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.whole()[index]
 
 

@@ -56,16 +56,11 @@ from asyncrl.comm.codec import (
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
 _DTYPES: dict[str, np.dtype[Any]] = {
-    "prompts": np.dtype(np.int32),
-    "tokens": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.uint8),
+    **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions")},
+    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated")},
     "behave_logprobs": np.dtype(np.float32),
-    "versions": np.dtype(np.int32),
-    "lengths": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
-    "truncated": np.dtype(np.uint8),
-    "sizes": np.dtype(np.int64),
-    "prompt_lengths": np.dtype(np.int64),
 }
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 _TOKEN_DTYPES = [_DTYPES[name] for name in _BY_TOKEN]

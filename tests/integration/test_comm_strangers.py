@@ -34,7 +34,7 @@ STRANGERS = {
 
 @pytest.fixture
 def puller() -> Iterator[TrajectoryPuller]:
-    with closing(TrajectoryPuller(HOST, RUN)) as puller:
+    with closing(TrajectoryPuller(HOST, RUN, on_message=lambda _: None)) as puller:
         yield puller
 
 
