@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,84 @@ from asyncrl.comm.name_resolve import (
     NameResolveTimeout,
     make_resolver,
 )
-from asyncrl.comm.name_resolve.memory import MemoryResolver, MemoryStore
+from asyncrl.comm.name_resolve.base import is_below
 
 LEASE_S = 0.3
 PATIENCE_S = 15.0
 
 MakeResolver = Callable[[], NameResolver]
+
+
+@dataclass(slots=True)
+class _Entry:
+    value: str
+    owner: object
+    lease_s: float | None
+    expires: float
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """What resolvers of one process share; `clock` gives seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class MemoryResolver(NameResolver):
+    """The interface at its plainest: what the suite asks of every back end holds of a dictionary too."""
+
+    def __init__(self, root: str, store: MemoryStore) -> None:
+        super().__init__(root)
+        self._store = store
+        self._prefix = f"{root}/"
+
+    def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        with self._store.lock:
+            if not replace and self._living(name) is not None:
+                raise NameEntryExists(name, self.root)
+            self._store.entries[self._prefix + name] = _Entry(value, self, lease_s, self._expiry(lease_s))
+
+    def _read(self, name: str) -> str | None:
+        with self._store.lock:
+            entry = self._living(name)
+            return None if entry is None else entry.value
+
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        with self._store.lock:
+            names = [key.removeprefix(self._prefix) for key in self._store.entries if key.startswith(self._prefix)]
+            entries = {name: self._living(name) for name in names if is_below(name, root)}
+            return {name: entry.value for name, entry in entries.items() if entry is not None}
+
+    def _remove(self, name: str, only_own: bool = False) -> bool:
+        with self._store.lock:
+            entry = self._living(name)
+            if only_own and entry is not None and entry.owner is not self:
+                return False
+            self._store.entries.pop(self._prefix + name, None)
+            return entry is not None
+
+    def _remove_subtree(self, root: str) -> None:
+        with self._store.lock:
+            for key in list(self._store.entries):
+                if key.startswith(self._prefix) and is_below(key.removeprefix(self._prefix), root):
+                    del self._store.entries[key]
+
+    def _renew(self, name: str) -> bool:
+        with self._store.lock:
+            entry = self._store.entries.get(self._prefix + name)
+            if entry is None or entry.owner is not self:
+                return False
+            entry.expires = self._expiry(entry.lease_s)
+            return True
+
+    def _living(self, name: str) -> _Entry | None:
+        entry = self._store.entries.get(self._prefix + name)
+        return entry if entry is not None and self._store.clock() < entry.expires else None
+
+    def _expiry(self, lease_s: float | None) -> float:
+        return float("inf") if lease_s is None else self._store.clock() + lease_s
 
 
 @pytest.fixture(params=["memory", "file", pytest.param("etcd3", marks=pytest.mark.etcd)])
