@@ -1,6 +1,6 @@
 """Trajectories from pusher to puller, acknowledged, against plain ZMQ PUSH-PULL of the same bytes.
 
-    python benchmarks/transport.py [--quick] [--json PATH]
+    python benchmarks/transport.py [--quick] [--asyncio] [--json PATH]
 
 What moves: trajectories of 1k and of 16k tokens, as one sample and as a group of 8 samples, encryption off and on.
 
@@ -13,7 +13,10 @@ plain      the bytes alone: one PUSH socket sends the two frames of one encoded 
            acknowledgement. The sender lends the payload of 16k tokens to libzmq and lets it copy that of 1k tokens:
            each is the faster way.
 
-Alike on both sides: one sending and one receiving process, made afresh for each run; the settings of the allocator, of
+With `--asyncio` a third way takes turns with the two: asyncrl's, but that the sender's connection is one of zmq.asyncio
+(a task that awaits each message, a future per message) in place of asyncrl's own place in the loop.
+
+Alike on all sides: one sending and one receiving process, made afresh for each run; the settings of the allocator, of
 the garbage collector (what is loaded is frozen) and of numpy's threads (one; others would spin while the clock runs),
 which are those of asyncrl's workers; CURVE keys; one I/O thread per context; IN_FLIGHT trajectories at most (asyncrl:
 sent and not acknowledged; plain: the high-water mark of each of the two sockets). The rate is counted at the receiver,
@@ -35,7 +38,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,10 +47,13 @@ from typing import Any
 import numpy as np
 import uvloop
 import zmq
+import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
+from asyncrl.comm import sockets
 from asyncrl.comm.authentication import PeerGate
-from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
+from asyncrl.comm.codec import Frame
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context
 from asyncrl.comm.trajectory_codec import encode_trajectories
@@ -67,6 +73,7 @@ LINE = (
     "{tokens:>7} {samples:>7} {curve:>5} | {asyncrl_per_s:>9.0f} {plain_per_s:>9.0f} {ratio:>6.2f} | "
     "{asyncrl_cpu_us:>12.1f} {plain_cpu_us:>6.1f} |"
 )
+ASYNCIO = "zmq.asyncio to asyncrl: rate {asyncio_to_asyncrl_rate:.2f}, CPU {asyncio_to_asyncrl_cpu:.2f}"
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,64 @@ def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
     results.send(time.process_time() - started)
 
 
+class AsyncioLink:
+    """What `PeerLink` is to the pusher, by zmq.asyncio; without the replacement of a lost connection."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        security: SocketSecurity | None,
+        *,
+        high_water: int,
+        on_writable: Callable[[AsyncioLink], None],
+        on_message: Callable[[AsyncioLink, list[memoryview]], None],
+        on_lost: object,
+    ) -> None:
+        self.address, self.writable = address, False
+        self._on_writable, self._on_message = on_writable, on_message
+        plain = sockets.dealer(context, security, high_water=high_water)
+        self._plain_monitor = plain.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED))
+        self._socket = zmq.asyncio.Socket.from_socket(plain)
+        self._monitor = zmq.asyncio.Socket.from_socket(self._plain_monitor)
+        plain.connect(address)
+        self._plain = plain
+        self._tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._await_connection())]
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < sockets.ZERO_COPY_BYTES)
+        self.writable = sent.exception() is None and bool(self._socket.get(zmq.EVENTS) & zmq.POLLOUT)
+        if not self.writable:
+            self._tasks.append(asyncio.ensure_future(self._await_room()))
+        return sent.exception() is None
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._plain.disable_monitor()
+        for socket in (self._socket, self._monitor, self._plain_monitor, self._plain):
+            socket.close(linger=0)
+
+    async def _await_connection(self) -> None:
+        await self._monitor.recv_multipart()
+        await self._await_room()
+
+    async def _await_room(self) -> None:
+        await self._socket.poll(zmq.POLLOUT)
+        self.writable = True
+        self._on_writable(self)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            self._on_message(self, [frame.buffer for frame in frames])
+
+
+def asyncio_sender(case: Case, endpoint: str, results: Connection) -> None:
+    vars(pusher)["PeerLink"] = AsyncioLink  # in this process alone
+    asyncrl_sender(case, endpoint, results)
+
+
 class Meter:
     """Rate and CPU time of this process from the first of `count` arrivals to the last."""
 
@@ -218,15 +283,20 @@ def _receive(connection: Connection) -> Any:
     return connection.recv()
 
 
-def compare(case: Case, rounds: int) -> dict[str, Any]:
+WAYS: dict[str, tuple[Receiver, Sender]] = {
+    "plain": (plain_receiver, plain_sender),
+    "asyncrl": (asyncrl_receiver, asyncrl_sender),
+    "asyncio": (asyncrl_receiver, asyncio_sender),
+}
+
+
+def compare(case: Case, rounds: int, *, with_asyncio: bool) -> dict[str, Any]:
     """Medians over the rounds."""
-    ours, plain = [], []
+    readings: dict[str, list[Reading]] = {way: [] for way in WAYS if way != "asyncio" or with_asyncio}
     for turn in range(rounds):
-        for mine in (True, False) if turn % 2 else (False, True):
-            if mine:
-                ours.append(measure(case, asyncrl_receiver, asyncrl_sender))
-            else:
-                plain.append(measure(case, plain_receiver, plain_sender))
+        for way in [*readings] if turn % 2 else reversed([*readings]):
+            readings[way].append(measure(case, *WAYS[way]))
+    ours, plain, third = readings["asyncrl"], readings["plain"], readings.get("asyncio", [])
     return {
         "tokens": case.tokens,
         "samples": case.samples,
@@ -236,6 +306,18 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
         "ratio": statistics.median(a.rate / b.rate for a, b in zip(ours, plain, strict=True)),
         "asyncrl_cpu_us": statistics.median(reading.cpu_us for reading in ours),
         "plain_cpu_us": statistics.median(reading.cpu_us for reading in plain),
+        **_ratios("asyncio_to_asyncrl", third, ours),
+    }
+
+
+def _ratios(name: str, ways: list[Reading], others: list[Reading]) -> dict[str, float]:
+    """The medians of the rounds' ratios, of rate and of CPU time; nothing where there were no rounds."""
+    if not ways:
+        return {}
+    pairs = [*zip(ways, others, strict=True)]
+    return {
+        f"{name}_rate": statistics.median(a.rate / b.rate for a, b in pairs),
+        f"{name}_cpu": statistics.median(a.cpu_us / b.cpu_us for a, b in pairs),
     }
 
 
@@ -249,17 +331,20 @@ def verdict(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of each; too short to judge the ratio by")
+    parser.add_argument("--asyncio", action="store_true", help="also compare with sockets of zmq.asyncio")
+    parser.add_argument("--rounds", type=int, help="rounds in place of the usual number")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     rounds, share = (1, 10) if arguments.quick else (ROUNDS, 1)
+    rounds = arguments.rounds or rounds
     os.environ.update(MALLOC | {"OMP_NUM_THREADS": "1"})  # for the processes started from here
     print(f"{HEADER} >= {TARGET_RATIO}")
     rows = []
     for encrypted in (False, True):
         for tokens, samples, count in CASES:
-            row = compare(Case(tokens, samples, encrypted, count // share), rounds)
+            row = compare(Case(tokens, samples, encrypted, count // share), rounds, with_asyncio=arguments.asyncio)
             rows.append(row)
-            print(LINE.format(**row), verdict(row), flush=True)
+            print(LINE.format(**row), verdict(row), ASYNCIO.format(**row) if arguments.asyncio else "", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"rows": rows, "target_ratio": TARGET_RATIO}, indent=2))
 

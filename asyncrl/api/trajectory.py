@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,8 @@ class SampleColumns(Sequence[Sample]):
         """The columns of `samples`, at least one; they are copied unless they are columns already."""
         if isinstance(samples, SampleColumns):
             return samples
+        if isinstance(samples, SharedPrompt):
+            return samples.whole()
         return cls(
             np.concatenate([sample.tokens for sample in samples]),
             np.concatenate([sample.loss_mask for sample in samples]),
@@ -129,13 +131,53 @@ class SampleColumns(Sequence[Sample]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedPrompt(Sequence[Sample]):
+    """S samples that begin with the same prompt, which is held once: so a group travels, and so it waits for training.
+
+    As a sequence it makes whole samples, prompt and rest, when asked for them.
+    """
+
+    prompt: NDArray[np.int32]
+    """`[P]`: the tokens that all samples begin with and that no policy generated."""
+    rest: SampleColumns
+    """What follows the prompt in each sample, which may be nothing: here a length of 0 is possible."""
+
+    def whole(self) -> SampleColumns:
+        """The columns of the samples, prompts included; copied at each call."""
+        rest, size = self.rest, len(self.prompt)
+        ends = np.cumsum(rest.lengths)[:-1]
+
+        def repeat(prompt: NDArray[Any], column: NDArray[Any]) -> NDArray[Any]:
+            return np.concatenate([part for own in np.split(column, ends) for part in (prompt, own)])
+
+        return SampleColumns(
+            repeat(self.prompt, rest.tokens),
+            repeat(np.zeros(size, np.uint8), rest.loss_mask),
+            repeat(np.zeros(size, np.float32), rest.behave_logprobs),
+            repeat(np.full(size, -1, np.int32), rest.versions),
+            rest.lengths + size,
+            rest.rewards,
+            rest.truncated,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rest)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.whole())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.whole()[index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A rollout: the samples of one prompt.
 
     `rollout_id` names this attempt and is unique in the run; `prompt_id` names the prompt within its epoch, so that a
     prompt which is dropped and tried again keeps its `prompt_id`. `order` is the prompt's position in the data order
     (epoch included); training batches are put in this order, whatever order the rollouts finished in. One that came
-    over a socket has its samples in columns.
+    over a socket has its samples in columns, and their common prompt once.
     """
 
     rollout_id: str
@@ -146,7 +188,7 @@ class Trajectory:
 
     @property
     def columns(self) -> SampleColumns:
-        """The samples, at least one, in columns; joined at each call if they are not so already."""
+        """The samples, at least one, in whole columns; joined at each call if they are not so already."""
         return SampleColumns.join(self.samples)
 
     @property

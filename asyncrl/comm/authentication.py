@@ -1,12 +1,15 @@
 """The gate of a bound socket: who may finish the handshake, and the count of those who may not.
 
-libzmq asks a ZAP handler (RFC 27) about every CURVE client; the one here admits the run's client key alone. A stranger
-who speaks no CURVE, or holds a wrong server key, fails before ZAP and is seen as an event on the socket's monitor. One
-daemon thread serves both; it ends when the context is terminated, and one context has one gate.
+libzmq asks a ZAP handler (RFC 27) about every CURVE client: pyzmq's `Authenticator`, which asks the gate for each key.
+Two things are our own, because pyzmq has neither. Its callback gets the key but not the address, which the log needs,
+so the gate looks at each request first. And who speaks no CURVE, or holds a wrong server key, fails before ZAP and is
+seen only as an event on the socket's monitor; so one thread serves both, in place of a `ThreadAuthenticator`, which
+serves ZAP alone. It ends when the context is terminated, and one context has one gate.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -14,15 +17,13 @@ import threading
 from typing import Any
 
 import zmq
-from zmq.utils import z85
+from zmq.auth import Authenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.comm.security import SocketSecurity
 
 _log = logging.getLogger(__name__)
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
 _REFUSED_EARLY = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL  # ZAP's refusals are counted by ZAP
 )
@@ -43,7 +44,7 @@ class SourceLog:
             _log.warning("%s from %s dropped: %s (further ones are counted, not logged)", self._what, source, reason)
 
 
-class PeerGate:
+class PeerGate(Authenticator):
     """Admits the run's clients to `socket` and counts the refused handshakes in `refused`.
 
     Make it in the thread that owns `socket`, before `bind`. With `security` None every peer is admitted and no thread
@@ -53,49 +54,48 @@ class PeerGate:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[Any], security: SocketSecurity | None
     ) -> None:
+        super().__init__(context)
         self.refused = 0
-        self._log = SourceLog("connection")
+        self._refusals = SourceLog("connection")
         if security is None:
             return
-        self._admitted = z85.decode(security.client_public)
-        self._zap = context.socket(zmq.REP)
-        self._zap.linger = 0
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._admitted = security.client_public
+        self._address = ""  # of the client being looked at
+        self.configure_curve_callback(credentials_provider=self)
+        self.start()
         self._monitor = socket.get_monitor_socket(int(_REFUSED_EARLY))
         security.secure_server(socket)
         threading.Thread(target=self._run, name="peer-gate", daemon=True).start()
 
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer one ZAP request: version, id, domain, address, identity, mechanism, credentials."""
+        self._address = msg[3].decode(errors="replace")
+        await super().handle_zap_message(msg)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the client with this public key (Z85) is one of the run; the Authenticator asks."""
+        admitted = hmac.compare_digest(key, self._admitted)
+        if not admitted:
+            self._refuse(self._address, "it does not hold the run's client key")
+        return admitted
+
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self.zap_socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        with contextlib.suppress(zmq.ContextTerminated):
+        with contextlib.suppress(zmq.ContextTerminated), asyncio.Runner() as runner:
             while True:
                 ready = dict(poller.poll())
-                if self._zap in ready:
-                    self._answer(self._zap.recv_multipart())
+                if self.zap_socket in ready:
+                    runner.run(self.handle_zap_message(self.zap_socket.recv_multipart()))
                 if self._monitor in ready:
-                    self._observe(self._monitor.recv_multipart())
-        self._zap.close(linger=0)
+                    event = parse_monitor_message(self._monitor.recv_multipart())
+                    if event["event"] != zmq.Event.MONITOR_STOPPED:
+                        source = f"a stranger at {event['endpoint'].decode()}"
+                        self._refuse(source, "it does not speak CURVE with the run's server key")
+        self.stop()
         self._monitor.close(linger=0)
 
-    def _answer(self, request: list[bytes]) -> None:
-        """Reply to one ZAP request: version, id, domain, address, identity, mechanism, credentials."""
-        if len(request) < 6 or request[0] != _ZAP_VERSION:
-            self._zap.send_multipart([_ZAP_VERSION, b"", b"500", b"malformed request", b"", b""])
-            return
-        request_id, address, mechanism, credentials = request[1], request[3], request[5], request[6:]
-        admitted = mechanism == b"CURVE" and hmac.compare_digest(b"".join(credentials), self._admitted)
-        if not admitted:
-            self.refused += 1
-            self._log.note(address.decode(errors="replace"), "it does not hold the run's client key")
-        status = (b"200", b"OK") if admitted else (b"400", b"not a client of this run")
-        self._zap.send_multipart([_ZAP_VERSION, request_id, *status, b"", b""])
-
-    def _observe(self, event: list[bytes]) -> None:
-        parsed = parse_monitor_message(event)
-        if parsed["event"] == zmq.Event.MONITOR_STOPPED:
-            return
+    def _refuse(self, source: str, reason: str) -> None:
         self.refused += 1
-        source = f"a stranger at {parsed['endpoint'].decode()}"
-        self._log.note(source, "it does not speak CURVE with the run's server key")
+        self._refusals.note(source, reason)

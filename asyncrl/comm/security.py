@@ -113,27 +113,10 @@ class RunSecret:
             except ValueError as error:
                 raise SecretError(f"secret file {_quoted(path)} is damaged ({error}): delete it") from error
 
-    @classmethod
-    def load_or_create(cls, path: str | os.PathLike[str]) -> RunSecret:
-        """The secret in `path`, made first if there is none."""
-        try:
-            return cls.create(path)
-        except FileExistsError:
-            return cls.load(path)
-
     @property
     def token(self) -> str:
         """The HTTP bearer token, 64 hexadecimal digits."""
         return self._derive("http-bearer").hex()
-
-    @property
-    def bearer_header(self) -> str:
-        """The value of an `Authorization` header."""
-        return f"Bearer {self.token}"
-
-    def verify_bearer(self, header: str | None) -> bool:
-        """True if `header` is the `Authorization` of this run; takes the same time for every wrong one."""
-        return hmac.compare_digest((header or "").encode(), self.bearer_header.encode())
 
     def sockets(self) -> SocketSecurity:
         """The CURVE keys."""

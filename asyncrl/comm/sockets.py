@@ -1,4 +1,10 @@
-"""ZMQ sockets with the settings that asyncrl wants, and their place in an asyncio loop."""
+"""ZMQ sockets with the settings that asyncrl wants, and their place in an asyncio loop.
+
+That place is our own and not zmq.asyncio's, which makes a future, a look at the socket's events and a round of the loop
+for every message: with it a sender acknowledged 0.90 and 0.93 times as many trajectories of 16k tokens a second (one
+sample, eight samples), and 1.00 and 0.97 times as many of 1k, medians of 9 rounds of the pairs that
+`python benchmarks/transport.py --asyncio` measures; its loop's thread took 1.2 times the CPU per trajectory of 16k.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +69,7 @@ def bind(
     return socket, endpoint.rstrip(b"\0").decode(), gate
 
 
-def _dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
+def dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
     """A DEALER to connect."""
     socket = context.socket(zmq.DEALER)
     _configure(socket, send_high_water=high_water, receive_high_water=high_water)
@@ -123,7 +129,7 @@ class LoopSocket:
 
     A ZMQ socket's descriptor is edge-triggered, and any send or receive may swallow the edge. So whoever sends or
     receives outside `on_ready` calls `recheck` afterwards, which looks again in the loop's next round, once however
-    often it was asked. Cheaper by far than a future per message, as zmq.asyncio makes them.
+    often it was asked.
     """
 
     def __init__(self, socket: Socket, loop: asyncio.AbstractEventLoop, on_ready: Callable[[int], None]) -> None:
@@ -221,7 +227,7 @@ class PeerLink:
 
     def _open(self) -> None:
         self._reopening = None
-        socket = _dealer(self._context, self._security, high_water=self._high_water)
+        socket = dealer(self._context, self._security, high_water=self._high_water)
         self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), self._loop, self._observe)
         self._main = LoopSocket(socket, self._loop, self._serve)
         try:

@@ -267,7 +267,7 @@ def etcd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     binary = shutil.which("etcd")
     if binary is None:
         pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
-    pytest.importorskip("etcd3", reason="the extra 'etcd' is not installed")
+    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
     client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
     arguments = [f"--data-dir={tmp_path_factory.mktemp('etcd')}", f"--listen-client-urls={client}"]
     arguments += [f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]

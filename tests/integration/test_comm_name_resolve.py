@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from asyncrl.comm.name_resolve import (
     FileResolver,
-    MemoryResolver,
     NameEntryExists,
     NameEntryNotFound,
     NameResolveError,
@@ -24,12 +25,84 @@ from asyncrl.comm.name_resolve import (
     NameResolveTimeout,
     make_resolver,
 )
-from asyncrl.comm.name_resolve.memory import MemoryStore
+from asyncrl.comm.name_resolve.base import is_below
 
 LEASE_S = 0.3
 PATIENCE_S = 15.0
 
 MakeResolver = Callable[[], NameResolver]
+
+
+@dataclass(slots=True)
+class _Entry:
+    value: str
+    owner: object
+    lease_s: float | None
+    expires: float
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """What resolvers of one process share; `clock` gives seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class MemoryResolver(NameResolver):
+    """The interface at its plainest: what the suite asks of every back end holds of a dictionary too."""
+
+    def __init__(self, root: str, store: MemoryStore) -> None:
+        super().__init__(root)
+        self._store = store
+        self._prefix = f"{root}/"
+
+    def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        with self._store.lock:
+            if not replace and self._living(name) is not None:
+                raise NameEntryExists(name, self.root)
+            self._store.entries[self._prefix + name] = _Entry(value, self, lease_s, self._expiry(lease_s))
+
+    def _read(self, name: str) -> str | None:
+        with self._store.lock:
+            entry = self._living(name)
+            return None if entry is None else entry.value
+
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        with self._store.lock:
+            names = [key.removeprefix(self._prefix) for key in self._store.entries if key.startswith(self._prefix)]
+            entries = {name: self._living(name) for name in names if is_below(name, root)}
+            return {name: entry.value for name, entry in entries.items() if entry is not None}
+
+    def _remove(self, name: str, only_own: bool = False) -> bool:
+        with self._store.lock:
+            entry = self._living(name)
+            if only_own and entry is not None and entry.owner is not self:
+                return False
+            self._store.entries.pop(self._prefix + name, None)
+            return entry is not None
+
+    def _remove_subtree(self, root: str) -> None:
+        with self._store.lock:
+            for key in list(self._store.entries):
+                if key.startswith(self._prefix) and is_below(key.removeprefix(self._prefix), root):
+                    del self._store.entries[key]
+
+    def _renew(self, name: str) -> bool:
+        with self._store.lock:
+            entry = self._store.entries.get(self._prefix + name)
+            if entry is None or entry.owner is not self:
+                return False
+            entry.expires = self._expiry(entry.lease_s)
+            return True
+
+    def _living(self, name: str) -> _Entry | None:
+        entry = self._store.entries.get(self._prefix + name)
+        return entry if entry is not None and self._store.clock() < entry.expires else None
+
+    def _expiry(self, lease_s: float | None) -> float:
+        return float("inf") if lease_s is None else self._store.clock() + lease_s
 
 
 @pytest.fixture(params=["memory", "file", pytest.param("etcd3", marks=pytest.mark.etcd)])
@@ -47,6 +120,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
     yield one
     for resolver in made:
         resolver.close()
+
+
+def abandon(owner: NameResolver) -> None:
+    """Leave the owner's entries to lapse, as if its process had been killed."""
+    owner._keeper.stop()
 
 
 def test_an_added_entry_is_seen_by_other_resolvers(make: MakeResolver) -> None:
@@ -151,7 +229,7 @@ def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResol
 def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) -> None:
     owner, other = make(), make()
     owner.add("a", "x", lease_s=LEASE_S)
-    owner.close(keep_leased=True)
+    abandon(owner)
     assert other.watch("a", PATIENCE_S, "x") is None
     assert other.get_subtree() == {}
     other.add("a", "y", lease_s=LEASE_S)
@@ -206,7 +284,7 @@ def test_of_many_adders_exactly_one_wins(make: MakeResolver) -> None:
 def test_of_many_adders_over_an_expired_entry_exactly_one_wins(tmp_path: Path) -> None:
     owner = FileResolver(tmp_path)
     owner.add("prize", "old", lease_s=LEASE_S)
-    owner.close(keep_leased=True)
+    abandon(owner)
     resolvers = [FileResolver(tmp_path) for _ in range(8)]
     resolvers[0].watch("prize", PATIENCE_S, "old")
     start = threading.Barrier(len(resolvers))
@@ -259,7 +337,7 @@ def test_a_damaged_file_is_reported_with_its_path(tmp_path: Path) -> None:
 def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
     owner, other = FileResolver(tmp_path), FileResolver(tmp_path)
     owner.add("a", "x", lease_s=3600.0)
-    owner.close(keep_leased=True)
+    abandon(owner)
     assert other.get("a") == "x"
     past = (tmp_path / "a.json").stat().st_mtime - 3601
     os.utime(tmp_path / "a.json", (past, past))
@@ -267,9 +345,30 @@ def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
         other.get("a")
 
 
-def test_an_unknown_back_end_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="memory, file, etcd3"):
+def test_an_unknown_back_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="'zookeeper'"):
         make_resolver("zookeeper", "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.etcd
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_etcd3_loads_beside_any_protobuf_or_says_what_to_set(imported_before: bool) -> None:
+    protobuf = int(pytest.importorskip("google.protobuf").__version__.split(".")[0])
+    code = f"""
+if {imported_before}:
+    import google.protobuf.descriptor_pb2
+from asyncrl.comm.name_resolve import NameResolveError
+try:
+    import asyncrl.comm.name_resolve.etcd
+except NameResolveError as error:
+    assert "set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in str(error), error
+    print("explained")
+else:
+    print("loaded")
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == ("explained" if imported_before and protobuf >= 4 else "loaded")
 
 
 _OWNER = f"""

@@ -36,19 +36,27 @@ def make_pusher(*addresses: str, security: SocketSecurity | None = None, **setti
     return TrajectoryPusher(addresses, security, identity="rollout_worker/0", **settings)  # type: ignore[arg-type]
 
 
-def fetch(puller: TrajectoryPuller, count: int) -> list[str]:
-    """Ids of the next `count` trajectories."""
-    ids = []
-    for _ in range(count):
-        trajectory = puller.get(PATIENCE_S)
-        assert trajectory is not None
-        ids.append(trajectory.rollout_id)
-    return ids
+class Puller(TrajectoryPuller):
+    """A puller whose consumer keeps what it accepts, once `open` is set."""
+
+    def __init__(self, security: SocketSecurity | None = None, **settings: int) -> None:
+        self.accepted: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
+        self.open = threading.Event()
+        self.open.set()
+        super().__init__(HOST, security, on_message=self._keep, **settings)
+
+    def _keep(self, trajectory: Trajectory) -> None:
+        assert self.open.wait(PATIENCE_S)
+        self.accepted.put(trajectory)
+
+    def fetch(self, count: int) -> list[str]:
+        """Ids of the next `count` trajectories."""
+        return [self.accepted.get(timeout=PATIENCE_S).rollout_id for _ in range(count)]
 
 
 @pytest.fixture
-def puller() -> Iterator[TrajectoryPuller]:
-    with closing(TrajectoryPuller(HOST, None)) as puller:
+def puller() -> Iterator[Puller]:
+    with closing(Puller()) as puller:
         yield puller
 
 
@@ -71,37 +79,36 @@ def endpoint(socket: zmq.Socket[bytes]) -> str:
 @pytest.mark.parametrize("security", [None, SECRET.sockets()], ids=["plain", "curve"])
 @pytest.mark.parametrize("tokens", [5, 200_000], ids=["small", "large"])
 async def test_a_trajectory_arrives_whole_and_is_acknowledged(security: SocketSecurity | None, tokens: int) -> None:
-    with closing(TrajectoryPuller(HOST, security)) as puller:
+    with closing(Puller(security)) as puller:
         pusher = make_pusher(puller.endpoint, security=security)
         sent = make_trajectory(1, tokens)
         await pusher.push(sent, PATIENCE_S)
         assert pusher.unacked == 0
-        received = puller.get(PATIENCE_S)
-        assert received is not None
+        received = puller.accepted.get(timeout=PATIENCE_S)
         assert received.rollout_id == sent.rollout_id
         np.testing.assert_array_equal(received.samples[1].tokens, sent.samples[1].tokens)
         assert await pusher.close(PATIENCE_S) == []
 
 
-async def test_many_at_once_arrive_in_order_each_once(puller: TrajectoryPuller) -> None:
+async def test_many_at_once_arrive_in_order_each_once(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint, high_water=50)
     sizes = [5, 50_000, 100, 2_000] * 50
     await asyncio.gather(*(pusher.push(make_trajectory(i, size), PATIENCE_S) for i, size in enumerate(sizes)))
-    assert fetch(puller, len(sizes)) == [f"rollout-{i}" for i in range(len(sizes))]
+    assert puller.fetch(len(sizes)) == [f"rollout-{i}" for i in range(len(sizes))]
     assert puller.counters.received == len(sizes)
     assert puller.counters.duplicates == 0
     await pusher.close(PATIENCE_S)
 
 
 async def test_several_pushers_and_pullers_deliver_everything_once() -> None:
-    pullers = [TrajectoryPuller(HOST, None) for _ in range(3)]
+    pullers = [Puller() for _ in range(3)]
     pushers = [make_pusher(*(puller.endpoint for puller in pullers)) for _ in range(2)]
     await asyncio.gather(
         *(p.push(make_trajectory((i, j)), PATIENCE_S) for i, p in enumerate(pushers) for j in range(30))
     )
     counts = [puller.counters.received for puller in pullers]
     assert sum(counts) == 60
-    ids = [name for puller, count in zip(pullers, counts, strict=True) for name in fetch(puller, count)]
+    ids = [name for puller, count in zip(pullers, counts, strict=True) for name in puller.fetch(count)]
     assert len(set(ids)) == 60
     for end in pullers:
         end.close()
@@ -109,16 +116,17 @@ async def test_several_pushers_and_pullers_deliver_everything_once() -> None:
         await pusher.close(PATIENCE_S)
 
 
-async def test_the_same_rollout_is_delivered_once_and_acknowledged_twice(puller: TrajectoryPuller) -> None:
+async def test_the_same_rollout_is_delivered_once_and_acknowledged_twice(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint)
     await pusher.push(make_trajectory("twin"), PATIENCE_S)
     await pusher.push(make_trajectory("twin"), PATIENCE_S)
     assert puller.counters.duplicates == 1
-    assert puller.queued == 1
+    assert puller.fetch(1) == ["rollout-twin"]
+    assert puller.accepted.empty()
     await pusher.close(PATIENCE_S)
 
 
-def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: TrajectoryPuller) -> None:
+def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Puller) -> None:
     count, frames = 20_000, encode_trajectories([make_trajectory("same")])
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -126,9 +134,10 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Tr
         socket.rcvtimeo = int(1000 * PATIENCE_S)
         socket.connect(puller.endpoint)
         for seq in range(count):
-            socket.send_multipart([seq.to_bytes(8, "little"), *frames])
-        acknowledged = {messages.unpack_reply(socket.recv())[0] for _ in range(count)}
-    assert acknowledged == {(seq,) for seq in range(count)}
+            socket.send_multipart([messages.encode([seq]), *frames])
+        replies = [messages.decode_reply(socket.recv()) for _ in range(count)]
+    assert all(isinstance(reply, messages.Accepted) for reply in replies)
+    assert sorted(number for reply in replies for number in reply.numbers) == list(range(count))
 
 
 async def test_closing_a_puller_acknowledges_what_it_has_accepted() -> None:
@@ -165,37 +174,35 @@ async def test_without_acknowledgement_a_trajectory_is_sent_again(silent: zmq.So
     first = await asyncio.to_thread(silent.recv_multipart)
     assert await asyncio.to_thread(silent.recv_multipart) == first
     assert pusher.unacked_ids == ["rollout-1"]
-    silent.send_multipart([first[0], messages.pack_acks([0])])
+    silent.send_multipart([first[0], messages.encode(messages.Accepted([0]))])
     await pushing
     assert pusher.resent >= 1
     assert pusher.unacked == 0
     await pusher.close(PATIENCE_S)
 
 
-async def test_a_lost_puller_hands_over_to_another_member(silent: zmq.Socket[bytes], puller: TrajectoryPuller) -> None:
+async def test_a_lost_puller_hands_over_to_another_member(silent: zmq.Socket[bytes], puller: Puller) -> None:
     pusher = make_pusher(endpoint(silent))
     pushing = [asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(5)]
     await asyncio.to_thread(silent.recv_multipart)
     pusher.set_addresses([endpoint(silent), puller.endpoint])
     silent.close()
     await asyncio.gather(*pushing)
-    assert sorted(fetch(puller, 5)) == [f"rollout-{i}" for i in range(5)]
+    assert sorted(puller.fetch(5)) == [f"rollout-{i}" for i in range(5)]
     await pusher.close(PATIENCE_S)
 
 
-async def test_a_puller_that_is_no_longer_a_member_hands_over(
-    silent: zmq.Socket[bytes], puller: TrajectoryPuller
-) -> None:
+async def test_a_puller_that_is_no_longer_a_member_hands_over(silent: zmq.Socket[bytes], puller: Puller) -> None:
     pusher = make_pusher(endpoint(silent))
     pushing = asyncio.create_task(pusher.push(make_trajectory(1), PATIENCE_S))
     await asyncio.to_thread(silent.recv_multipart)
     pusher.set_addresses([puller.endpoint])
     await pushing
-    assert fetch(puller, 1) == ["rollout-1"]
+    assert puller.fetch(1) == ["rollout-1"]
     await pusher.close(PATIENCE_S)
 
 
-async def test_a_pusher_may_start_before_its_pullers(puller: TrajectoryPuller) -> None:
+async def test_a_pusher_may_start_before_its_pullers(puller: Puller) -> None:
     pusher = make_pusher()
     pushing = asyncio.create_task(pusher.push(make_trajectory(1), PATIENCE_S))
     await asyncio.sleep(0)
@@ -246,18 +253,18 @@ async def test_a_puller_killed_with_sigkill_loses_nothing() -> None:
             heir.kill()
 
 
-async def test_a_full_puller_and_a_full_outbox_hold_the_sender_back() -> None:
-    with closing(TrajectoryPuller(HOST, None, capacity=2)) as puller:
-        pusher = make_pusher(puller.endpoint, high_water=3)
-        pushing = [asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(20)]
-        await asyncio.gather(*pushing[:2])
-        with pytest.raises(PushTimeout, match=r"a place among those held: 3 are held"):
-            await pusher.push(make_trajectory("late"), 0.2)
-        assert (puller.queued, pusher.unacked) == (2, 3)
-        received = await asyncio.to_thread(fetch, puller, 20)
-        await asyncio.gather(*pushing)
-        assert received == [f"rollout-{i}" for i in range(20)]
-        await pusher.close(PATIENCE_S)
+async def test_a_consumer_without_room_and_a_full_outbox_hold_the_sender_back(puller: Puller) -> None:
+    puller.open.clear()
+    pusher = make_pusher(puller.endpoint, high_water=3)
+    pushing = [asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(20)]
+    await asyncio.sleep(0)
+    with pytest.raises(PushTimeout, match=r"a place among those held: 3 are held"):
+        await pusher.push(make_trajectory("late"), 0.2)
+    assert (puller.counters.received, pusher.unacked) == (0, 3)
+    puller.open.set()
+    await asyncio.gather(*pushing)
+    assert puller.fetch(20) == [f"rollout-{i}" for i in range(20)]
+    await pusher.close(PATIENCE_S)
 
 
 async def test_a_push_that_times_out_names_what_it_waited_for_and_is_still_delivered(silent: zmq.Socket[bytes]) -> None:
@@ -268,17 +275,17 @@ async def test_a_push_that_times_out_names_what_it_waited_for_and_is_still_deliv
     assert await pusher.close(0.0) == ["rollout-1"]
 
 
-async def test_a_cancelled_push_is_still_delivered(puller: TrajectoryPuller) -> None:
+async def test_a_cancelled_push_is_still_delivered(puller: Puller) -> None:
     pusher = make_pusher()
     pushing = asyncio.create_task(pusher.push(make_trajectory(1), PATIENCE_S))
     await asyncio.sleep(0)
     pushing.cancel()
     pusher.set_addresses([puller.endpoint])
-    assert await asyncio.to_thread(fetch, puller, 1) == ["rollout-1"]
+    assert await asyncio.to_thread(puller.fetch, 1) == ["rollout-1"]
     assert await pusher.close(PATIENCE_S) == []
 
 
-async def test_a_push_cancelled_before_there_is_room_is_not_sent(puller: TrajectoryPuller) -> None:
+async def test_a_push_cancelled_before_there_is_room_is_not_sent(puller: Puller) -> None:
     pusher = make_pusher(high_water=1)
     first, second, third = (asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(3))
     await asyncio.sleep(0)
@@ -286,8 +293,8 @@ async def test_a_push_cancelled_before_there_is_room_is_not_sent(puller: Traject
     second.cancel()
     pusher.set_addresses([puller.endpoint])
     await asyncio.gather(first, third)
-    assert fetch(puller, 2) == ["rollout-0", "rollout-2"]
-    assert puller.queued == 0
+    assert puller.fetch(2) == ["rollout-0", "rollout-2"]
+    assert puller.accepted.empty()
     assert await pusher.close(PATIENCE_S) == []
 
 
@@ -303,7 +310,7 @@ async def test_closing_fails_the_pushes_that_wait_and_refuses_further_ones(silen
         await pusher.push(make_trajectory(3), PATIENCE_S)
 
 
-async def test_an_invalid_trajectory_raises_where_it_was_made(puller: TrajectoryPuller) -> None:
+async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint)
     with pytest.raises(CodecError, match="no samples"):
         await pusher.push(Trajectory("r", "p", 0, ()), PATIENCE_S)
@@ -317,7 +324,7 @@ async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Trajectory
     assert await pusher.close(PATIENCE_S) == []
 
 
-async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: TrajectoryPuller) -> None:
+async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint, max_bytes=1000)
     with pytest.raises(CodecError, match=r"'rollout-1' takes 1300 bytes, limit 1000"):
         await pusher.push(make_trajectory(1, 50), PATIENCE_S)
@@ -328,7 +335,7 @@ async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limit = 2 * messages.BATCH_BYTES
-    with closing(TrajectoryPuller(HOST, None, max_bytes=limit)) as puller:
+    with closing(Puller(max_bytes=limit)) as puller:
         pusher = make_pusher(puller.endpoint)
         names = ["large-1", "small-1", "large-2", "small-2"]
         large = limit * 3 // 4 // BYTES_PER_TOKEN  # tokens of each of its two samples
@@ -343,13 +350,11 @@ async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_
 
 def test_a_limit_below_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_bytes=1000 .* use at least"):
-        TrajectoryPuller(HOST, None, max_bytes=1000)
+        Puller(max_bytes=1000)
 
 
-async def test_garbage_is_counted_logged_once_and_survived(
-    puller: TrajectoryPuller, caplog: pytest.LogCaptureFixture
-) -> None:
-    seq = b"\0" * 8
+async def test_garbage_is_counted_logged_once_and_survived(puller: Puller, caplog: pytest.LogCaptureFixture) -> None:
+    seq = messages.encode([0])
     garbage: list[list[Frame]] = [
         [b""],
         [b"x" * 100],
@@ -357,6 +362,8 @@ async def test_garbage_is_counted_logged_once_and_survived(
         [seq, b"header"],
         [seq, b"a", b"b", b"c"],
         [seq * 2, *encoded_trajectory()],
+        [messages.encode([-1]), *encoded_trajectory()],
+        [messages.encode([0, 1]), *encoded_trajectory()],
     ]
     with caplog.at_level(logging.WARNING), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000

@@ -37,7 +37,7 @@ class Ping(Request[Done], frozen=True):
 
 @pytest.fixture
 def puller() -> Iterator[TrajectoryPuller]:
-    with closing(TrajectoryPuller(HOST, RUN)) as puller:
+    with closing(TrajectoryPuller(HOST, RUN, on_message=lambda _: None)) as puller:
         yield puller
 
 

@@ -86,7 +86,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run_dir = tmp_path / "run"
         run_dir.mkdir(exist_ok=True)
         write_run_config(config, run_dir)
-        RunSecret.load_or_create(run_dir / SECRET_FILE)
+        if not (run_dir / SECRET_FILE).exists():
+            RunSecret.create(run_dir / SECRET_FILE)
         argv = ["-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, *argv], env=environment)

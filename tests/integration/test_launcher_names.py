@@ -59,7 +59,7 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
 
 
 def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:
-    pytest.importorskip("etcd3", reason="the extra 'etcd' is not installed")
+    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
     config = config_of(tmp_path)
     config.system.name_resolve, config.system.name_resolve_root = "etcd3", "127.0.0.1:1"
     with pytest.raises(TrialError, match=r"system\.name_resolve='etcd3'.*127\.0\.0\.1:1"):

@@ -174,7 +174,8 @@ def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
         config.trainer.tokens_per_micro_batch = 100
         config.optimizer.lr = 1e-3
         write_run_config(config, run_dir)
-        RunSecret.load_or_create(run_dir / SECRET_FILE)
+        if not (run_dir / SECRET_FILE).exists():
+            RunSecret.create(run_dir / SECRET_FILE)
         shutil.rmtree(run_dir / "name_resolve", ignore_errors=True)  # as the launcher does: killed workers left entries
         command = [sys.executable, "-m", "asyncrl.runtime.main", "model_worker"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

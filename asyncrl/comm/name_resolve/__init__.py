@@ -1,4 +1,4 @@
-"""Name resolution: how the processes of a run find each other. Back ends `memory`, `file` (default) and `etcd3`."""
+"""Name resolution: how the processes of a run find each other. Back ends `file` (default) and `etcd3`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from enum import StrEnum, auto
 from asyncrl.comm.name_resolve.base import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolveTimeout
 from asyncrl.comm.name_resolve.file import FileResolver
-from asyncrl.comm.name_resolve.memory import MemoryResolver
 
 __all__ = [
     "FileResolver",
-    "MemoryResolver",
     "NameBackend",
     "NameEntryExists",
     "NameEntryNotFound",
@@ -38,8 +36,9 @@ def make_resolver(backend: NameBackend, root: str, *, etcd_address: str = "127.0
 
     Raises:
         NameResolveError: the back end cannot be reached.
+        ValueError: there is no such back end.
     """
-    if backend == NameBackend.file:
+    if NameBackend(backend) == NameBackend.file:
         return FileResolver(root)
     from asyncrl.comm.name_resolve.etcd import EtcdResolver  # an optional dependency
 

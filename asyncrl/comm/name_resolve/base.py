@@ -134,19 +134,15 @@ class NameResolver(ABC):
                 self._keeper.forget(name)
         self._remove_subtree(root)
 
-    def close(self, *, keep_leased: bool = False) -> None:
-        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay.
-
-        With `keep_leased` they are left to lapse, exactly as if the process had been killed.
-        """
+    def close(self) -> None:
+        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay."""
         if self._closing.is_set():
             return
         self._closing.set()
         owned = self._keeper.names()
         self._keeper.stop()
-        if not keep_leased:
-            for name in owned:
-                self._remove(name, only_own=True)
+        for name in owned:
+            self._remove(name, only_own=True)
 
     def __enter__(self) -> Self:
         return self

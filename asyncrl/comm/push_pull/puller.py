@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket as os_socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -28,11 +27,6 @@ _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
 _MESSAGES_PER_TURN = 64  # read at most so many before looking whether the puller was closed
 _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just before `close`
-_ROOM_WAIT_S = 1.0  # a full queue is looked at again at least so often
-
-
-class _Closed(Exception):
-    """The puller was closed while it waited for room."""
 
 
 @dataclass(slots=True)
@@ -54,15 +48,12 @@ class PullerCounters:
 class TrajectoryPuller:
     """Receives trajectories at `endpoint`, drops duplicates, acknowledges what its consumer has accepted.
 
-    Without `on_message` trajectories wait in a queue of at most `capacity`, to be fetched with `get` from any thread;
-    being in the queue is being accepted. With it, `on_message(trajectory)` is called in the puller's thread, and its
-    return is the acceptance; it may block for a while, which holds back the senders; if it raises, the trajectory
-    comes again.
+    The consumer, `on_message(trajectory)`, is called in the puller's thread, and its return is the acceptance; it may
+    block for a while, which holds back the senders; if it raises, the trajectory comes again.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
-        capacity: trajectories in the queue at most.
         max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
     """
 
@@ -71,26 +62,20 @@ class TrajectoryPuller:
         bind_host: str,
         security: SocketSecurity | None,
         *,
-        capacity: int = 1024,
-        on_message: Callable[[Trajectory], None] | None = None,
+        on_message: Callable[[Trajectory], None],
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity} leaves no room for a trajectory: use at least 1")
         if max_bytes < 2 * messages.BATCH_BYTES:
             raise ValueError(
                 f"max_bytes={max_bytes} is less than a message of small ones: use at least {2 * messages.BATCH_BYTES}"
             )
-        self._capacity = capacity
         self._max_bytes = max_bytes
-        self._queue: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self._on_message = on_message
         self._sender = b""  # of the message in hand
-        self._unsaid: list[int] = []  # what of it is accepted and not yet acknowledged
+        self._unacknowledged: list[int] = []  # what of it is accepted
         self._counters = PullerCounters()
         self._seen = RecentIds(REMEMBERED_IDS)
         self._log = SourceLog("trajectory")
-        self._room = threading.Event()
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()
         self._context = Context()
@@ -112,24 +97,9 @@ class TrajectoryPuller:
         self._counters.unauthenticated = self._gate.refused
         return self._counters
 
-    @property
-    def queued(self) -> int:
-        """Trajectories accepted and not yet fetched."""
-        return self._queue.qsize()
-
-    def get(self, timeout_s: float = 0.0) -> Trajectory | None:
-        """The next trajectory, waiting up to `timeout_s` seconds for it; None if there is none."""
-        try:
-            trajectory = self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return None
-        self._room.set()
-        return trajectory
-
     def close(self) -> None:
-        """Stop receiving. What was accepted is acknowledged and can be fetched; the rest stays with its sender."""
+        """Stop receiving. What was accepted is acknowledged; the rest stays with its sender."""
         self._closing.set()
-        self._room.set()
         with contextlib.suppress(OSError):  # closed before
             self._waker.send(b"w")
         self._thread.join()
@@ -142,8 +112,6 @@ class TrajectoryPuller:
             while not self._closing.is_set():
                 poller.poll()
                 self._read()
-        except _Closed:
-            _log.debug("closed while the queue was full")
         finally:
             self._socket.close(linger=_CLOSE_LINGER_MS)
             self._context.term()
@@ -163,21 +131,21 @@ class TrajectoryPuller:
     def _take(self, frames: list[zmq.Frame]) -> None:
         """Decode and deliver one message, which holds one or more trajectories."""
         self._sender = frames[0].bytes
-        seqs: tuple[int, ...] = ()
+        numbers: list[int] = []
         try:
-            seqs = messages.unpack_seqs(frames[1].buffer)
+            numbers = messages.decode_numbers(frames[1].buffer)
             decoded = decode_each([frame.buffer for frame in frames[2:]], max_bytes=self._max_bytes)
-            if len(decoded) != len(seqs):
-                raise CodecError(f"message has {len(seqs)} numbers for {len(decoded)} trajectories")
+            if len(decoded) != len(numbers):
+                raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
         except CodecError as error:
-            self._refuse(frames, seqs, error)
+            self._refuse(frames, numbers, error)
             return
         try:
-            for seq, trajectory in zip(seqs, decoded, strict=True):
+            for number, trajectory in zip(numbers, decoded, strict=True):
                 if isinstance(trajectory, CodecError):
-                    self._refuse(frames, (seq,), trajectory)
+                    self._refuse(frames, [number], trajectory)
                 elif self._accept(trajectory):
-                    self._unsaid.append(seq)
+                    self._unacknowledged.append(number)
         finally:
             self._acknowledge()
 
@@ -186,46 +154,28 @@ class TrajectoryPuller:
         if trajectory.rollout_id in self._seen:
             self._counters.duplicates += 1
             return True
-        if self._on_message is None:
-            self._await_room()
-            self._queue.put(trajectory)
-        elif not self._call(self._on_message, trajectory):
+        try:
+            self._on_message(trajectory)
+        except Exception:
+            self._counters.refused += 1
+            _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
             return False
         self._seen.add(trajectory.rollout_id)
         self._counters.received += 1
         return True
 
-    def _call(self, on_message: Callable[[Trajectory], None], trajectory: Trajectory) -> bool:
-        try:
-            on_message(trajectory)
-        except Exception:
-            self._counters.refused += 1
-            _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
-            return False
-        return True
-
-    def _await_room(self) -> None:
-        """Return once the queue has room; what was accepted so far is acknowledged first."""
-        while self._queue.qsize() >= self._capacity:
-            self._acknowledge()
-            self._room.clear()
-            if self._queue.qsize() >= self._capacity:  # else `get` made room just before the clear
-                self._room.wait(_ROOM_WAIT_S)
-            if self._closing.is_set():
-                raise _Closed
-
-    def _refuse(self, frames: list[zmq.Frame], seqs: Sequence[int], error: CodecError) -> None:
+    def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError) -> None:
         """Count and log what is malformed, and tell its sender so that it is not sent again."""
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
-        for seq in seqs:
-            self._reply(messages.pack_nack(seq, str(error)))
+        if numbers:
+            self._reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
 
     def _acknowledge(self) -> None:
-        if self._unsaid:
-            self._reply(messages.pack_acks(self._unsaid))
-            self._unsaid.clear()
+        if self._unacknowledged:
+            self._reply(messages.Accepted(self._unacknowledged))
+            self._unacknowledged = []
 
-    def _reply(self, frame: bytes) -> None:
-        if not send(self._socket, [self._sender, frame]):
+    def _reply(self, reply: messages.Reply) -> None:
+        if not send(self._socket, [self._sender, messages.encode(reply)]):
             _log.debug("a sender takes no acknowledgement now; it will send again and be answered then")

@@ -269,13 +269,13 @@ class TrajectoryPusher:
 
     def _on_reply(self, link: PeerLink, frames: list[memoryview]) -> None:
         try:
-            seqs, refusal = messages.unpack_reply(b"".join(frames))
+            reply = messages.decode_reply(b"".join(frames))
         except CodecError as error:
             self._log.note(link.address, str(error))
             return
-        for seq in seqs:
-            if (entry := self._outbox.acked(seq)) is not None:
-                self._settle(entry, refusal)
+        for number in reply.numbers:
+            if (entry := self._outbox.acked(number)) is not None:
+                self._settle(entry, reply)
         while self._waiting and not self._outbox.full:
             push = self._waiting.popleft()
             if not push.accepted.done():
@@ -283,10 +283,10 @@ class TrajectoryPusher:
         if not self._outbox:
             self._drained.set()
 
-    def _settle(self, entry: Entry[Prepared], refusal: str | None) -> None:
+    def _settle(self, entry: Entry[Prepared], reply: messages.Reply) -> None:
         accepted = self._pushes.pop(entry.seq).accepted
         if not accepted.done():
-            if refusal is None:
-                accepted.set_result(None)
+            if isinstance(reply, messages.Refused):
+                accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {reply.reason}"))
             else:
-                accepted.set_exception(TrajectoryRejected(f"trajectory {entry.label!r} was refused: {refusal}"))
+                accepted.set_result(None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.api import Trajectory
 from asyncrl.comm.push_pull.messages import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
 from asyncrl.comm.push_pull.outbox import Entry
 from asyncrl.comm.trajectory_codec import Prepared
@@ -15,8 +16,8 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        trajectory = Trajectory(f"rollout-{seq}", "prompt", 0, ())
-        entry = Entry(seq, trajectory.rollout_id, Prepared(trajectory, {}, [], [], [], [], nbytes))
+        prepared = Prepared(msgspec.Raw(b""), np.empty(0, np.int32), [], [], [], [], nbytes)
+        entry = Entry(seq, f"rollout-{seq}", prepared)
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)

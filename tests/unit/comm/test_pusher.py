@@ -35,7 +35,7 @@ class NarrowLink:
     ) -> None:
         self.address = address
         self.writable = False
-        self.messages: list[tuple[int, ...]] = []
+        self.messages: list[list[int]] = []
         self._on_writable, self._on_message = on_writable, on_message
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._open)
@@ -44,7 +44,7 @@ class NarrowLink:
         self.writable = self.address == "wide"
         if self.address == "full":
             return False
-        self.messages.append(messages.unpack_seqs(memoryview(frames[0])))
+        self.messages.append(messages.decode_numbers(frames[0]))
         self._loop.call_soon(self._acknowledge)
         return True
 
@@ -56,7 +56,7 @@ class NarrowLink:
         self._on_writable(self)
 
     def _acknowledge(self) -> None:
-        self._on_message(self, [memoryview(messages.pack_acks(self.messages[-1]))])
+        self._on_message(self, [memoryview(messages.encode(messages.Accepted(self.messages[-1])))])
         if not self.writable:
             self._open()
 

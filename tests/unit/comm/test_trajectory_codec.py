@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.codec import CodecError, Message, decode, encode
+from asyncrl.api.trajectory import SharedPrompt
+from asyncrl.comm.codec import CodecError, Column, Frame, Header, Message, decode_as, encode_joined
 from asyncrl.comm.trajectory_codec import (
     decode_each,
     decode_trajectories,
     encode_trajectories,
     prepare,
 )
+
+TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
 
 
 def make_trajectory(lengths: list[int], seed: int = 0) -> Trajectory:
@@ -40,7 +45,7 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
     assert len(one.samples) == len(other.samples)
     for a, b in zip(one.samples, other.samples, strict=True):
         assert (a.reward, a.truncated) == (b.reward, b.truncated)
-        for name in ("tokens", "loss_mask", "behave_logprobs", "versions"):
+        for name in TOKEN_COLUMNS:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
 
 
@@ -65,8 +70,93 @@ def test_trajectories_survive_the_wire(lengths: list[list[int]], seed: int) -> N
         assert_same(arrived, sent)
 
 
+def with_prompt(prompt: int, rests: list[int], seed: int = 0, name: str = "rollout-1") -> Trajectory:
+    """A group as agents make it: the same `prompt` tokens in every sample, then what was generated."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, 50_000, prompt, np.int32)
+    samples = tuple(
+        Sample(
+            tokens=np.concatenate([tokens, rest.tokens]),
+            loss_mask=np.concatenate([np.zeros(prompt, np.uint8), np.ones_like(rest.loss_mask)]),
+            behave_logprobs=np.concatenate([np.zeros(prompt, np.float32), rest.behave_logprobs]),
+            versions=np.concatenate([np.full(prompt, -1, np.int32), rest.versions]),
+            reward=rest.reward,
+            truncated=rest.truncated,
+        )
+        for rest in make_trajectory(rests, seed).samples
+    )
+    return Trajectory(name, "prompt-1", 17, samples, {"turns": 2.0})
+
+
+def test_a_prompt_crosses_the_wire_once_as_tokens_alone() -> None:
+    def payload(prompt: int, samples: int) -> int:
+        (trajectory,) = roundtrip(with_prompt(prompt, [24] * samples))
+        assert_same(trajectory, with_prompt(prompt, [24] * samples))
+        return len(encode_trajectories([trajectory])[1])
+
+    assert payload(1000, 1) - payload(0, 1) == 4 * 1000
+    assert payload(1000, 8) - payload(0, 8) == 4 * 1000
+    assert payload(1000, 8) < 8 * 13 * 1024 / 15, "a group of 8 samples of 1024 tokens, 1000 of them a shared prompt"
+
+
+def test_each_rollout_of_a_message_has_a_prompt_of_its_own() -> None:
+    sent = [with_prompt(40, [3, 5], 1), with_prompt(0, [4], 2), with_prompt(40, [6, 7, 8], 3)]
+    assert len(encode_trajectories(sent)[1]) < sum(len(encode_trajectories([each])[1]) for each in sent)
+    for arrived, original in zip(roundtrip(*sent), sent, strict=True):
+        assert_same(arrived, original)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", 7), ("loss_mask", 1), ("behave_logprobs", -0.5), ("behave_logprobs", -0.0), ("versions", 0)],
+)
+@pytest.mark.parametrize("sample", [0, 2])
+def test_a_prompt_is_shared_up_to_the_first_difference(field: str, value: float, sample: int) -> None:
+    whole = with_prompt(100, [5, 6, 7])
+    column = getattr(whole.samples[sample], field).copy()
+    column[60] = value
+    samples = list(whole.samples)
+    samples[sample] = dataclasses.replace(samples[sample], **{field: column})
+    partly = dataclasses.replace(whole, samples=tuple(samples))
+    (arrived,) = roundtrip(partly)
+    assert_same(arrived, partly)
+    assert np.signbit(arrived.samples[sample].behave_logprobs[60]) == (field == "behave_logprobs")
+    assert prepare(partly).nbytes == 60 * 4 + (3 * 40 + 5 + 6 + 7) * 13
+
+
+def test_a_sample_may_be_all_prompt() -> None:
+    whole = with_prompt(30, [5, 6])
+    alone = Sample(*(getattr(whole.samples[0], name)[:20] for name in TOKEN_COLUMNS), reward=0.0)
+    for samples in ((*whole.samples, alone), (alone,), (alone, *whole.samples)):
+        trajectory = dataclasses.replace(whole, samples=samples)
+        assert_same(roundtrip(trajectory)[0], trajectory)
+        assert len(prepare(trajectory).prompt) == 20
+
+
+groups = st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**32))
+
+
+@settings(max_examples=200)
+@given(st.lists(groups, min_size=1, max_size=4), st.data())
+def test_prompts_shared_partly_or_not_at_all_survive_the_wire(
+    drawn: list[tuple[int, list[int], int]], data: st.DataObject
+) -> None:
+    sent = []
+    for prompt, rests, seed in drawn:
+        trajectory = with_prompt(prompt, rests, seed)
+        for sample in trajectory.samples:  # fresh arrays, so that they may be changed in place
+            column = getattr(sample, data.draw(st.sampled_from(TOKEN_COLUMNS)))
+            if data.draw(st.booleans()):
+                column[data.draw(st.integers(0, len(column) - 1))] = 1
+        sent.append(trajectory)
+    passed_on = roundtrip(*roundtrip(*sent))
+    for arrived, original in zip(passed_on, sent, strict=True):
+        assert_same(arrived, original)
+    assert [prepare(each).nbytes for each in passed_on] == [prepare(each).nbytes for each in sent]
+
+
 def test_decoded_samples_are_views_into_the_message() -> None:
-    frames = encode_trajectories([make_trajectory([5, 6]), make_trajectory([7])])
+    frames = encode_trajectories([with_prompt(0, [5, 6]), with_prompt(0, [7])])
     payload = np.frombuffer(frames[1], np.uint8)
     for trajectory in decode_trajectories(frames):
         for sample in trajectory.samples:
@@ -75,15 +165,24 @@ def test_decoded_samples_are_views_into_the_message() -> None:
                 assert not array.flags.writeable
 
 
+def test_a_decoded_prompt_is_held_once_until_samples_are_asked_for() -> None:
+    frames = encode_trajectories([with_prompt(1000, [5, 6])])
+    (trajectory,) = decode_trajectories(frames)
+    assert isinstance(trajectory.samples, SharedPrompt)
+    assert np.shares_memory(trajectory.samples.prompt, np.frombuffer(frames[1], np.uint8))
+    assert [len(sample.tokens) for sample in trajectory.samples] == [1005, 1006]
+    assert len(trajectory.samples[1].tokens) == len(trajectory.samples[1:][0].tokens) == 1006
+
+
 def test_columns_are_encoded_as_the_samples_they_hold() -> None:
     frames = encode_trajectories([make_trajectory([5, 6, 7]), make_trajectory([8], seed=1)])
     assert [bytes(frame) for frame in encode_trajectories(decode_trajectories(frames))] == [*map(bytes, frames)]
 
 
 def test_decoded_samples_are_in_columns() -> None:
-    sent = [make_trajectory([5, 6, 7], seed=1), make_trajectory([8], seed=2)]
+    assert (unshared := roundtrip(with_prompt(0, [5, 6]))[0]).columns is unshared.samples
+    sent = [make_trajectory([5, 6, 7], seed=1), make_trajectory([8], seed=2), with_prompt(9, [1, 2])]
     for arrived, original in zip(roundtrip(*sent), sent, strict=True):
-        assert arrived.columns is arrived.samples
         joined = original.columns
         for name in ("tokens", "loss_mask", "behave_logprobs", "versions", "lengths", "rewards", "truncated"):
             np.testing.assert_array_equal(getattr(arrived.columns, name), getattr(joined, name), strict=True)
@@ -96,8 +195,7 @@ def test_what_was_decoded_can_be_sent_on() -> None:
 
 
 def test_the_number_of_arrays_does_not_depend_on_the_number_of_trajectories_or_samples() -> None:
-    many = decode(encode_trajectories([make_trajectory([4] * 50)] * 10))
-    assert many.arrays.keys() == decode(encode_trajectories([make_trajectory([4])])).arrays.keys()
+    assert encoded(*[[4] * 50] * 10).arrays.keys() == encoded([4]).arrays.keys()
 
 
 def test_wider_integers_and_floats_are_taken_where_they_fit() -> None:
@@ -153,6 +251,13 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_sender(field: str, value: 
         encode_trajectories([trajectory])
 
 
+@pytest.mark.parametrize(("field", "value"), [("order", 2**70), ("prompt_id", object()), ("metrics", {1j: 1.0})])
+def test_fields_that_are_no_plain_data_are_refused_by_the_sender(field: str, value: object) -> None:
+    trajectory = dataclasses.replace(make_trajectory([3]), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match=rf"{field}=.* cannot be sent"):
+        prepare(trajectory)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -162,12 +267,13 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_sender(field: str, value: 
         ("order", "first"),
         ("order", True),
         ("order", 2**63),
+        ("metrics", {1: 2.0}),
     ],
 )
-def test_ids_out_of_bounds_are_refused_by_the_sender(field: str, value: object) -> None:
+def test_fields_out_of_bounds_are_refused_by_name(field: str, value: object) -> None:
     trajectory = dataclasses.replace(make_trajectory([3]), **{field: value})  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match=f"trajectory.{field}"):
-        prepare(trajectory)
+    with pytest.raises(CodecError, match=rf"\$\.{field}"):
+        roundtrip(trajectory)
 
 
 def test_a_trajectory_without_samples_is_not_sent() -> None:
@@ -183,31 +289,43 @@ def test_trajectories_over_the_limit_are_refused_at_both_ends() -> None:
         decode_trajectories(encode_trajectories([trajectory]), max_bytes=500)
 
 
+_ANY = msgspec.msgpack.Decoder(Header[Any])
+
+
+def encoded(*lengths: list[int], prompt: int | None = None) -> Message:
+    """A valid message's parts, to be spoilt; with `prompt`, each trajectory has one of so many tokens."""
+    groups = [make_trajectory(each) if prompt is None else with_prompt(prompt, each) for each in lengths]
+    header, arrays = decode_as(_ANY, encode_trajectories(groups))
+    return Message(header.kind, header.meta, arrays)
+
+
+def again(message: Message) -> list[Frame]:
+    columns = {name: Column(array.dtype, array.shape, [array.tobytes()]) for name, array in message.arrays.items()}
+    return encode_joined(message.kind, message.meta, columns)
+
+
 def refused(message: Message, match: str) -> None:
     with pytest.raises(CodecError, match=match):
-        decode_trajectories(encode(message))
-
-
-def encoded(*lengths: list[int]) -> Message:
-    return decode(encode_trajectories(make_trajectory(each) for each in lengths))
+        decode_trajectories(again(message))
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "named"),
+    ("field", "value"),
     [
-        ("rollout_ids", "", "rollout_id"),
-        ("prompt_ids", 3, "prompt_id"),
-        ("orders", 1.0, "order"),
-        ("metrics", {"a": "b"}, "metrics"),
-        ("metrics", None, "metrics"),
+        ("rollout_id", ""),
+        ("prompt_id", 3),
+        ("order", 1.0),
+        ("order", 2**63),
+        ("metrics", {"a": "b"}),
+        ("metrics", None),
     ],
 )
-def test_a_field_out_of_bounds_refuses_its_trajectory_alone(column: str, value: object, named: str) -> None:
+def test_a_field_out_of_bounds_refuses_its_trajectory_alone(field: str, value: object) -> None:
     message = encoded([3], [3, 4], [5])
-    message.meta[column][1] = value
-    first, second, third = decode_each(encode(message))
+    message.meta[1][field] = value  # type: ignore[index]
+    first, second, third = decode_each(again(message))
     assert isinstance(second, CodecError)
-    assert f"trajectory.{named} is" in str(second)
+    assert f"`$.{field}" in str(second)
     assert_same_samples(first, make_trajectory([3]))
     assert_same_samples(third, make_trajectory([5]))
 
@@ -219,7 +337,7 @@ def test_a_value_out_of_bounds_refuses_its_trajectory_alone(array: str, value: f
     message = encoded([3], [3, 4], [5])
     column = message.arrays[array].copy()
     column[1 if len(column) == 4 else 5] = value
-    first, second, third = decode_each(encode(Message(message.kind, message.meta, message.arrays | {array: column})))
+    first, second, third = decode_each(again(Message(message.kind, message.meta, message.arrays | {array: column})))
     assert isinstance(second, CodecError)
     assert f"trajectory.{array}" in str(second)
     assert_same_samples(first, make_trajectory([3]))
@@ -231,29 +349,45 @@ def assert_same_samples(arrived: Trajectory | CodecError, sent: Trajectory) -> N
     assert_same(arrived, sent)
 
 
-@pytest.mark.parametrize("sizes", [[3], [1], [0], [-1], [2.0], [True], [1, 1], [], 2, [2**63], None])
-def test_sizes_that_do_not_fit_the_samples_are_refused(sizes: object) -> None:
-    message = encoded([3, 4])
-    refused(Message(message.kind, message.meta | {"sizes": sizes}, message.arrays), "trajectory")
+def test_a_sample_without_a_token_refuses_its_trajectory_alone() -> None:
+    message = encoded([3], [3, 4], [5], prompt=0)
+    message.arrays["lengths"] = np.array([3, 0, 7, 5])
+    first, second, third = decode_each(again(message))
+    assert "trajectory.lengths" in str(second)
+    assert isinstance(first, Trajectory)
+    assert isinstance(third, Trajectory)
 
 
-@pytest.mark.parametrize("lengths", [[3, 5], [7, 0], [8, -1], [2**63 - 1, 2**63 - 1]])
+@pytest.mark.parametrize("name", ["sizes", "prompt_lengths"])
+@pytest.mark.parametrize("counts", [[3], [1], [0], [-1], [1, 1], [], [2**63 - 1]])
+def test_sizes_and_prompts_that_do_not_fit_the_samples_are_refused(name: str, counts: list[int]) -> None:
+    message = encoded([3, 4], prompt=2)
+    refused(Message(message.kind, message.meta, message.arrays | {name: np.array(counts, np.int64)}), "trajectory")
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [8, -1], [3], [2**63 - 1, 2**63 - 1]])
 def test_lengths_that_do_not_fit_the_tokens_are_refused(lengths: list[int]) -> None:
-    message = encoded([3, 4])
+    message = encoded([3, 4], prompt=0)
     refused(Message(message.kind, message.meta, message.arrays | {"lengths": np.array(lengths)}), "trajectory")
 
 
-@pytest.mark.parametrize("column", ["rollout_ids", "prompt_ids", "orders", "metrics", "sizes"])
-@pytest.mark.parametrize("value", [[], ["one", "two", "three"], "two", None])
-def test_columns_of_another_length_are_refused(column: str, value: object) -> None:
+@pytest.mark.parametrize("meta", [{}, [], [{}], None, "two", [{}] * 3])
+def test_meta_that_does_not_fit_the_arrays_is_refused(meta: object) -> None:
     message = encoded([3], [4])
-    refused(Message(message.kind, message.meta | {column: value}, message.arrays), "use a list of one entry")
+    refused(dataclasses.replace(message, meta=meta), "header|sizes")
 
 
-@pytest.mark.parametrize("meta", [{}, {"rollout_ids": []}, {"more": 1}])
-def test_meta_of_other_columns_is_refused(meta: dict[str, object]) -> None:
+@pytest.mark.parametrize("name", ["rollout_id", "prompt_id", "order", "metrics"])
+def test_a_missing_field_is_named(name: str) -> None:
     message = encoded([3])
-    refused(Message(message.kind, meta | (message.meta if "more" in meta else {}), message.arrays), "fields")
+    del message.meta[0][name]  # type: ignore[index]
+    refused(message, f"missing required field `{name}`")
+
+
+def test_a_missing_array_is_named() -> None:
+    message = encoded([3])
+    del message.arrays["versions"]
+    refused(message, "expected .*versions")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +404,7 @@ def test_meta_of_other_columns_is_refused(meta: dict[str, object]) -> None:
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(name: str, array: np.ndarray) -> None:
-    message = encoded([3, 4])
+    message = encoded([3, 4], prompt=0)
     refused(Message(message.kind, message.meta, message.arrays | {name: array}), name)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
@@ -36,6 +37,17 @@ def test_samples_lie_end_to_end_with_their_group_and_minibatch() -> None:
     assert batch["minibatches"].tolist() == [1, 1, 0]
     assert [batch.minibatch(0), batch.minibatch(1)] == [[2], [0, 1]]
     assert all(key in batch for key in BATCH_KEYS)
+
+
+def test_a_prompt_that_was_sent_once_is_in_every_sample_again() -> None:
+    def group() -> tuple[Sample, ...]:
+        return (sample([0, 0, 1], [-1, -1, 3]), sample([0, 0, 1, 1], [-1, -1, 3, 4]), sample([0, 0], [-1, -1]))
+
+    made = [Trajectory("a", "p0", 0, group()), Trajectory("b", "p1", 1, (sample([0, 1], [-1, 4]),))]
+    arrived = decode_trajectories(encode_trajectories(made))
+    batches = [build_step_batch(each, [0, 1], version=4, num_minibatches=2) for each in (made, arrived)]
+    for key in sorted(BATCH_KEYS):
+        assert torch.equal(batches[0][key], batches[1][key]), key
 
 
 def test_tokens_older_than_the_bound_lose_their_loss() -> None:
