@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 from asyncrl.comm import names
 from asyncrl.comm.codec import Message
@@ -33,8 +32,6 @@ CLOSE_LIMIT_S = 1.0
 
 class RolloutWorker(AsyncWorker):
     """Agents, environments and rewards on one shard of the prompts."""
-
-    kind: ClassVar[str] = "rollout_worker"
 
     async def main(self) -> None:
         """Find the others, then roll out until a stop is requested."""

@@ -9,7 +9,8 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import Launcher, TrialError
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
