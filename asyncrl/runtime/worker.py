@@ -90,10 +90,10 @@ class Worker(ABC):
     def start(self) -> int:
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
-        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
-        self.set_status("starting")
         try:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self.set_status("starting")
             self.configure()
             self._configured = True
             self.run()

@@ -122,9 +122,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(make: Make) -> None:
     assert "checkpoint v4" in continuation(run_dir, make())[0]
 
 
-def test_one_file_spelled_in_two_ways_is_no_change(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_file_spelled_in_two_ways_is_no_change(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
     run_dir = earlier_launch(make("dataset.path=data.jsonl"), version=4)
