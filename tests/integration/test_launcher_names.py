@@ -57,6 +57,7 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
         assert resolver.get(names.model_version_key("actor")) == "version 7"
 
 
+@pytest.mark.etcd
 def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:
     pytest.importorskip("etcd3", reason="the extra 'etcd' is not installed")
     config = config_of(tmp_path)
