@@ -14,7 +14,6 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
-_KILL_WAIT_S = 3.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -32,8 +31,10 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_descendants(pid: int) -> None:
-    """Kill everything that process `pid` started, directly or not.
+def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
+    """Kill everything that process `pid` started, directly or not, and wait up to `wait_s` until it is gone.
+
+    What `pid` has not buried itself stays as a zombie for as long as `pid` lives.
 
     Torch's keeper of shared memory is left to itself: it frees what the others had, and ends once they have.
     """
@@ -47,4 +48,4 @@ def kill_descendants(pid: int) -> None:
                 process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(descendants, timeout=_KILL_WAIT_S)
+    psutil.wait_procs(descendants, timeout=wait_s)

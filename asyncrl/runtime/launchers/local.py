@@ -14,6 +14,8 @@ from asyncrl.runtime.run_dir import log_file
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _LAST_LINES = 12
+_GONE_LIMIT_S = 3.0
+"""So long killed processes may take to be gone; the kernel frees what they had."""
 
 
 class Backend(LauncherBackend):
@@ -38,7 +40,7 @@ class Backend(LauncherBackend):
         return _Child(plan, process, file)
 
     def close(self) -> None:
-        kill_descendants(os.getpid())
+        kill_descendants(os.getpid(), wait_s=_GONE_LIMIT_S)
 
 
 class _Child(WorkerHandle):
