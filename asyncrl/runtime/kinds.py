@@ -1,8 +1,7 @@
 """Every kind of process of a run: where its class is, how many there are and what each may use, how it ends.
 
-The launcher, the plan and the entry point read this registry, and nothing else spells a kind's name. To add a kind,
-write its process, a `Worker`, and enter it here. A room is named by import path and loaded by the process that is to
-be it.
+The launcher, the plan and the entry point read this registry and spell no kind's name themselves. To add a kind,
+write its process, a `Worker`, and enter it here by import path; only a process of that kind loads it.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[R
     generation = config.generation
     ours: Sequence[str] = ()
     if generation.device != Device.cpu:
-        ranks = data_parallel_ranks(config.trainer.parallel) if config.trainer.device != Device.cpu else 0
-        ours = gpus[min(ranks, max(len(gpus) - 1, 0)) :]
+        taken = len(_training_ranks(config, gpus)) if config.trainer.device != Device.cpu else 0
+        ours = gpus[min(taken, max(len(gpus) - 1, 0)) :]
     niceness = 0 if ours else _niceness(config, gpus)
     return [
         Resources(generation.threads, _share(index, generation.sglang.tensor_parallel, ours), niceness)

@@ -1,6 +1,4 @@
-"""Which processes a config asks for, with their threads and GPUs. Pure, so that `--dry-run` shows what a run would
-start.
-"""
+"""Which processes a config asks for, with their threads and GPUs. Pure, so that `--dry-run` can show them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Keeping hold of a tree of processes, so that none outlives what it belongs to. Linux; elsewhere the kernel's part is
-left out.
-"""
+"""Keeping hold of a tree of processes, so that none outlives what it belongs to; the kernel's part is Linux only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the resolved config all processes
-read.
-"""
+"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the config all processes read."""
 
 from __future__ import annotations
 

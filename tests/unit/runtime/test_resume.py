@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.describe import experiment_help
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.observability.display import make_display
@@ -62,6 +63,7 @@ FIXED = {
 
 def test_the_fixed_settings_are_those_that_a_checkpoint_depends_on() -> None:
     assert {path for path, _, info in settings(ExperimentConfig) if info.fixed} == set(FIXED)
+    assert experiment_help("async_ppo", ExperimentConfig()).count("once a trial has a checkpoint") == len(FIXED)
 
 
 @pytest.mark.parametrize(("setting", "value"), FIXED.items())
