@@ -20,5 +20,12 @@ check: setup
 setup:
 	@launchers/setup.sh $(VENV) dev,etcd
 
+# Only what the targets above made; an environment that was there before stays, and so do runs and base models.
 clean:
-	rm -rf $(VENV)
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@if [ -e $(VENV)/.made-by-setup ]; then rm -rf $(VENV) && echo "removed $(VENV)"; \
+	elif [ -e $(VENV) ]; then echo "$(VENV) was not made by launchers/setup.sh and stays"; fi
+	@echo "not removed: ~/.cache/asyncrl, or the fileroot of your runs:"
+	@echo "  models/                   base models, trained on first use"
+	@echo "  <experiment>/<trial>/     runs: checkpoints, weights, metrics, logs"
+	@echo "and .venv-sglang, where launchers/install_sglang_cpu.sh was asked for it"

@@ -57,7 +57,7 @@ from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context
 from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.runtime.launchers.local import MALLOC
+from asyncrl.runtime.worker_plan import MALLOC
 
 HOST = "127.0.0.1"
 TARGET_RATIO = 0.7

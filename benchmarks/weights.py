@@ -41,8 +41,8 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.runtime.launchers.local import MALLOC
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
+from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.atomic_dir import sync_directory, sync_files
 from asyncrl.weights.manifest import verify

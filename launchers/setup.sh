@@ -17,7 +17,10 @@ cpu_index=https://download.pytorch.org/whl/cpu
     echo "asyncrl needs Python 3.11 or newer; $python is $("$python" --version). Name another: PYTHON=python3.12 make run" >&2
     exit 2
 }
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+if [ ! -x "$venv/bin/python" ]; then
+    "$python" -m venv "$venv"
+    touch "$venv/.made-by-setup" # so that `make clean` may remove it
+fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 echo "installing $torch into $venv"

@@ -1,4 +1,4 @@
-"""A tiny model, and whole runs of the system as child processes."""
+"""A tiny model, whole runs of the system as child processes, and what the test command says of tests it left out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -59,6 +60,37 @@ def even_digits(data, completion):
     return sum(c in "02468" for c in completion) / max(len(completion), 1)
 """
 
+TO_INCLUDE = {
+    "sglang": (
+        "no SGLang",
+        "launchers/install_sglang_cpu.sh .venv-sglang && "
+        'ASYNCRL_SGLANG_PYTHON="$PWD/.venv-sglang/bin/python" make test',
+    ),
+    "etcd": ("no etcd", "apt-get install etcd-server && make test"),
+    "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
+}
+"""By marker: what tests with it lack where they are skipped, and the command that includes them."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line per reason for which tests were skipped."""
+    for line in skip_lines(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
+
+
+def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> list[str]:
+    """How many tests were skipped, why, and how to include them; a line per reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for report in skipped:
+        _, _, reason = cast(tuple[str, int, str], report.longrepr)
+        markers = TO_INCLUDE.keys() & set(report.keywords) if isinstance(report, pytest.TestReport) else set()
+        counts[TO_INCLUDE[min(markers)] if markers else (reason.removeprefix("Skipped: "), "")] += 1
+    return [
+        f"{count} skipped: {reason}" + (f"; to include them: {command}" if command else "")
+        for (reason, command), count in sorted(counts.items())
+    ]
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -106,7 +138,7 @@ class Run:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         self.lines: list[str] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.seen: dict[int, psutil.Process] = {}
@@ -117,8 +149,8 @@ class Run:
 
     def wait_for_line(self, text: str, limit_s: float = 90.0) -> None:
         """Wait until a line with `text` was printed."""
-        with self._news:
-            self._news.wait_for(lambda: any(text in line for line in self.lines) or self._ended, limit_s)
+        with self._changed:
+            self._changed.wait_for(lambda: any(text in line for line in self.lines) or self._ended, limit_s)
         assert any(text in line for line in self.lines), f"no {text!r} in:\n{self.output}"
 
     def wait_for_step(self, step: int, limit_s: float = 90.0) -> None:
@@ -184,11 +216,11 @@ class Run:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._news:
+            with self._changed:
                 self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
 
 StartRun = Callable[..., Run]

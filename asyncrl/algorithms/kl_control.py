@@ -34,10 +34,11 @@ class FixedKLController:
         """Changes nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        """Nothing: the coefficient is a setting."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        """Changes nothing: a resumed run may have another coefficient."""
 
 
 @dataclass
@@ -66,4 +67,4 @@ class AdaptiveKLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        self.coef = state.get("coef", self.coef)  # it may have been fixed before

@@ -15,11 +15,12 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.picture import to_svg, to_text
 from asyncrl.master.graph.types import GraphError
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher, TrialError
+from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.resume import TrialError, check_finished
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.summary import is_complete, summary_lines
+from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -55,7 +56,7 @@ def run_experiment(config: Config, folder: Path | None) -> int:
 
 def _run_rl(config: ExperimentConfig, console: Console) -> int:
     run_dir = run_dir_of(config)
-    if config.resume == Resume.auto and is_complete(run_dir, config.total_train_steps):
+    if config.resume == Resume.auto and check_finished(run_dir, config):
         console.print(
             f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:", markup=False
         )
@@ -86,8 +87,9 @@ def dry_run(config: Config) -> int:
         return EXIT_OK
     console.print(f"run folder: {run_dir_of(config)}", markup=False, soft_wrap=True)
     for plan in plan_workers(config):
-        gpus = f"GPUs {','.join(map(str, plan.gpus))}" if plan.gpus else "no GPU"
-        console.print(f"  {plan.name:<20} {plan.threads} thread(s), {gpus}", markup=False)
+        resources = plan.resources
+        gpus = f"GPUs {','.join(resources.gpus)}" if resources.gpus else "no GPU"
+        console.print(f"  {plan.name:<20} {resources.threads} thread(s), {gpus}", markup=False)
     return EXIT_OK
 
 

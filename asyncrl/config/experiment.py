@@ -31,7 +31,7 @@ class ExperimentConfig:
     experiment_name: str = setting("async_ppo", "folder under fileroot")
     trial_name: str = setting("trial0", "folder under the experiment; a second run of the same trial resumes it")
     fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
-    seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0)
+    seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
     group_size: int = setting(8, "samples per prompt", unit="samples", minimum=1)

@@ -29,6 +29,7 @@ class SettingInfo:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    fixed: bool = False
 
 
 def setting(
@@ -40,12 +41,14 @@ def setting(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    fixed: bool = False,
 ) -> Any:
     """A dataclass field that carries its documentation and bounds.
 
     `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's.
+    A `fixed` setting decides what a checkpoint means, so a trial that has one cannot go on with another value.
     """
-    info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum)
+    info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, fixed=fixed)
     if factory is not None:
         return field(default_factory=factory, metadata={_KEY: info})
     return field(default=default, metadata={_KEY: info})

@@ -38,8 +38,6 @@ class EngineFailed(RuntimeError):
 class GenerationServer(AsyncWorker):
     """The process around one engine."""
 
-    kind = "generation_server"
-
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
         budget = RestartBudget(MAX_RESTARTS, RESTART_WINDOW_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
@@ -37,8 +37,6 @@ ACTOR = "actor"
 
 class GserverManager(AsyncWorker):
     """See the module's docstring."""
-
-    kind: ClassVar[str] = "gserver_manager"
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import ClassVar
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
@@ -17,8 +16,6 @@ from asyncrl.trainer.settings import data_parallel_ranks
 
 class MasterWorker(AsyncWorker):
     """Finds the other processes, then runs the loop (`TrainLoop`) to its end."""
-
-    kind: ClassVar[str] = "master_worker"
 
     def configure(self) -> None:
         self._graph = load_graph(self.config)

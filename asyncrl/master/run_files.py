@@ -1,4 +1,4 @@
-"""What the master leaves in the run's folder besides metrics: the data state, the summary, the checkpoints' place."""
+"""What the master leaves in the run's folder besides metrics: the data state and the summary."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.peers import GateBooks
-from asyncrl.runtime.run_dir import METRICS_FILE, SUMMARY_FILE
-
-CHECKPOINTS_DIR, WEIGHTS_DIR, LOGS_DIR = "checkpoints", "weights", "logs"
-ANNOUNCED_DIR = "announced"
-"""Manifests and canaries of versions that servers get from the trainer's memory."""
-DATA_STATE_FILE = "data_state.json"
+from asyncrl.runtime.run_dir import (
+    CHECKPOINTS_DIR,
+    DATA_STATE_FILE,
+    LOGS_DIR,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    WEIGHTS_DIR,
+)
 
 
 class BooksError(RuntimeError):
@@ -44,7 +46,10 @@ def write_summary(
     evaluations: Sequence[Mapping[str, float]],
     evaluations_failed: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the end of the run as `summary.json`: steps, books, the last accuracy of each set, where things lie."""
+    """Write the end of the run as `summary.json`: steps, books, the last accuracy of each set, where things lie.
+
+    `evaluations_failed` holds `version` and `reason` of each evaluation that gave no result.
+    """
     summary = {
         "steps": steps,
         "total_steps": total_steps,

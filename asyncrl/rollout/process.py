@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
@@ -31,8 +30,6 @@ CLOSE_LIMIT_S = 1.0
 
 class RolloutWorker(AsyncWorker):
     """Agents, environments and rewards on one shard of the prompts."""
-
-    kind: ClassVar[str] = "rollout_worker"
 
     async def main(self) -> None:
         """Find the others, then roll out until a stop is requested."""

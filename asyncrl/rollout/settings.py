@@ -22,9 +22,9 @@ class DatasetConfig:
     """The prompts."""
 
     path: str = setting(
-        "asyncrl.datasets.arithmetic:ArithmeticDataset", "dataset class by import path, or a JSONL file"
+        "asyncrl.datasets.arithmetic:ArithmeticDataset", "dataset class by import path, or a JSONL file", fixed=True
     )
-    args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict)
+    args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict, fixed=True)
     max_prompt_tokens: int = setting(512, "longer prompts are refused at the start", unit="tokens", minimum=1)
 
 

@@ -2,13 +2,14 @@
 
 Life of a run
 
-1. `prepare` locks the trial's folder, applies `resume`, clears what an earlier launch left in name resolution, and
-   writes the
-   secret and the resolved config.
-2. All workers start at once and find each other by name resolution.
+1. `prepare` locks the trial's folder, applies `resume`, says what is continued, clears what an earlier launch left in
+   name resolution, and writes the secret and the resolved config.
+2. All processes start at once and find each other by name resolution.
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
-4. - MasterWorker ends with 0: the run is complete; the rest is asked to stop.
+4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
+   - A process ends that can be replaced (`Restart.alone`): a new one is started, a few times.
+   - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
 5. Whatever still runs below the launcher is killed; the lock goes with the process.
@@ -18,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -30,29 +31,35 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
-from asyncrl.runtime.launchers.local import LocalWorker, adopt_orphans, kill_descendants, start_worker
+from asyncrl.runtime.kinds import KINDS, Restart
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.run_dir import METRICS_FILE, SECRET_FILE, SUMMARY_FILE, run_dir_of, write_run_config
+from asyncrl.runtime.resume import TrialError, continuation
+from asyncrl.runtime.run_dir import (
+    LOCK_FILE,
+    LOGS_DIR,
+    METRICS_FILE,
+    SECRET_FILE,
+    SUMMARY_FILE,
+    run_dir_of,
+    write_run_config,
+)
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.worker import open_resolver
+from asyncrl.runtime.worker_plan import WorkerPlan
 
 SAVE_LIMIT_S = 6.0
 """After a failure, so long the MasterWorker may take to save; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
-"""So long a worker may take to end after it was asked to; then it is killed."""
+"""So long a process may take to end after it was asked to; then it is killed."""
 CHECKPOINT_LIMIT_S = 120.0
 """After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
-
-_CLIENTS = ("master_worker", "rollout_worker", "model_worker")
-"""Stopped first; what they call, the manager and the generation servers, after them."""
+RESTARTS = 3
+"""How often a process that can be replaced is; one that dies still more has a cause that a person must see."""
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-
-
-class TrialError(RuntimeError):
-    """The trial's folder cannot be used as asked; the message says why and what to do."""
 
 
 class Launcher:
@@ -62,7 +69,9 @@ class Launcher:
         self.config = config
         self.run_dir = run_dir_of(config)
         self._display = display
-        self._workers: list[LocalWorker] = []
+        self._workers: list[WorkerHandle] = []
+        self._watches: set[asyncio.Task[None]] = set()
+        self._restarts: Counter[str] = Counter()
         self._interrupts = 0
         self._lock: IO[str] | None = None
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
@@ -71,32 +80,36 @@ class Launcher:
         """Make the trial's folder ready for this launch.
 
         Raises:
-            TrialError: another run holds the trial, `resume=never` and it was used before, or name resolution cannot be
-                reached.
+            TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
+                go on, or name resolution cannot be reached.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.run_dir / "lock").open("w")
+        self._lock = (self.run_dir / LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TrialError(
                 f"trial_name={self.config.trial_name!r}: another run is using {self.run_dir}; choose another trial_name"
             ) from None
-        used = [item for item in self.run_dir.iterdir() if item.name != "lock"]
-        if used and self.config.resume == Resume.never:
-            raise TrialError(
-                f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
-                "continue it, "
-                "or resume=restart to wipe it"
-            )
-        for item in used:
-            if self.config.resume == Resume.restart:
-                _remove(item)
+        self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
         self._clear_names()
         (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
         RunSecret.create(self.run_dir / SECRET_FILE)
         write_run_config(self.config, self.run_dir)
+
+    def _apply_resume(self, used: Sequence[Path]) -> None:
+        """Continue, refuse or wipe what earlier launches left."""
+        if used and self.config.resume == Resume.never:
+            raise TrialError(
+                f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
+                "continue it, or resume=restart to wipe it"
+            )
+        if self.config.resume == Resume.restart:
+            for item in used:
+                _remove(item)
+        for line in continuation(self.run_dir, self.config):
+            self._display.note(line)
 
     def _clear_names(self) -> None:
         """Forget what an earlier launch announced: its model version and data state are not this one's."""
@@ -108,25 +121,27 @@ class Launcher:
 
     def run(self) -> int:
         """Start everything and see it through; returns the exit code."""
-        adopt_orphans()
+        backend = open_backend(self.config.system.launcher, self.run_dir)
         try:
-            return asyncio.run(self._run())
+            return asyncio.run(self._run(backend))
         finally:
-            kill_descendants(os.getpid())
+            backend.close()
             self._display.close()
 
-    async def _run(self) -> int:
-        loop = asyncio.get_running_loop()
-        interrupted = asyncio.Event()
+    async def _run(self, backend: LauncherBackend) -> int:
+        self._backend = backend
+        self._ends: asyncio.Queue[WorkerHandle | None] = asyncio.Queue()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt, interrupted)
-        plans = plan_workers(self.config)
-        self._workers = [await start_worker(plan, self.run_dir) for plan in plans]
-        self._display.note(f"started {len(plans)} processes, logs in {self.run_dir / 'logs'}")
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        for plan in plan_workers(self.config):
+            await self._start(plan)
+        if self._interrupts:  # before there was anyone to ask
+            self._terminate_leader()
+        self._display.note(f"started {len(self._workers)} processes, logs in {self.run_dir / LOGS_DIR}")
         showing = asyncio.create_task(self._show_metrics())
         try:
-            ended = await self._first_end(interrupted)
-            if ended is not None and not (ended is self._master and ended.exit_code == 0):
+            ended = await self._end_of_run()
+            if ended is not None and not (_leads(ended) and ended.exit_code == 0):
                 return await self._fail(ended)
             await self._stop_all()
             return EXIT_INTERRUPTED if self._interrupts else EXIT_OK
@@ -134,56 +149,79 @@ class Launcher:
             showing.cancel()
             self._show_new_rows()
 
-    @property
-    def _master(self) -> LocalWorker:
-        return next(worker for worker in self._workers if worker.plan.kind == "master_worker")
+    async def _start(self, plan: WorkerPlan) -> None:
+        """Start a process, and have its end reported."""
+        worker = await self._backend.start(plan)
+        self._workers.append(worker)
 
-    def _interrupt(self, interrupted: asyncio.Event) -> None:
+        async def report_end() -> None:
+            await worker.wait()
+            self._ends.put_nowait(worker)
+
+        watch = asyncio.create_task(report_end())
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    def _interrupt(self) -> None:
+        """SIGINT or SIGTERM: the first asks for a checkpoint and the end, the second for the end at once."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")
-            self._master.terminate()
-            interrupted.set()
+            self._terminate_leader()
+            asyncio.get_running_loop().call_later(CHECKPOINT_LIMIT_S, self._ends.put_nowait, None)
         else:
             for worker in self._workers:
                 worker.kill()
+            self._ends.put_nowait(None)
 
-    async def _first_end(self, interrupted: asyncio.Event) -> LocalWorker | None:
-        """The first worker to end; after an interrupt, the MasterWorker once it has saved, or None if it would not."""
-        waits = {asyncio.create_task(worker.wait()): worker for worker in self._workers}
-        interrupt = asyncio.create_task(interrupted.wait())
-        try:
-            done, _ = await asyncio.wait({*waits, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-            if interrupt in done:
-                done, _ = await asyncio.wait(waits, timeout=CHECKPOINT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-            ended = [waits[task] for task in done if task in waits]
-            if self._interrupts > 1:
+    async def _end_of_run(self) -> WorkerHandle | None:
+        """The process whose end is that of the run; None where everything is to be stopped at once, because it was
+        asked for twice or the checkpoint took too long.
+        """
+        while True:
+            ends = [await self._ends.get()]
+            while not self._ends.empty():
+                ends.append(self._ends.get_nowait())
+            if None in ends:
                 return None
-            return min(ended, key=lambda worker: worker.exit_code == 0, default=None)
-        finally:
-            for task in (*waits, interrupt):
-                task.cancel()
+            final = [worker for worker in ends if worker is not None and not await self._goes_on_without(worker)]
+            if final:  # of several at once, one that failed is the cause
+                return min(final, key=lambda worker: worker.exit_code == 0)
 
-    async def _fail(self, ended: LocalWorker) -> int:
-        code = ended.exit_code
-        how = (
-            f"was killed by signal {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"exited with {code}"
-        )
-        self._display.note(f"FAILED: {ended.plan.name} (pid {ended.pid}) {how}; the end of {ended.log_file}:")
+    async def _goes_on_without(self, ended: WorkerHandle) -> bool:
+        """Whether the run goes on: the process is replaced, or it is one that the run can do without."""
+        kind, name = KINDS[ended.plan.kind], ended.plan.name
+        replaced = kind.restart == Restart.alone and self._restarts[name] < RESTARTS and not self._interrupts
+        if kind.essential and not replaced:
+            return False
+        outcome = "it is started again" if replaced else "the run goes on without it"
+        self._display.note(f"{name} ({ended.description}) {_how(ended)}; {outcome}; its log: {ended.log}")
+        self._workers.remove(ended)
+        if replaced:
+            self._restarts[name] += 1
+            await self._start(ended.plan)
+        return True
+
+    async def _fail(self, ended: WorkerHandle) -> int:
+        """Say what ended, have the rest saved and stopped; returns the exit code."""
+        self._display.note(f"FAILED: {ended.plan.name} ({ended.description}) {_how(ended)}; the end of {ended.log}:")
         for line in ended.last_lines():
             self._display.note(f"    {line}")
-        if ended is not self._master and self._master.exit_code is None:
-            self._master.terminate()
-            await _wait_for([self._master], SAVE_LIMIT_S)
+        if not _leads(ended):
+            self._terminate_leader()
+            await _wait_for([worker for worker in self._workers if _leads(worker)], SAVE_LIMIT_S)
         await self._stop_all()
         return EXIT_FAILED
 
+    def _terminate_leader(self) -> None:
+        for worker in self._workers:
+            if _leads(worker):
+                worker.terminate()
+
     async def _stop_all(self) -> None:
         """Clients before servers, so that no one waits for an answer that nobody gives any more."""
-        for clients in (True, False):
-            workers = [worker for worker in self._workers if (worker.plan.kind in _CLIENTS) == clients]
+        for serves in (False, True):
+            workers = [worker for worker in self._workers if KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
                 worker.terminate()
             for worker in await _wait_for(workers, STOP_LIMIT_S):
@@ -201,7 +239,19 @@ class Launcher:
             self._display.row(row)
 
 
-async def _wait_for(workers: Sequence[LocalWorker], limit_s: float) -> list[LocalWorker]:
+def _leads(worker: WorkerHandle) -> bool:
+    return KINDS[worker.plan.kind].leads
+
+
+def _how(ended: WorkerHandle) -> str:
+    """How a process ended, in words."""
+    code = ended.exit_code
+    if code is not None and code < 0:
+        return f"was killed by signal {signal.Signals(-code).name}"
+    return f"exited with {code}"
+
+
+async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:
     """Wait for the ends of `workers`, `limit_s` at most; returns those that still run."""
     waits = [asyncio.create_task(worker.wait()) for worker in workers if worker.exit_code is None]
     if waits:

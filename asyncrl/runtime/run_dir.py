@@ -1,5 +1,4 @@
-"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the resolved config all processes
-read."""
+"""A run's folder, `<fileroot>/<experiment>/<trial>`: the names of its files, and the config all processes read."""
 
 from __future__ import annotations
 
@@ -9,15 +8,30 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 
+LOCK_FILE = "lock"
+"""Held by the launcher for as long as the run lasts."""
 CONFIG_FILE = "config.yaml"
 SECRET_FILE = "secret"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+DATA_STATE_FILE = "data_state.json"
+"""The prompts used before this launch, for the RolloutWorkers."""
+NAMES_DIR = "name_resolve"
+LOGS_DIR = "logs"
+CHECKPOINTS_DIR = "checkpoints"
+WEIGHTS_DIR = "weights"
+ANNOUNCED_DIR = "announced"
+"""Manifests and canaries of versions that servers get from the trainer's memory."""
 
 
 def run_dir_of(config: ExperimentConfig) -> Path:
     """`<fileroot>/<experiment>/<trial>`, absolute."""
     return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
+
+
+def log_file(run_dir: Path, kind: str, index: int) -> Path:
+    """Where the `index`-th process of `kind` writes its log."""
+    return run_dir / LOGS_DIR / f"{kind}-{index}.log"
 
 
 def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:

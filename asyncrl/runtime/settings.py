@@ -6,15 +6,19 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.comm.name_resolve import NameBackend
-from asyncrl.config.setting import setting
+from asyncrl.config.setting import modules_in, setting
+from asyncrl.runtime.hardware import interface_of
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
+
+_LAUNCHERS = Path(__file__).parent / "launchers"
 
 
 class Resume(StrEnum):
@@ -32,7 +36,7 @@ class Resume(StrEnum):
 class SystemConfig:
     """Processes and how they find each other."""
 
-    launcher: str = setting("local", "how processes are started", choices=("local",))
+    launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
         "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"
@@ -56,3 +60,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve_root='': name_resolve=etcd3 needs the server's address; give host:port"
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
+    try:
+        interface_of(system.host)
+    except ValueError as error:
+        yield str(error)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.runtime.run_dir import METRICS_FILE, SUMMARY_FILE
+from asyncrl.runtime.run_dir import LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -34,6 +34,10 @@ def summary_lines(run_dir: Path) -> list[str]:
         sign = "=" if books["submitted"] == total else "≠"
         lines.append(f"steps      {summary['steps']}")
         lines += [f"accuracy   {value:.3f} on {name}" for name, value in sorted(summary["eval"].items())]
+        lines += [
+            f"FAILED     evaluation of version {failed['version']}: {failed['reason']}"
+            for failed in summary.get("evaluations_failed", ())  # one of an earlier version of asyncrl has none
+        ]
         lines.append(
             f"books      submitted {books['submitted']} {sign} trained {books['trained']} + dropped "
             f"{sum(books['dropped'].values())} ({dropped}) + abandoned {books['abandoned']}"
@@ -41,6 +45,6 @@ def summary_lines(run_dir: Path) -> list[str]:
     return [
         *lines,
         f"metrics    {run_dir / METRICS_FILE}",
-        f"weights    {run_dir / 'weights'}",
-        f"logs       {run_dir / 'logs'}",
+        f"weights    {run_dir / WEIGHTS_DIR}",
+        f"logs       {run_dir / LOGS_DIR}",
     ]

@@ -2,11 +2,10 @@
 
 Life cycle of a worker process
 
-1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, output to a log file of
-   its own.
+1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, which finds the class in
+   the registry of kinds; output goes to a log file of its own.
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
-   lease. The
-   lease is the heartbeat: it is renewed by the resolver's keep-alive thread and lapses when the process dies.
+   lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (SIGTERM).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
@@ -25,7 +24,6 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import setproctitle
 import uvloop
@@ -34,7 +32,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
+from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.waiting import await_name
 
 
@@ -63,20 +61,19 @@ def open_resolver(config: ExperimentConfig, run_dir: Path) -> NameResolver:
         return make_resolver(NameBackend.etcd3, f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
     if system.name_resolve_root:  # which other trials may share
         return make_resolver(NameBackend.file, str(Path(system.name_resolve_root).expanduser() / trial))
-    return make_resolver(NameBackend.file, str(run_dir / "name_resolve"))
+    return make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
 
 
 class Worker(ABC):
     """Base of a process. Subclasses override `configure`, `run` and `close`; see the module's docstring."""
 
-    kind: ClassVar[str]
-
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        self.kind = spec.kind
         self.index = spec.index
         self.run_dir = spec.run_dir
         self.config = read_run_config(spec.run_dir)
-        self.log = logging.getLogger(f"asyncrl.{spec.kind}")
+        self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         self.secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.stop_requested = threading.Event()
@@ -90,10 +87,10 @@ class Worker(ABC):
     def start(self) -> int:
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
-        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
-        self.set_status("starting")
         try:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self.set_status("starting")
             self.configure()
             self._configured = True
             self.run()
@@ -147,7 +144,7 @@ class Worker(ABC):
         """Publish this worker's state; a last state stays, the others vanish with the process."""
         value = names.WorkerStatus(state, os.getpid(), reason).encode()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
-        self.resolver.add(names.status_key(self.spec.kind, self.index), value, lease_s=lease_s, replace=True)
+        self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 
 
 class AsyncWorker(Worker):

@@ -75,7 +75,7 @@ class FlatAdamW:
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return float(self._schedule.get_last_lr()[0])
+        return float(self._adamw.param_groups[0]["lr"])
 
     def masters(self) -> list[Tensor]:
         """The parameters' fp32 master values, in the order given; views."""
@@ -128,9 +128,11 @@ class FlatAdamW:
         if moments:
             moments["step"] = moments["step"].reshape(())
         self._adamw.state[self.flat] = moments
-        self._schedule.load_state_dict(dict(meta["schedule"]))
-        for group, lr in zip(self._adamw.param_groups, self._schedule.get_last_lr(), strict=True):
-            group["lr"] = lr
+        # The checkpoint says how far the schedule is; the rates are the config's, which may have changed since.
+        schedule = self._schedule
+        schedule.load_state_dict({**meta["schedule"], "base_lrs": schedule.base_lrs})
+        for group, lr, factor in zip(self._adamw.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = lr * factor(schedule.last_epoch)
         self._round_low_precision()
 
     def _adopt(self) -> None:

@@ -27,7 +27,7 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import context_length
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.run_files import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
 from asyncrl.trainer.engines.flat import PolicyEngine
@@ -68,8 +68,6 @@ _CLOSE_S = 5.0  # how long the end waits for weights on their way
 
 class ModelWorker(Worker):
     """See the module's docstring."""
-
-    kind = "model_worker"
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)

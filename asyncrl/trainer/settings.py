@@ -54,7 +54,7 @@ class ModelConfig:
     """The policy."""
 
     path: Optional[str] = setting(
-        None, "Hugging Face model folder; null: the base made by `model.base_experiment`, cached"
+        None, "Hugging Face model folder; null: the base made by `model.base_experiment`, cached", fixed=True
     )
     base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
     dtype: Dtype = setting(Dtype.float32, "parameter type of the training ranks")
@@ -98,7 +98,9 @@ class TrainerConfig:
 class CriticConfig:
     """The value model, where the graph has one."""
 
-    path: Optional[str] = setting(None, "Hugging Face folder of the critic's trunk; null: the actor's model.path")
+    path: Optional[str] = setting(
+        None, "Hugging Face folder of the critic's trunk; null: the actor's model.path", fixed=True
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     value_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="clipped"))
     value_norm: ValueNormalisation = setting(ValueNormalisation.none, "normalisation of the returns")
@@ -109,7 +111,9 @@ class CriticConfig:
 class ReferenceConfig:
     """The reference model, where a KL term asks for one."""
 
-    mode: ReferenceMode = setting(ReferenceMode.frozen, "frozen, or an exponential moving average of the actor")
+    mode: ReferenceMode = setting(
+        ReferenceMode.frozen, "frozen, or an exponential moving average of the actor", fixed=True
+    )
     ema_decay: float = setting(0.99, "decay per train step of the moving average", minimum=0.0, maximum=1.0)
     path: Optional[str] = setting(None, "Hugging Face folder; null: the actor's model.path")
 
@@ -119,7 +123,7 @@ class AlgorithmConfig:
     """What is optimised, by which graph of calls."""
 
     graph: str = setting(
-        "grpo", "built-in graph (grpo, ppo, dapo, reinforce) or import path of a function that builds one"
+        "grpo", "built-in graph (grpo, ppo, dapo, reinforce) or import path of a function that builds one", fixed=True
     )
     graph_args: dict[str, Any] = setting(help="keyword arguments of the graph's function", factory=dict)
     plugins: list[str] = setting(

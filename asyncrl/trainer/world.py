@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.runtime.hardware import interface_of
 from asyncrl.trainer.parallel import Ranks
 
 WORLD_KEY = "training_world"
@@ -66,17 +66,3 @@ def training_world(
         yield Ranks(rank, world)
     finally:
         dist.destroy_process_group()
-
-
-def interface_of(host: str) -> str:
-    """The network interface that has the address `host`.
-
-    Raises:
-        ValueError: no interface of this machine has it.
-    """
-    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    try:
-        return addresses[host]
-    except KeyError:
-        known = ", ".join(sorted(addresses))
-        raise ValueError(f"system.host={host}: no interface of this machine has that address; it has {known}") from None

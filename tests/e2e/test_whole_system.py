@@ -132,8 +132,14 @@ def test_a_finished_trial_is_not_run_again_and_goes_on_with_more_steps(start_run
     again = start_run(total_train_steps=2)
     assert again.wait() == 0
     assert "is complete" in again.output
-    more = start_run(total_train_steps=4)
+    other = start_run(total_train_steps=2, optimizer__lr=2e-3)
+    assert other.wait() == 1
+    assert "optimizer.lr: 0.0001 -> 0.002" in other.output
+    more = start_run(total_train_steps=4, optimizer__lr=2e-3)
     assert more.wait() == 0, more.output + more.logs()
+    assert "continuing from checkpoint v2: step 2 of 4, 8 prompts used" in more.output
+    assert "total_train_steps: 2 -> 4" in more.output
+    assert more.rows()[2]["lr"] > 5e-4  # the new rate, somewhat down its cosine
     assert [row["step"] for row in more.rows()] == [1, 2, 3, 4]
 
 

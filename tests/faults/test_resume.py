@@ -36,6 +36,7 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(start_run: Any, ctrl_c
     goal = begun + 6
     second = start_run(total_train_steps=goal)
     assert second.wait() == 0, second.output + second.logs()
+    assert f"continuing from checkpoint v{begun}: step {begun} of {goal}, {begun * BATCH} prompts used" in second.output
 
     assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
     state = newest_state(second)

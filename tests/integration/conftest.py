@@ -52,7 +52,7 @@ class FakeGenerationServer:
         self.generated_tokens = 0
         self.running: dict[str, asyncio.Event] = {}
         self._aborted: set[str] = set()
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -73,7 +73,7 @@ class FakeGenerationServer:
 
     async def release(self) -> None:
         self.hold_after = None
-        await self._tell()
+        await self._notify()
 
     async def interrupt(self) -> None:
         """What runs is answered with what it has; what arrives is held until `go_on`."""
@@ -82,7 +82,7 @@ class FakeGenerationServer:
 
     async def abort_running(self) -> None:
         self._aborted |= set(self.running)
-        await self._tell()
+        await self._notify()
 
     async def go_on(self, version: str) -> None:
         """Serve what is held, under `version`."""
@@ -91,17 +91,17 @@ class FakeGenerationServer:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is looked at after every change of this server's state."""
-        async with asyncio.timeout(20), self._news:
-            await self._news.wait_for(condition)
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(condition)
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         self.calls.append(name)
-        await self._tell()
+        await self._notify()
         if self.hang:
             await asyncio.get_running_loop().create_future()
         if (
@@ -112,8 +112,8 @@ class FakeGenerationServer:
             return web.json_response({"error": "Unauthorized"}, status=401)
         match name:
             case "health":
-                async with self._news:
-                    await self._news.wait_for(lambda: not self.paused)
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self.paused)
                 return web.Response()
             case "ready":
                 return web.Response(status=404 if not self.has_ready else 503 if self.paused else 200)
@@ -127,12 +127,12 @@ class FakeGenerationServer:
                 return web.json_response({"status": "ok", "message": "Generation paused successfully."})
             case "continue_generation":
                 self.paused = False
-                await self._tell()
+                await self._notify()
                 return web.json_response({"status": "ok", "message": "Generation continued successfully."})
             case "abort_request":
                 prefix = (await request.json())["rid"]
                 self._aborted |= {rid for rid in self.running if rid.startswith(prefix)}
-                await self._tell()
+                await self._notify()
                 return web.Response()
             case "flush_cache":
                 return web.Response(text="Cache flushed.")
@@ -150,7 +150,7 @@ class FakeGenerationServer:
         self.flushed.append(body["flush_cache"])
         self.model_info_version = old if self.update in ("refuse", "lie") else None
         success = self.update != "refuse"
-        await self._tell()
+        await self._notify()
         return web.json_response(
             {"success": success, "message": "", "num_paused_requests": 0}, status=200 if success else 400
         )
@@ -159,13 +159,13 @@ class FakeGenerationServer:
         if body.get("logprob_start_len") is not None:
             return await self._score(body)
         self.requests.append(body)
-        await self._tell()
+        await self._notify()
         items = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
         return web.json_response(await asyncio.gather(*(self._sample(*item) for item in items)))
 
     async def _score(self, body: dict[str, Any]) -> web.Response:
-        async with self._news:
-            await self._news.wait_for(lambda: not self.paused)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.paused)
         prompt, start = body["input_ids"], body["logprob_start_len"]
         logprobs = self.logprobs[self.stale or self.version]
         triples = [[logprob, token, None] for logprob, token in zip(logprobs, prompt, strict=True)][start:]
@@ -173,36 +173,36 @@ class FakeGenerationServer:
         return web.json_response({"output_ids": [0], "meta_info": {"input_token_logprobs": triples}})
 
     async def _sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        async with self._news:
-            await self._news.wait_for(lambda: not self.paused)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.paused)
         self.running[rid] = asyncio.Event()
-        await self._tell()
+        await self._notify()
         try:
             return await self._decode(rid, prompt, params)
         finally:
             del self.running[rid]
             self._aborted.discard(rid)
-            await self._tell()
+            await self._notify()
 
     async def _decode(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         output: list[int] = []
         versions: list[str] = []
         finish: dict[str, Any] = {"type": "length", "length": params["max_new_tokens"]}
         if self.busy:
-            async with self._news:
-                await self._news.wait_for(lambda: not self.busy or rid in self._aborted)
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self.busy or rid in self._aborted)
             if rid in self._aborted:
                 meta = {"id": rid, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
                 return {"output_ids": [], "meta_info": meta | {"weight_version": self.version, "completion_tokens": 0}}
         while len(output) < params["max_new_tokens"]:
             if self.hold_after is not None and len(output) >= self.hold_after:
-                async with self._news:
-                    await self._news.wait_for(
+                async with self._changed:
+                    await self._changed.wait_for(
                         lambda: self.hold_after is None or len(output) < self.hold_after or rid in self._aborted
                     )
             if self.paused:
-                async with self._news:
-                    await self._news.wait_for(lambda: not self.paused or rid in self._aborted)
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self.paused or rid in self._aborted)
             if rid in self._aborted:
                 finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 break
@@ -210,7 +210,7 @@ class FakeGenerationServer:
             versions.append(self.version)
             self.generated_tokens += 1
             if self.hold_after is not None:
-                await self._tell()
+                await self._notify()
             if output[-1] in params.get("stop_token_ids", ()):
                 finish = {"type": "stop", "matched": output[-1]}
                 break

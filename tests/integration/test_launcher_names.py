@@ -9,7 +9,8 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import Launcher, TrialError
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
@@ -58,6 +59,7 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
         assert names.PublishedVersion.decode(resolver.get(names.model_version_key("actor"))) == VERSION
 
 
+@pytest.mark.etcd
 def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:
     pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
     config = config_of(tmp_path)

@@ -115,7 +115,16 @@ def test_controllers_restore_their_coefficient():
     assert restored.coef == adaptive.coef
     fixed = FixedKLController(0.2)
     fixed.update(100.0, 100)
-    assert fixed.state_dict() == {"coef": 0.2}
+    assert fixed.coef == 0.2
+
+
+def test_a_fixed_coefficient_is_the_settings_whatever_a_checkpoint_says():
+    fixed = FixedKLController(0.2)
+    fixed.load_state_dict(AdaptiveKLController(0.1, 0.05, 100).state_dict())
+    assert fixed.coef == 0.2
+    adaptive = AdaptiveKLController(0.3, 0.05, 100)
+    adaptive.load_state_dict(fixed.state_dict())
+    assert adaptive.coef == 0.3
 
 
 def test_an_adaptive_coefficient_of_zero_is_refused():

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.launchers.local import WorkerPlan
-from asyncrl.runtime.plan import SHARED_CPU_NICENESS, plan_workers
+from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
+from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.worker_plan import WorkerPlan
 
 
 def plans_of(config: ExperimentConfig, gpus: int) -> dict[str, WorkerPlan]:
-    return {plan.name: plan for plan in plan_workers(config, gpus)}
+    return {plan.name: plan for plan in plan_workers(config, tuple(map(str, range(gpus))))}
 
 
 def test_on_the_cpu_training_goes_before_everything_else() -> None:
     config = ExperimentConfig()
     config.trainer.parallel = "d2"
-    niceness = {name: plan.niceness for name, plan in plans_of(config, gpus=0).items()}
+    niceness = {name: plan.resources.niceness for name, plan in plans_of(config, gpus=0).items()}
     assert niceness == {
         "model_worker/0": 0,
         "model_worker/1": 0,
@@ -28,7 +29,7 @@ def test_on_the_cpu_training_goes_before_everything_else() -> None:
 
 
 def test_training_on_a_gpu_needs_no_precedence() -> None:
-    assert not any(plan.niceness for plan in plans_of(ExperimentConfig(), gpus=2).values())
+    assert not any(plan.resources.niceness for plan in plans_of(ExperimentConfig(), gpus=2).values())
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,9 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     assert visible("model_worker") == trainer
     assert visible("generation_server") == servers
     assert visible("rollout_worker") == [""]
+
+
+def test_the_gpus_keep_the_names_that_they_were_chosen_by() -> None:
+    plans = {plan.name: plan for plan in plan_workers(ExperimentConfig(), ("6", "GPU-1a2b"))}
+    assert plans["model_worker/0"].resources.gpus == ("6",)
+    assert plans["generation_server/0"].resources.gpus == ("GPU-1a2b",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,16 @@ def test_its_state_continues_bitwise_through_json_and_tensors() -> None:
     train(resumed, second, xs[2:])
     for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_resumed_run_takes_a_changed_learning_rate_where_its_schedule_stands() -> None:
+    model, resumed = network(), network()
+    first = FlatAdamW(model.named_parameters(), CONFIG, 8)
+    train(model, first, batches(4))
+    tensors, meta = first.state()
+    second = FlatAdamW(resumed.named_parameters(), replace(CONFIG, lr=10 * CONFIG.lr), 8)
+    second.load_state(tensors, meta)
+    assert second.lr == pytest.approx(10 * first.lr)
 
 
 def test_the_state_of_another_model_is_refused() -> None:

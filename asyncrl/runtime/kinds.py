@@ -1,0 +1,100 @@
+"""Every kind of process of a run: where its class is, how many there are and what each may use, how it ends.
+
+The launcher, the plan and the entry point read this registry and spell no kind's name themselves. To add a kind,
+write its process, a `Worker`, and enter it here by import path; only a process of that kind loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
+from asyncrl.runtime.worker_plan import Resources
+from asyncrl.trainer.settings import data_parallel_ranks
+
+SHARED_CPU_NICENESS = 10
+"""Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
+trainer that waits leaves the cores to the others anyway."""
+
+
+class Restart(StrEnum):
+    """What it takes to go on after a process died."""
+
+    whole_run = auto()
+    """What it held is lost: the run has to be started again, from the newest checkpoint."""
+    alone = auto()
+    """A new one can take its place at any time, and the launcher starts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKind:
+    """One kind of process.
+
+    Attributes:
+        path: import path `package.module:Class` of its `Worker`.
+        processes: what each process of this kind may use, one entry per process, from the config and the visible GPUs.
+        leads: its orderly end is the end of the run; asked to stop, it saves first. One kind leads.
+        serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
+        essential: the run ends with it. The death of any other is noted, and the run goes on.
+        restart: what the launcher does first when one has died.
+    """
+
+    path: str
+    processes: Callable[[ExperimentConfig, Sequence[str]], list[Resources]]
+    leads: bool = False
+    serves: bool = False
+    essential: bool = True
+    restart: Restart = Restart.whole_run
+
+
+def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    """The first GPUs, one each."""
+    ours = gpus if config.trainer.device != Device.cpu else ()
+    return [
+        Resources(config.trainer.threads, _share(rank, 1, ours))
+        for rank in range(data_parallel_ranks(config.trainer.parallel))
+    ]
+
+
+def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    """The GPUs that training leaves, `generation.sglang.tensor_parallel` each; too few are shared in turn."""
+    generation = config.generation
+    ours: Sequence[str] = ()
+    if generation.device != Device.cpu:
+        taken = len(_training_ranks(config, gpus)) if config.trainer.device != Device.cpu else 0
+        ours = gpus[min(taken, max(len(gpus) - 1, 0)) :]
+    niceness = 0 if ours else _niceness(config, gpus)
+    return [
+        Resources(generation.threads, _share(index, generation.sglang.tensor_parallel, ours), niceness)
+        for index in range(len(generation.sglang.urls) or generation.servers)
+    ]
+
+
+def _rollout_workers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    return _one_on_cpu(config, gpus) * config.rollout.workers
+
+
+def _one_on_cpu(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    return [Resources(niceness=_niceness(config, gpus))]
+
+
+def _niceness(config: ExperimentConfig, gpus: Sequence[str]) -> int:
+    return 0 if gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
+
+
+def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of the `index`-th taker of `each` out of `gpus`, in turn."""
+    return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
+
+
+KINDS = {
+    "model_worker": ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks),
+    "generation_server": ProcessKind("asyncrl.inference.process:GenerationServer", _generation_servers, serves=True),
+    "rollout_worker": ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
+    "gserver_manager": ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
+    "master_worker": ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
+}
+"""By name, the slowest to start first."""

@@ -1,0 +1,152 @@
+"""A trial that was used before: what a launch of it continues from, and which settings have changed since.
+
+The settings of the earlier launch are in `<run_dir>/config.yaml`, as text: a setting that one of the two launches does
+not know, because asyncrl is another version by now, is not compared. Those that decide what a checkpoint means are
+marked `fixed` where they are defined (`asyncrl.config.setting`):
+
+- `seed` and `dataset.*`: which row a prompt's id names, and the order in which rows come;
+- `model.path`, `algorithm.critic.path`: what the optimizer's vectors are the weights of, and the tokenizer;
+- `algorithm.graph`, `algorithm.reference.mode`: which roles the checkpoint holds.
+
+Any other takes effect from the next step on. So does `train_batch_size`: the gate counts B for each version, whatever
+B was when it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import settings
+from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
+from asyncrl.runtime.summary import is_complete
+
+_OF_THE_LAUNCH = ("resume", "logging.display")
+"""How this launch goes, not what the trial is."""
+_ADVICE = "choose another trial_name, or start this one over with resume=restart"
+
+
+class TrialError(RuntimeError):
+    """The trial's folder cannot be used as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs from the earlier launch's; `fixed` if a checkpoint of that one cannot be continued so."""
+
+    setting: str
+    before: Any
+    now: Any
+    fixed: bool
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a trial has come, by its newest checkpoint."""
+
+    version: int
+    prompts_used: int
+
+
+def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
+    """What differs between `config` and the settings of the last launch in `run_dir`; nothing if there was none."""
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        return []
+    before, now = OmegaConf.load(file), OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    changes = []
+    for path, _, info in settings(ExperimentConfig):
+        if path in _OF_THE_LAUNCH or not _has(before, path):
+            continue
+        old, new = (_plain(OmegaConf.select(tree, path)) for tree in (before, now))
+        if old != new and not _same_file(old, new):
+            changes.append(Change(path, old, new, info.fixed))
+    return changes
+
+
+def newest_progress(run_dir: Path) -> Progress | None:
+    """The state of the newest checkpoint in `run_dir`; None if there is none. Its tensors are not looked at."""
+    for version in sorted(_checkpoint_versions(run_dir), reverse=True):
+        try:
+            state = json.loads((run_dir / CHECKPOINTS_DIR / f"v{version}" / "state.json").read_bytes())
+        except (OSError, ValueError):  # the training ranks pass over a damaged one too
+            continue
+        return Progress(version, state["master_state"]["buffer"]["used_prompts"]["count"])
+    return None
+
+
+def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
+    """Whether the trial is complete, so that there is nothing to run.
+
+    Raises:
+        TrialError: it is, but with other settings.
+    """
+    if not is_complete(run_dir, config.total_train_steps):
+        return False
+    if changes := changed_settings(run_dir, config):
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: this trial is complete, with other settings; nothing was run. Changed "
+            f"since (before -> now):{_listed(changes)}\nto train with these, {_ADVICE}; more steps come with a larger "
+            "total_train_steps"
+        )
+    return True
+
+
+def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
+    """What a launch of a used trial continues from, and the changed settings that it takes: lines for a person.
+
+    Raises:
+        TrialError: a setting has changed without which the checkpoint means something else.
+    """
+    progress, changes = newest_progress(run_dir), changed_settings(run_dir, config)
+    if progress is None:
+        return []
+    if refused := [change for change in changes if change.fixed]:
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: its checkpoint (version {progress.version}) cannot be continued with "
+            f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {_ADVICE}"
+        )
+    lines = [
+        f"continuing from checkpoint v{progress.version}: step {progress.version} of {config.total_train_steps}, "
+        f"{progress.prompts_used} prompts used"
+    ]
+    if changes:
+        lines.append(f"settings changed since (before -> now):{_listed(changes)}")
+    return lines
+
+
+def _listed(changes: list[Change]) -> str:
+    return "".join(f"\n  {change}" for change in changes)
+
+
+def _checkpoint_versions(run_dir: Path) -> Iterator[int]:
+    for folder in (run_dir / CHECKPOINTS_DIR).glob("v*"):
+        if folder.name[1:].isdecimal():
+            yield int(folder.name[1:])
+
+
+def _has(tree: Any, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    group = OmegaConf.select(tree, parent) if parent else tree
+    return group is not None and name in group
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _same_file(one: Any, other: Any) -> bool:
+    """Whether both are paths, spelled in two ways, of one file or folder."""
+    if not (isinstance(one, str) and isinstance(other, str) and one and other):
+        return False
+    paths = [Path(path).expanduser() for path in (one, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])

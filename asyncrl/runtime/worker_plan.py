@@ -1,0 +1,58 @@
+"""What a launcher back end is told of a process that it is to start: plain values, no machinery."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""glibc's allocator in every worker: buffers of up to 32 MiB, the most it allows, are taken from the heap, and the heap
+keeps up to 128 MiB that are free. Its defaults give the pages of every trajectory back to the kernel and fault them in
+again, which costs more than sending it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one process may use.
+
+    Attributes:
+        threads: CPU threads of its numeric libraries.
+        gpus: GPUs that it sees, by CUDA's names for them.
+        niceness: by how much its priority is lowered.
+    """
+
+    threads: int = 1
+    gpus: tuple[str, ...] = ()
+    niceness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One process to start: the `index`-th of its `kind`, and what it may use."""
+
+    kind: str
+    index: int
+    resources: Resources = field(default_factory=Resources)
+
+    @property
+    def name(self) -> str:
+        """`<kind>/<index>`."""
+        return f"{self.kind}/{self.index}"
+
+    def command(self, run_dir: Path) -> list[str]:
+        """The command line that runs it, as one of the run in `run_dir`."""
+        command = [sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
+        return [*command, "--run-dir", str(run_dir), "--niceness", str(self.resources.niceness)]
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the process, on top of the launcher's own."""
+        threads = str(self.resources.threads)
+        return MALLOC | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(self.resources.gpus),
+        }

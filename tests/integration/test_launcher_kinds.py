@@ -1,0 +1,87 @@
+"""A kind of process that is entered in the registry is planned, started and stopped like any other. Real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ADDED = """
+import os
+
+import psutil
+
+from asyncrl.runtime.kinds import KINDS, ProcessKind
+from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker_plan import Resources
+
+
+def one(config, gpus):
+    return [Resources(threads=3)]
+
+
+class Leader(Worker):
+    "Ends once the server serves and the panel is dead and gone, as the launcher knows by then."
+
+    def run(self):
+        self.resolver.wait("server", 60)
+        panel = int(self.resolver.wait("panel", 60))
+        while psutil.pid_exists(panel):
+            self.stop_requested.wait(0.01)
+        print("threads of the leader:", os.environ["OMP_NUM_THREADS"])
+
+
+class Panel(Worker):
+    def run(self):
+        self.resolver.add("panel", str(os.getpid()))
+        raise RuntimeError("the panel is broken")
+
+
+class Server(Worker):
+    def run(self):
+        self.resolver.add("server", "serves")
+        self.stop_requested.wait(60)
+        print("the server was asked to stop:", self.stop_requested.is_set())
+
+
+KINDS.clear()
+KINDS |= {
+    "server": ProcessKind("sitecustomize:Server", one, serves=True),
+    "panel": ProcessKind("sitecustomize:Panel", one, essential=False),
+    "leader": ProcessKind("sitecustomize:Leader", one, leads=True),
+}
+"""
+"""Python imports a module of this name at the start of every process, so that all of the run know the added kinds."""
+
+LAUNCH = """
+import sys
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.display import make_display
+from asyncrl.runtime.launcher import Launcher
+
+launcher = Launcher(ExperimentConfig(fileroot=sys.argv[1]), make_display("plain", "", 1, 1))
+launcher.prepare()
+sys.exit(launcher.run())
+"""
+
+
+def test_added_kinds_run_and_the_death_of_one_that_is_not_essential_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ADDED)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "started 3 processes" in ended.stdout
+    assert "panel/0 (pid " in ended.stdout
+    assert "exited with 1; the run goes on without it" in ended.stdout
+    logs = {file.name: file.read_text() for file in (tmp_path / "async_ppo" / "trial0" / "logs").iterdir()}
+    assert "threads of the leader: 3" in logs["leader-0.log"]
+    assert "the panel is broken" in logs["panel-0.log"]
+    assert "the server was asked to stop: True" in logs["server-0.log"]

@@ -1,0 +1,89 @@
+"""Which GPUs a run may use, and whether this machine has an address."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.config.checks import validate
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.runtime import hardware
+from asyncrl.runtime.hardware import count_gpus, interface_of, visible_gpus
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(4):
+        (tmp_path / f"0000:0{index}:00.0").mkdir()
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("chosen", "visible"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        ("-1", ()),
+        ("2, 1", ("2", "1")),
+        ("0,7,1", ("0",)),  # CUDA itself stops at the first that is none
+        ("GPU-1a2b,3", ("GPU-1a2b", "3")),
+    ],
+)
+def test_the_visible_gpus_are_those_that_cuda_would_show(
+    chosen: str | None, visible: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == visible
+    assert count_gpus() == len(visible)
+
+
+def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "absent")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert count_gpus() == 0
+
+
+@pytest.fixture
+def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(address: str, family: int = socket.AF_INET) -> SimpleNamespace:
+        return SimpleNamespace(address=address, family=family)
+
+    found = {"lo": [entry("127.0.0.1"), entry("::1", socket.AF_INET6)], "eth0": [entry("192.0.2.7")]}
+    monkeypatch.setattr(hardware.psutil, "net_if_addrs", lambda: found)
+
+
+@pytest.mark.usefixtures("_interfaces")
+@pytest.mark.parametrize(
+    ("host", "interface"), [("127.0.0.1", "lo"), ("127.0.0.9", "lo"), ("localhost", "lo"), ("192.0.2.7", "eth0")]
+)
+def test_an_address_of_this_machine_is_at_its_interface(host: str, interface: str) -> None:
+    assert interface_of(host) == interface
+
+
+@pytest.mark.usefixtures("_interfaces")
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("192.0.2.8", "no interface of this machine"),
+        ("0.0.0.0", "stands for every interface"),
+        ("::1", "not an IPv4 address"),
+        ("no host at all", "not an IPv4 address"),
+    ],
+)
+def test_a_host_of_no_interface_is_refused_with_those_there_are_before_anything_starts(host: str, why: str) -> None:
+    config = ExperimentConfig()
+    config.system.host = host
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    message = str(caught.value)
+    assert f"system.host={host!r}" in message
+    assert why in message
+    assert "127.0.0.1 (lo), 192.0.2.7 (eth0)" in message

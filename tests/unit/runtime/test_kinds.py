@@ -1,0 +1,25 @@
+"""The registry of process kinds: what it names exists, and one process leads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from asyncrl.runtime.kinds import KINDS
+
+
+def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
+    program = (
+        "import pkgutil; from asyncrl.runtime.kinds import KINDS; from asyncrl.runtime.worker import Worker; "
+        "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in KINDS.values())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert [name for name, kind in KINDS.items() if kind.leads] == ["master_worker"]
+
+
+def test_the_registry_imports_no_process() -> None:
+    program = (
+        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.kinds import KINDS; "
+        "sys.exit(any(kind.path.split(':')[0] in sys.modules for kind in KINDS.values()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,248 @@
+"""What the launcher makes of the ends of its processes; they are played by a back end without any."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.display import Row
+from asyncrl.runtime import launcher as launcher_module
+from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
+from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, RESTARTS, Launcher
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.worker_plan import Resources, WorkerPlan
+
+
+class Played(WorkerHandle):
+    """A process that ends when the test says so, or when it is asked to."""
+
+    def __init__(self, plan: WorkerPlan, stopped: list[str]) -> None:
+        super().__init__(plan, "played", "its log")
+        self._code: int | None = None
+        self._ended = asyncio.Event()
+        self._stopped = stopped
+
+    def end(self, code: int) -> None:
+        if self._code is None:
+            self._code = code
+            self._ended.set()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._code
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def terminate(self) -> None:
+        if self._code is None:
+            self._stopped.append(self.plan.name)
+            self.end(0)
+
+    def kill(self) -> None:
+        self.end(-signal.SIGKILL)
+
+    def last_lines(self) -> list[str]:
+        return ["its last words"]
+
+
+class Stage(LauncherBackend):
+    """Starts played processes, and does `script[name]` with each as it starts."""
+
+    def __init__(self, run_dir: Path, script: dict[str, Callable[[Played], None]]) -> None:
+        super().__init__(run_dir)
+        self.script = script
+        self.started: list[str] = []
+        self.stopped: list[str] = []
+        self.closed = False
+
+    async def start(self, plan: WorkerPlan) -> WorkerHandle:
+        self.started.append(plan.name)
+        worker = Played(plan, self.stopped)
+        if plan.name in self.script:
+            asyncio.get_running_loop().call_soon(self.script[plan.name], worker)
+        return worker
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Notes:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def row(self, row: Row) -> None:
+        raise AssertionError("no row is written here")
+
+    def close(self) -> None:
+        pass
+
+
+def one_each(config: ExperimentConfig, gpus: object) -> list[Resources]:
+    return [Resources()]
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProcessKind]:
+    """The registry, with a leader, a client and a server; tests add to it."""
+    for name in list(KINDS):
+        monkeypatch.delitem(KINDS, name)
+    for name, kind in (
+        ("server", ProcessKind("nowhere:Server", one_each, serves=True)),
+        ("client", ProcessKind("nowhere:Client", one_each)),
+        ("leader", ProcessKind("nowhere:Leader", one_each, leads=True)),
+    ):
+        monkeypatch.setitem(KINDS, name, kind)
+    return KINDS
+
+
+Play = Callable[..., tuple[int, Stage, str]]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, ProcessKind]) -> Play:
+    """`play(name=what)` runs a launcher whose processes do `what` as they start; gives exit code, stage and notes."""
+
+    def play(**script: Callable[[Played], None]) -> tuple[int, Stage, str]:
+        config = ExperimentConfig(fileroot=str(tmp_path))
+        run_dir_of(config).mkdir(parents=True)
+        stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
+        monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
+        code = Launcher(config, display).run()
+        assert stage.closed
+        return code, stage, "\n".join(display.notes)
+
+    return play
+
+
+def ends(code: int) -> Callable[[Played], None]:
+    return lambda worker: worker.end(code)
+
+
+def test_the_leaders_end_is_the_runs_and_clients_are_stopped_before_servers(play: Play) -> None:
+    code, stage, _ = play(leader=ends(0))
+    assert code == EXIT_OK
+    assert stage.started == ["server/0", "client/0", "leader/0"]
+    assert stage.stopped == ["client/0", "server/0"]
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
+def test_the_end_of_any_other_process_fails_the_run_after_the_leader_was_asked_to_save(play: Play, code: int) -> None:
+    exit_code, stage, notes = play(client=ends(code))
+    assert exit_code == EXIT_FAILED
+    assert stage.stopped == ["leader/0", "server/0"]
+    how = "was killed by signal SIGKILL" if code < 0 else f"exited with {code}"
+    assert f"FAILED: client/0 (played) {how}; the end of its log:\n    its last words" in notes
+
+
+def test_a_leader_that_fails_fails_the_run(play: Play) -> None:
+    exit_code, stage, notes = play(leader=ends(1))
+    assert exit_code == EXIT_FAILED
+    assert "FAILED: leader/0" in notes
+    assert stage.stopped == ["client/0", "server/0"]
+
+
+def test_a_process_that_the_run_can_do_without_may_die(
+    play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kinds, "dashboard", ProcessKind("nowhere:Dashboard", one_each, essential=False))
+    leader: list[Played] = []
+
+    def die_before_the_leader_ends(worker: Played) -> None:
+        worker.end(1)
+        leader[0].end(0)
+
+    code, stage, notes = play(leader=leader.append, dashboard=die_before_the_leader_ends)
+    assert code == EXIT_OK
+    assert stage.started[-1] == "dashboard/0"
+    assert "dashboard/0 (played) exited with 1; the run goes on without it" in notes
+    assert "FAILED" not in notes
+
+
+@pytest.mark.parametrize("essential", [True, False])
+def test_a_process_that_can_be_replaced_is_a_few_times(
+    play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch, essential: bool
+) -> None:
+    replaceable = ProcessKind("nowhere:Helper", one_each, essential=essential, restart=Restart.alone)
+    monkeypatch.setitem(kinds, "helper", replaceable)
+    leader: list[Played] = []
+    helpers: list[Played] = []
+
+    def die_every_time(worker: Played) -> None:
+        helpers.append(worker)
+        worker.end(1)
+        if len(helpers) > RESTARTS:
+            leader[0].end(0)
+
+    code, stage, notes = play(leader=leader.append, helper=die_every_time)
+    assert stage.started.count("helper/0") == 1 + RESTARTS
+    assert notes.count("it is started again") == RESTARTS
+    assert code == (EXIT_FAILED if essential else EXIT_OK)
+    assert ("FAILED: helper/0" in notes) == essential
+
+
+def interrupts(times: int) -> Callable[[Played], None]:
+    def interrupt(worker: Played) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return interrupt
+
+
+def test_an_interrupt_asks_the_leader_first(play: Play) -> None:
+    code, stage, notes = play(leader=interrupts(1))
+    assert code == EXIT_INTERRUPTED
+    assert stage.stopped == ["leader/0", "client/0", "server/0"]
+    assert "stopping after a checkpoint" in notes
+
+
+def test_a_process_is_not_replaced_once_the_run_is_to_stop(
+    play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaceable = ProcessKind("nowhere:Helper", one_each, essential=False, restart=Restart.alone)
+    monkeypatch.setitem(kinds, "helper", replaceable)
+    helpers: list[Played] = []
+
+    def helper_dies_first(worker: Played) -> None:
+        helpers[0].end(1)
+        worker.end(0)
+
+    monkeypatch.setattr(Played, "terminate", helper_dies_first)
+    code, stage, notes = play(helper=helpers.append, leader=interrupts(1))
+    assert code == EXIT_INTERRUPTED
+    assert stage.started.count("helper/0") == 1
+    assert "helper/0 (played) exited with 1; the run goes on without it" in notes
+
+
+@pytest.fixture
+def _deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process ends because it was asked to."""
+    monkeypatch.setattr(Played, "terminate", lambda worker: None)
+    monkeypatch.setattr(launcher_module, "STOP_LIMIT_S", 0.0)
+
+
+@pytest.mark.usefixtures("_deaf")
+def test_a_checkpoint_that_takes_too_long_is_not_waited_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "CHECKPOINT_LIMIT_S", 0.0)
+    code, _, notes = play(leader=interrupts(1))
+    assert code == EXIT_INTERRUPTED
+    assert "leader/0 did not stop within" in notes
+
+
+@pytest.mark.usefixtures("_deaf")
+def test_two_interrupts_kill_at_once(play: Play) -> None:
+    code, _, notes = play(leader=interrupts(2))
+    assert code == EXIT_INTERRUPTED
+    assert "did not stop" not in notes

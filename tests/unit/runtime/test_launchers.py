@@ -1,0 +1,115 @@
+"""Launcher back ends: one file each, found by name; the local one starts children and leaves none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import settings
+from asyncrl.config.setting import modules_in
+from asyncrl.runtime import launchers
+from asyncrl.runtime.launchers import LauncherBackend, open_backend
+from asyncrl.runtime.settings import SystemConfig
+
+NAMES = modules_in(Path(launchers.__file__).parent)
+
+
+def test_the_choices_of_the_setting_are_the_files() -> None:
+    (choices,) = (info.choices for path, _, info in settings(SystemConfig) if path == "launcher")
+    assert choices == NAMES == ("local",)
+
+
+def test_a_new_back_end_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from asyncrl.runtime.launchers import LauncherBackend\n"
+        "class Backend(LauncherBackend):\n"
+        "    async def start(self, plan): ...\n"
+        "    def close(self): ...\n"
+    )
+    monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
+    backend = open_backend("toy", tmp_path)
+    assert isinstance(backend, LauncherBackend)
+    assert backend.run_dir == tmp_path
+
+
+def run_script(script: str, folder: Path) -> str:
+    """What `script` prints, in a process of its own: a back end adopts and kills whatever is below its process."""
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+PREPARED = """
+import asyncio, sys, time
+from pathlib import Path
+
+import psutil
+
+from asyncrl.runtime.launchers.local import Backend
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+
+def runs(program):
+    WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", program]
+    return asyncio.ensure_future(backend.start(WorkerPlan("toy", 2)))
+
+
+backend = Backend(Path(sys.argv[1]))
+"""
+
+ENDING = """
+async def main():
+    worker = await runs("for i in range(40): print('line', i)\\nraise SystemExit(3)")
+    await worker.wait()
+    print(worker.exit_code, len(worker.last_lines()) < 40, worker.last_lines()[-1], worker.log)
+    worker.terminate()
+    worker.kill()
+
+asyncio.run(main())
+"""
+
+
+def test_a_local_process_leaves_its_exit_code_and_the_end_of_its_log(tmp_path: Path) -> None:
+    printed = run_script(PREPARED + ENDING, tmp_path)
+    assert printed == f"3 True line 39 {tmp_path / 'logs' / 'toy-2.log'}\n"
+
+
+KILLING = """
+WITH_A_CHILD = '''
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+'''
+
+async def main():
+    worker = await runs(WITH_A_CHILD)
+    while not worker.last_lines():
+        await asyncio.sleep(0.01)
+    child = psutil.Process(int(worker.last_lines()[0]))
+    worker.kill()
+    await worker.wait()
+    print(worker.exit_code, psutil.wait_procs([child], timeout=30)[1])
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_local_process_takes_what_it_started_along(tmp_path: Path) -> None:
+    assert run_script(PREPARED + KILLING, tmp_path) == "-9 []\n"
+
+
+CLOSING = """
+async def main():
+    return await runs("import time; time.sleep(600)")
+
+print(asyncio.run(main()).description)
+backend.close()
+"""
+
+
+def test_nothing_is_left_once_the_back_end_is_closed(tmp_path: Path) -> None:
+    _, pid = run_script(PREPARED + CLOSING, tmp_path).split()
+    assert not Path("/proc", pid).exists()

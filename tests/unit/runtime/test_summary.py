@@ -1,0 +1,29 @@
+"""The end of a run in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.master.peers import GateBooks
+from asyncrl.master.run_files import write_summary
+from asyncrl.runtime.summary import summary_lines
+
+
+def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
+    books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
+    failed = [{"version": 5, "reason": "no answer within 300 s"}]
+    write_summary(tmp_path, 6, 6, books, {"held_out": 0.5}, [], failed)
+    lines = summary_lines(tmp_path)
+    assert lines[:4] == [
+        "steps      6",
+        "accuracy   0.500 on held_out",
+        "FAILED     evaluation of version 5: no answer within 300 s",
+        "books      submitted 12 = trained 8 + dropped 3 (stale 3) + abandoned 1",
+    ]
+    assert f"logs       {tmp_path / 'logs'}" in lines
+
+
+def test_a_run_without_a_summary_says_where_to_look(tmp_path: Path) -> None:
+    first, *others = summary_lines(tmp_path)
+    assert "before it could write a summary" in first
+    assert f"logs       {tmp_path / 'logs'}" in others

@@ -1,0 +1,44 @@
+"""What the test command says of the tests that it left out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+LEFT_OUT = """
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_a_gpu(size):
+    pytest.skip("needs a CUDA device")
+
+@pytest.mark.gpu
+@pytest.mark.skipif(True, reason="needs a newer CUDA device")
+def test_on_a_newer_gpu():
+    pass
+
+def test_of_the_moon():
+    pytest.skip("the moon is not up")
+"""
+
+
+def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includes_them(tmp_path: Path) -> None:
+    (tmp_path / "test_left_out.py").write_text(LEFT_OUT)
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "conftest", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [line for line in ended.stdout.splitlines() if "skipped: " in line] == [
+        "3 skipped: no CUDA device; to include them: make test, on a machine with an NVIDIA GPU",
+        "1 skipped: the moon is not up",
+    ]
