@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.group_view import GroupView
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import resolve
 from asyncrl.algorithms.stats import count_stat, mean_stat
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch

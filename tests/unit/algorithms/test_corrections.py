@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
+from asyncrl.config.catalog import known
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.proximal import approximate_prox_logprobs
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import resolve
 
 
 def correct(name: str, batch, **params: Any) -> CorrectionOutput:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
+from asyncrl.config.catalog import known
 from asyncrl.algorithms.critic_alignment import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import resolve
 from asyncrl.algorithms.spec import Choice, ValueNormalisation, ValueObjectiveSpec
 from asyncrl.algorithms.value_norm import ValueNorm
 from asyncrl.algorithms.value_objective import build_value_objective

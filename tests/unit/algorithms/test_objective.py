@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
+from asyncrl.config.catalog import known
 from asyncrl.algorithms.objective import Objective, build_objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec, check_objective
 from asyncrl.algorithms.stats import all_reduce_stats, merge_stats, values

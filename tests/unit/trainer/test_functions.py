@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.catalog import known
+from asyncrl.config.catalog import known
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
