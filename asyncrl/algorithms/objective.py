@@ -41,7 +41,7 @@ class Objective:
         if spec.kl is None and spec.kl_coef != 0.0:
             raise ValueError(f"kl_coef is {spec.kl_coef} but kl is not set; choose an estimator (k3) or set it to 0")
         if spec.kl_coef < 0.0:
-            raise ValueError(f"kl_coef is {spec.kl_coef}; below 0 it rewards leaving the reference, set it to 0 or more")
+            raise ValueError(f"kl_coef is {spec.kl_coef}; below 0 it rewards leaving the reference, set 0 or more")
         self.spec = spec
         self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
         self._correction = resolve("correction", spec.correction.name, spec.correction.params)

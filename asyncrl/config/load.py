@@ -118,15 +118,15 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
     GlobalHydra.instance().clear()
     ExperimentFolders.folders = folders
     with initialize(config_path=None, version_base="1.3"):
-        schema = type(_compose(name, []))
+        config = _compose(name, [])
         accepted, wrong = [], []
         for text in overrides:
             try:
-                accepted.append(_checked_override(text, schema))
+                accepted.append(_checked_override(text, type(config)))
             except ConfigError as error:
                 wrong.append(str(error))
         try:
-            config = _compose(name, accepted)
+            config = _compose(name, accepted) if accepted else config
         except ConfigError as error:
             wrong += [line for text in accepted for line in _refusal(name, text)] or [str(error)]
     if wrong:
@@ -245,12 +245,13 @@ def _explain(error: BaseException) -> str:
     chain: list[BaseException] = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
-    cause = next((e for e in reversed(chain) if isinstance(e, OmegaConfBaseException) and e.full_key), None)
+    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
     message = str(cause or error).splitlines()[0]
     if cause is None:
         return message
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _unknown_setting(cause.full_key, [path for schema in SCHEMAS.values() for path, _, _ in settings(schema)])
+        known = [path for schema in SCHEMAS.values() for path, _, _ in settings(schema)]
+        return _unknown_setting(cause.full_key, known)
     if no_choice := _NO_CHOICE.fullmatch(message):
         return not_a_choice(cause.full_key, no_choice["value"], no_choice["choices"].split(", "))
     return f"{cause.full_key}: {message}; --help gives its type and choices"

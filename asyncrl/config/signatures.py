@@ -88,7 +88,9 @@ def function_entry(kind: str, path: str) -> Entry:
     return Entry(kind, path, module, function, None, "")
 
 
-def check_arguments(label: str, params: Params, given: Mapping[str, Any], where: str, supplied: Collection[str] = ()) -> None:
+def check_arguments(
+    label: str, params: Params, given: Mapping[str, Any], where: str, supplied: Collection[str] = ()
+) -> None:
     """Check that `given` fits `params`.
 
     Args:
@@ -186,7 +188,7 @@ def _param(arg: ast.arg, default: ast.expr | None) -> Param:
 
 
 def _entry(function: ast.FunctionDef, kind: str, name: str, module: str) -> Entry:
-    """The entry of a function whose parameters are keyword-only and whose defaults are read by `--help` and the docs."""
+    """The entry of a function whose parameters follow a bare `*` and whose defaults the docs show."""
     keyword_only = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     params = {arg.arg: _param(arg, default) for arg, default in keyword_only}
     for param in params.values():
