@@ -8,7 +8,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
-import yaml
 from hydra import compose, initialize
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,6 +21,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
@@ -40,7 +40,7 @@ _NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<c
 """OmegaConf's message about a value that an enum does not have."""
 
 
-class ExperimentFiles(FileConfigSource):  # type: ignore[misc]  # hydra has no types
+class ExperimentFiles(FileConfigSource):
     """Hydra's source of YAML files, which also says to each file where it lies."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class ExperimentFiles(FileConfigSource):  # type: ignore[misc]  # hydra has no t
         return result
 
 
-class ExperimentFolders(SearchPathPlugin):  # type: ignore[misc]  # hydra has no types
+class ExperimentFolders(SearchPathPlugin):
     """Has Hydra look for experiments in `folders`; a file in an earlier one wins over its namesake in a later one."""
 
     folders: ClassVar[Sequence[Path]] = ()
@@ -147,7 +147,7 @@ def _compose(name: str, overrides: list[str]) -> Config:
         raise ConfigError(f"experiment {name!r}: a defaults list names {missing!r}, which is none{hint}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"experiment {name!r}: its file, or one that it is based on, is no YAML: {reason}") from error
     except RecursionError as error:
@@ -247,11 +247,12 @@ def _explain(error: BaseException) -> str:
         chain.append(before)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
     message = str(cause or error).splitlines()[0]
-    if cause is None:
+    key = cause.full_key if cause is not None else None
+    if key is None:
         return message
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         known = [path for schema in SCHEMAS.values() for path, _, _ in settings(schema)]
-        return _unknown_setting(cause.full_key, known)
+        return _unknown_setting(key, known)
     if no_choice := _NO_CHOICE.fullmatch(message):
-        return not_a_choice(cause.full_key, no_choice["value"], no_choice["choices"].split(", "))
-    return f"{cause.full_key}: {message}; --help gives its type and choices"
+        return not_a_choice(key, no_choice["value"], no_choice["choices"].split(", "))
+    return f"{key}: {message}; --help gives its type and choices"

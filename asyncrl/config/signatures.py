@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.import_paths import PluginError, definition, top_level_functions
+from asyncrl.config.import_paths import PluginError, definition, split_path, top_level_functions
 from asyncrl.config.suggestions import did_you_mean
 
 MODEL_FUNCTION = "model_function"
@@ -59,7 +59,6 @@ class Entry:
     module: str
     function: str
     params: Params | None
-    doc_first_line: str
 
 
 def registrations(source: Path, module: str) -> Iterator[Entry]:
@@ -67,7 +66,8 @@ def registrations(source: Path, module: str) -> Iterator[Entry]:
     for function in top_level_functions(source):
         for decorator in function.decorator_list:
             if found := _registration(decorator):
-                yield _entry(function, *found, module)
+                kind, name = found
+                yield Entry(kind, name, module, function.name, _configurable(function, kind))
 
 
 def function_entry(kind: str, path: str) -> Entry:
@@ -78,14 +78,11 @@ def function_entry(kind: str, path: str) -> Entry:
         ValueError: a default is not written out.
     """
     found = definition(path)
-    if found is not None and isinstance(found.node, ast.FunctionDef):
-        module, _, function = path.rpartition(":")
-        entry = _entry(found.node, kind, path, module)
-        return Entry(kind, path, module, function, entry.params, entry.doc_first_line)
-    if found is not None and isinstance(found.node, (ast.ClassDef, ast.AsyncFunctionDef)):
+    node = None if found is None else found.node
+    if isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)):
         raise PluginError(f"{path!r} is no plain function; a {kind} is one, with its parameters after a bare *")
-    module, _, function = path.rpartition(":")
-    return Entry(kind, path, module, function, None, "")
+    params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
+    return Entry(kind, path, *split_path(path), params)
 
 
 def check_arguments(
@@ -187,17 +184,16 @@ def _param(arg: ast.arg, default: ast.expr | None) -> Param:
         return Param(arg.arg, annotation, required=False, default=...)
 
 
-def _entry(function: ast.FunctionDef, kind: str, name: str, module: str) -> Entry:
-    """The entry of a function whose parameters follow a bare `*` and whose defaults the docs show."""
-    keyword_only = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    params = {arg.arg: _param(arg, default) for arg, default in keyword_only}
-    for param in params.values():
+def _configurable(function: ast.FunctionDef, kind: str) -> Params | None:
+    """The parameters of an algorithm; their defaults are what the reference page shows."""
+    params = _params(function, KINDS.get(kind, 2))  # a model function takes its context and the batch
+    for param in (params or {}).values():
         if param.default is ...:
             raise ValueError(
                 f"{function.name}: the default of {param.name!r} is not a literal; "
                 "write the value out, defaults are read from the source"
             )
-    return Entry(kind, name, module, function.name, params, (ast.get_docstring(function) or "").split("\n", 1)[0])
+    return params
 
 
 def _registration(decorator: ast.expr) -> tuple[str, str] | None:

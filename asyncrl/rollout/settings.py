@@ -97,13 +97,11 @@ def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
     if path.endswith(JSONL):
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a JSONL file, or a dataset class as package.module:Name"
-        path, supplied = "asyncrl.datasets.jsonl:JsonlDataset", ("path", "split", "seed")
+        yield from signatures.problems(group, "asyncrl.datasets.jsonl:JsonlDataset", args, ("path", "split", "seed"))
     elif ":" in path:
-        supplied = ("split", "seed")
+        yield from signatures.problems(group, path, args, supplied=("split", "seed"))
     else:
         yield f"{group}.path={path!r}: give a file that ends in {JSONL}, or a dataset class as package.module:Name"
-        return
-    yield from signatures.problems(group, path, args, supplied)
 
 
 def _held_out_rows(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:

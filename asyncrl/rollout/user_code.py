@@ -115,7 +115,7 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     except PluginError as error:
         raise ConfigError(f"{group}.path={error}") from error
     if not callable(found):
-        raise ConfigError(f"{group}.path={plugin.path!r}: a {type(found).__name__}; name a class or function")
+        raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
     return found
 
 
