@@ -1,4 +1,4 @@
-"""`python -m asyncrl.launch <experiment> [setting=value ...]`: check everything, then run.
+"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 st
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,42 +17,52 @@ EXIT_CONFIG = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    args = _parse(sys.argv[1:] if argv is None else list(argv))
-    from asyncrl.commands.run import check_graph, dry_run, run_experiment, show_graph
-    from asyncrl.config.checks import validate
-    from asyncrl.config.describe import experiment_help, list_experiments, resolved_yaml
-    from asyncrl.config.load import load_experiment
+    if os.getcwd() not in sys.path:  # an import path means the same to `asyncrl` as to `python -m`, which puts it there
+        sys.path.insert(0, os.getcwd())
+    from asyncrl.config.describe import experiment_help, list_experiments, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
 
+    args = _parse(sys.argv[1:] if argv is None else list(argv), program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None
-    if args.experiment is None:
-        print(list_experiments(folder))
-        return 0 if args.help else EXIT_CONFIG
     try:
+        if args.experiment is None:
+            print(list_experiments(folder))
+            return 0 if args.help else EXIT_CONFIG
+        from asyncrl.commands.inputs import check_data, check_graph
+        from asyncrl.config.checks import validate
+        from asyncrl.config.load import load_experiment
+
         config = load_experiment(args.experiment, args.overrides, folder)
         if args.help:
             print(experiment_help(args.experiment, config))
             return 0
         validate(config)
         check_graph(config)
+        if args.cfg:
+            print(resolved_yaml(config), end="")
+            return 0
+        if args.show_graph is not None:
+            from asyncrl.commands.show_graph import show_graph
+
+            return show_graph(config, args.show_graph)
+        check_data(config, folder)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_CONFIG
-    if args.cfg:
-        print(resolved_yaml(config), end="")
-        return 0
-    if args.show_graph is not None:
-        return show_graph(config, args.show_graph)
     if args.dry_run:
+        from asyncrl.commands.dry_run import dry_run
+
         return dry_run(config)
+    from asyncrl.commands.train import train
+
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run does not die of its reader
-    return run_experiment(config, folder)
+    return train(config, folder)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m asyncrl.launch", add_help=False, allow_abbrev=False)
+def _parse(argv: list[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
     parser.add_argument("experiment", nargs="?", help="name of an experiment")
     parser.add_argument("overrides", nargs="*", help="setting=value")
     parser.add_argument("--help", "-h", action="store_true", help="the experiments, or the settings of one")
@@ -65,8 +76,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="print the training step's graph, or write it as SVG",
     )
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
-    args = parser.parse_intermixed_args(argv)
-    return args
+    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

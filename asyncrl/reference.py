@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.algorithms.advantages.grpo import grpo
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
-from asyncrl.algorithms.objective import Objective, build_objective
+from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import ObjectiveSpec
 from asyncrl.algorithms.stats import Stats, merge_stats, values
 from asyncrl.api import (
@@ -53,6 +53,7 @@ from asyncrl.api import (
     SamplingParams,
     Tokenizer,
 )
+from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
@@ -121,7 +122,7 @@ class ReferenceTrainer:
         self.agent = SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0
         self.prompts = PromptStream(len(dataset), config.seed)
-        self.objective: Objective = build_objective(config.objective)
+        self.objective = Objective(config.objective, resolve)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )

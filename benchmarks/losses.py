@@ -25,11 +25,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, KLInputs, PolicyLossInputs, ValueLossInputs
-from asyncrl.algorithms.objective import build_objective
-from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.config.catalog import known, resolve
 
 LIMIT = 3.0
 """No row may take more than this many times the yardstick."""
@@ -150,7 +149,7 @@ def cases(data: Data) -> list[tuple[str, bool, Callable[[], None]]]:
         return train(lambda: loss(p).loss_T, p.logprobs_T)
 
     def objective(name: str) -> Callable[[], None]:
-        whole = build_objective(ObjectiveSpec(Choice(name), kl=Choice("k3"), kl_coef=0.01, entropy_coef=0.01))
+        whole = Objective(ObjectiveSpec(Choice(name), kl=Choice("k3"), kl_coef=0.01, entropy_coef=0.01), resolve)
         return train(lambda: whole(p, data.ref_T, 1.0)[0], p.logprobs_T)
 
     def kl_term(name: str) -> Callable[[], None]:

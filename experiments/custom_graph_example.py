@@ -21,8 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import POLICY_READS, kl_in_reward, proximal, reference, written
-from asyncrl.master.graph.types import Call, Graph
+from asyncrl.master.graph import POLICY_READS, Call, Graph, kl_in_reward, proximal, reference, written
 
 if TYPE_CHECKING:
     from asyncrl.trainer.calls import CallContext, StatValues

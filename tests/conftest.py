@@ -122,7 +122,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
 
-    A setting that `overrides` gives as None stays what the experiment says.
+    A setting that `overrides` gives as None stays what the experiment says. `experiment` may go on with options.
     """
 
     def __init__(self, root: Path, overrides: dict[str, Any], experiment: str = "async_ppo") -> None:
@@ -130,7 +130,7 @@ class Run:
         self.run_dir = root / str(settings["experiment_name"]) / str(settings.get("trial_name", "trial0"))
         arguments = [f"{name}={value}" for name, value in settings.items() if value is not None]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch", experiment, *arguments],
+            [sys.executable, "-m", "asyncrl.launch", *experiment.split(), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

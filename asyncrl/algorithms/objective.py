@@ -26,21 +26,27 @@ from torch import Tensor
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
 from asyncrl.algorithms.packing import as_float, log_ratio
 from asyncrl.algorithms.proximal import approximate_prox_logprobs
-from asyncrl.algorithms.registry import resolve
-from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, check_objective
+from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, Resolve
 from asyncrl.algorithms.stats import Stats, count_stat, max_stat, mean_stat
 
 
 class Objective:
-    """A checked and resolved `ObjectiveSpec`; build it with `build_objective`. Holds no state."""
+    """The objective that `spec` describes, of the functions that `resolve` finds. Holds no state.
 
-    def __init__(self, spec: ObjectiveSpec) -> None:
-        check_objective(spec)
+    Raises:
+        ValueError: a bad coefficient or combination, or whatever `resolve` raises.
+    """
+
+    def __init__(self, spec: ObjectiveSpec, resolve: Resolve) -> None:
+        if spec.kl is None and spec.kl_coef != 0.0:
+            raise ValueError(f"kl_coef is {spec.kl_coef} but kl is not set; choose an estimator (k3) or set it to 0")
+        if spec.kl_coef < 0.0:
+            raise ValueError(f"kl_coef is {spec.kl_coef}; below 0 it rewards leaving the reference, set 0 or more")
         self.spec = spec
-        self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params, spec.plugins)
-        self._correction = resolve("correction", spec.correction.name, spec.correction.params, spec.plugins)
-        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)
-        self._kl = resolve("kl", spec.kl.name, spec.kl.params, spec.plugins) if spec.kl else None
+        self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
+        self._correction = resolve("correction", spec.correction.name, spec.correction.params)
+        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
+        self._kl = resolve("kl", spec.kl.name, spec.kl.params) if spec.kl else None
         self._corrects = spec.correction.name != "none"
 
     @property
@@ -48,7 +54,7 @@ class Objective:
         """Whether the trainer must recompute proximal log-probabilities at the step's start."""
         # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
         name = self.spec.policy_loss.name
-        uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name or "." in name
+        uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name
         return uses_prox and self.spec.prox == ProximalMode.recompute
 
     @property
@@ -123,15 +129,6 @@ class Objective:
             )
         )
         return output
-
-
-def build_objective(spec: ObjectiveSpec) -> Objective:
-    """The objective that `spec` describes.
-
-    Raises:
-        ValueError: as `spec.check_objective`.
-    """
-    return Objective(spec)
 
 
 def _entropy(inputs: PolicyLossInputs) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any
+from typing import Any, TypeAlias
 
-from asyncrl.algorithms.catalog import check
+Resolve: TypeAlias = Callable[[str, str, Mapping[str, Any]], Callable[..., Any]]
+"""Gives the function of a kind, a name and parameters, these bound; `asyncrl.config.catalog.resolve` is one."""
 
 
 class ProximalMode(StrEnum):
@@ -57,7 +58,6 @@ class ObjectiveSpec:
     entropy_coef: float = 0.0
     aggregation: Choice = Choice("token_mean")
     prox: ProximalMode = ProximalMode.recompute
-    plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,3 @@ class ValueObjectiveSpec:
 
     value_loss: Choice = Choice("clipped")
     aggregation: Choice = Choice("token_mean")
-    plugins: tuple[str, ...] = ()
-
-
-def check_objective(spec: ObjectiveSpec) -> None:
-    """Checks every choice of `spec` without importing torch.
-
-    Raises:
-        ValueError: a bad name, parameter, coefficient or combination; `UnknownAlgorithmError` for a name.
-    """
-    check("policy_loss", spec.policy_loss.name, spec.policy_loss.params, spec.plugins)
-    check("correction", spec.correction.name, spec.correction.params, spec.plugins)
-    check("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)
-    if spec.kl is not None:
-        check("kl", spec.kl.name, spec.kl.params, spec.plugins)
-    elif spec.kl_coef != 0.0:
-        raise ValueError(f"kl_coef is {spec.kl_coef} but kl is not set; choose an estimator (k3) or set kl_coef to 0")
-    if spec.kl_coef < 0.0:
-        raise ValueError(f"kl_coef is {spec.kl_coef}; below 0 it rewards leaving the reference, set it to 0 or more")
-
-
-def check_value_objective(spec: ValueObjectiveSpec) -> None:
-    """As `check_objective`, for the critic."""
-    check("value_loss", spec.value_loss.name, spec.value_loss.params, spec.plugins)
-    check("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)

@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.inputs import ValueLossInputs
-from asyncrl.algorithms.registry import resolve
-from asyncrl.algorithms.spec import ValueObjectiveSpec, check_value_objective
+from asyncrl.algorithms.spec import Resolve, ValueObjectiveSpec
 from asyncrl.algorithms.stats import Stats, mean_stat
 
 
 class ValueObjective:
-    """A checked and resolved `ValueObjectiveSpec`; build it with `build_value_objective`. Holds no state."""
+    """The critic's objective that `spec` describes, of the functions that `resolve` finds. Holds no state."""
 
-    def __init__(self, spec: ValueObjectiveSpec) -> None:
-        check_value_objective(spec)
-        self._loss = resolve("value_loss", spec.value_loss.name, spec.value_loss.params, spec.plugins)
-        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params, spec.plugins)
+    def __init__(self, spec: ValueObjectiveSpec, resolve: Resolve) -> None:
+        self._loss = resolve("value_loss", spec.value_loss.name, spec.value_loss.params)
+        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
         """This micro-batch's share of the global denominator."""
@@ -32,12 +30,3 @@ class ValueObjective:
         scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
         stats = {**output.stats, "loss/value": mean_stat(output.loss_T, inputs.mask_T)}
         return (torch.where(inputs.mask_T, output.loss_T, 0) * weight_T).sum() * scale, stats
-
-
-def build_value_objective(spec: ValueObjectiveSpec) -> ValueObjective:
-    """The critic's objective that `spec` describes.
-
-    Raises:
-        ValueError: as `spec.check_value_objective`.
-    """
-    return ValueObjective(spec)

@@ -21,7 +21,7 @@ import asyncrl.trainer.settings
 import asyncrl.trainer.supervised.settings
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
-from asyncrl.config.setting import ConfigError
+from asyncrl.config.setting import ConfigError, not_a_choice
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOMS = (
@@ -57,7 +57,7 @@ def _fields(config: Config) -> Iterator[str]:
     for path, _, info in settings(type(config)):
         value, unit = _value(config, path), f" {info.unit}" if info.unit else ""
         if info.choices and value not in info.choices:
-            yield f"{path}={value!r}: not a choice; choose one of {', '.join(info.choices)}"
+            yield not_a_choice(path, value, info.choices)
         if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
             yield f"{path}={value}: below the least allowed value; use {info.minimum:g}{unit} or more"
         if isinstance(value, (int, float)) and info.maximum is not None and value > info.maximum:

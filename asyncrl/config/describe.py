@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from asyncrl.config.load import Config, experiments_dir, known_experiments
+from asyncrl.config.load import Config, experiment_folders, known_experiments
 from asyncrl.config.setting import SettingInfo, setting_info
 
 USAGE = """\
-python -m asyncrl.launch <experiment> [setting=value ...] [options]
+{program} <experiment> [setting=value ...] [options]
+(`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:
   --help             this page; with an experiment: its settings
   --cfg job          print the resolved config and stop
   --dry-run          print the processes a run would start and stop
   --show-graph [F]   print the training step's graph and stop, or write it to F as SVG
-  --config-dir DIR   folder of your own experiments (default: the built-in ones)
+  --config-dir DIR   folder of your own experiments, beside the built-in ones
 """
 
 
+def program() -> str:
+    """How this command was called, and how the user can call it again."""
+    return "asyncrl" if Path(sys.argv[0]).stem == "asyncrl" else "python -m asyncrl.launch"
+
+
 def list_experiments(folder: Path | None) -> str:
-    """The usage, and every experiment with its one-line description."""
-    known = known_experiments(folder or experiments_dir())
-    width = max(map(len, known), default=0)
-    lines = [f"  {name:<{width}}   {summary}" for name, summary in known.items()]
-    return USAGE + "\nexperiments:\n" + "\n".join(lines)
+    """The usage, and every experiment with its one-line description, those of the user's `folder` first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    *own, built_in = experiment_folders(folder)
+    titles = {each: f"experiments in {each}" for each in own}
+    titles[built_in] = "built-in experiments" if own else "experiments"
+    known = {each: known_experiments(each) for each in titles}
+    width = max((len(name) for names in known.values() for name in names), default=0)
+    text = USAGE.format(program=program())
+    for each, title in titles.items():
+        lines = [f"  {name:<{width}}   {summary}" for name, summary in known[each].items()]
+        text += "\n".join(["", f"{title}:", *(lines or ["  none"]), ""])
+    return text.rstrip("\n")
 
 
 def experiment_help(name: str, config: Config) -> str:
     """Every setting of the experiment, grouped, with the value it has there."""
-    lines = [f"python -m asyncrl.launch {name} [setting=value ...]", ""]
+    lines = [f"{program()} {name} [setting=value ...]", ""]
     lines += _group_lines(config, "", "run")
     return "\n".join(lines)
 
@@ -61,8 +79,9 @@ def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[
     notes = [_type_name(kind)]
     if info.unit:
         notes.append(info.unit)
-    if info.choices:
-        notes.append("one of " + ", ".join(info.choices))
+    is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)
+    if choices := list(kind) if is_enum else info.choices:
+        notes.append("one of " + ", ".join(choices))
     if info.minimum is not None:
         notes.append(f"≥ {info.minimum:g}")
     if info.maximum is not None:
@@ -75,4 +94,6 @@ def _setting_lines(path: str, kind: Any, value: Any, info: SettingInfo) -> list[
 def _type_name(kind: Any) -> str:
     if get_origin(kind) is Union:
         return " or ".join("null" if part is type(None) else _type_name(part) for part in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, str):
+        return "str"
     return {dict: "mapping", list: "list"}.get(get_origin(kind), getattr(kind, "__name__", str(kind)))

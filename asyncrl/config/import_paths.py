@@ -1,19 +1,39 @@
-"""Import paths: how a user's class or function is named in a setting."""
+"""Import paths: how a setting names a class or function of the user's.
+
+`package.module:name` and `path/to/file.py:name` both work wherever one is asked for. `definition` says what such a path
+names by reading its source, so that the launcher can check a setting without running what it names (it may import
+torch); `load_plugin` imports it.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
+
+_EVERYTHING = "*"
+"""What `from module import *` defines: a name that nobody can look up."""
 
 
 class PluginError(ValueError):
-    """A path that names nothing; the message says which setting, and how to mend it."""
+    """A path that names nothing. The message begins with the path and says how to fix it."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The statement that defines a name, and the module (or file) it stands in."""
+
+    module: str
+    node: ast.stmt
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -23,80 +43,143 @@ def split_path(path: str) -> tuple[str, str]:
         PluginError: there is no colon, or nothing on one side of it.
     """
     module, _, name = path.rpartition(":")
-    if not module or not name:
-        raise PluginError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
-    return module, name
+    if module and name:
+        return module, name
+    head, dot, tail = path.rpartition(".")
+    example = "package.module:name or path/to/file.py:name"
+    if ":" not in path and dot:
+        example = f"{path}:name, with the name in that file" if tail == "py" else f"{head}:{tail}"
+    raise PluginError(f"{path!r} is not an import path: the name follows a colon; write {example}")
+
+
+def locate(module: str) -> Path | None:
+    """The file, or for a package the folder, of `module`, a dotted name or a `.py` file; None if there is none.
+
+    Only the top-level package is looked up; it is not run, and neither are the packages between.
+    """
+    if module.endswith(".py"):
+        file = Path(module).expanduser().resolve()
+        return file if file.is_file() else None
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec is not None and spec.has_location and spec.origin and not rest else None
+    for root in spec.submodule_search_locations:
+        path = Path(root).joinpath(*rest)
+        files = (path.with_name(path.name + suffix) for suffix in importlib.machinery.all_suffixes())
+        for found in (path if (path / "__init__.py").is_file() else None, *files, path):
+            if found is not None and found.exists():
+                return found
+    return None
+
+
+def definition(path: str) -> Definition | None:
+    """What defines the name that `path` names, read from the source; None where the source does not say.
+
+    Raises:
+        PluginError: there is no such module or file, it is not Python, or it defines no such name.
+    """
+    module, name = split_path(path)
+    source = locate(module)
+    if source is None:
+        raise PluginError(f"{path!r}: no module or file {module!r}; is it installed, or its folder on PYTHONPATH?")
+    source = source / "__init__.py" if source.is_dir() else source
+    if source.suffix != ".py":
+        return None
+    defined = _names(_parsed(source).body)
+    node = defined.get(name)
+    if isinstance(node, ast.ImportFrom):
+        original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
+        try:
+            return None if node.level else definition(f"{node.module}:{original}")
+        except PluginError:  # a submodule, or made where its module runs
+            return None
+    if node is None and _EVERYTHING not in defined:
+        raise PluginError(f"{path!r}: {source} defines no {name!r}; it has: {', '.join(sorted(defined)) or 'nothing'}")
+    return None if node is None else Definition(module, node)
+
+
+def top_level_functions(source: Path) -> list[ast.FunctionDef]:
+    """The functions that the file `source` defines at its top level.
+
+    Raises:
+        PluginError: it cannot be read as Python.
+    """
+    return [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef)]
 
 
 def load_plugin(path: str) -> Any:
     """The object that `path` names, importing its module.
 
     Raises:
-        PluginError: the module or file does not exist, or has no such name.
+        PluginError: the module or file does not exist, fails while it is imported, or has no such name.
     """
     module_name, name = split_path(path)
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path)
+    try:
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except FileNotFoundError as error:
+        raise PluginError(f"{path!r}: {error}") from error
+    except ModuleNotFoundError as error:
+        message = f"{path!r}: no module {error.name!r}; is it installed, or its folder on PYTHONPATH?"
+        raise PluginError(message) from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise PluginError(
+            f"{path!r}: importing it failed in {last.filename}:{last.lineno}: {type(error).__name__}: {error}"
+        ) from error
     try:
         return vars(module)[name]
     except KeyError:
         public = ", ".join(key for key in vars(module) if not key.startswith("_"))
-        raise PluginError(f"{path!r}: {module_name} has no {name!r}; it has: {public}") from None
+        raise PluginError(f"{path!r}: {module_name} defines no {name!r}; it has: {public}") from None
 
 
-def _import(module_name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise PluginError(
-            f"{path!r}: no module {error.name!r}; is it installed, or its folder on PYTHONPATH?"
-        ) from error
-
-
-def _load_file(file: Path) -> ModuleType:
-    resolved = file.expanduser().resolve()
-    if not resolved.is_file():
-        raise PluginError(f"no file {resolved}; give the path relative to the current folder, or absolute")
-    module_name = f"asyncrl_plugin_{resolved.stem}_{abs(hash(resolved)):x}"
+def _load_file(path: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    module_name = f"asyncrl_plugin_{file.stem}_{crc32(str(file).encode()):x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, resolved)
-    assert spec is not None, resolved
-    assert spec.loader is not None, resolved
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; give the path relative to the current folder, or absolute")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]  # the next import fails as this one did, instead of seeing half a module
+        raise
     return module
 
 
-def problems(setting: str, path: str) -> Iterator[str]:
-    """What is wrong with `path` in `setting`, found without running its module (it may import torch)."""
+def _parsed(source: Path) -> ast.Module:
     try:
-        module, name = split_path(path)
-    except PluginError as error:
-        yield f"{setting}: {error}"
-        return
-    source = Path(module).expanduser() if module.endswith(".py") else _module_source(module)
-    if source is None or not source.is_file():
-        yield f"{setting}={path!r}: no module or file {module!r}; is it installed, or its folder on PYTHONPATH?"
-    elif source.suffix == ".py" and name not in (defined := _top_level_names(source)):
-        yield f"{setting}={path!r}: {source} defines no {name!r}; it has: {', '.join(sorted(defined))}"
+        return ast.parse(source.read_bytes(), filename=str(source))
+    except (OSError, SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise PluginError(f"'{source}{line}' cannot be read as Python: {error}") from error
 
 
-def _module_source(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
-
-
-def _top_level_names(source: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, (ast.ImportFrom, ast.Import)):
-            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+def _names(body: Iterable[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that `body` defines, also within `if`, `try` and `with`; of several definitions the last."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found[name] = node
+            case ast.Assign(targets=targets):
+                found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found[name] = node
+            case ast.ImportFrom(names=names) | ast.Import(names=names):
+                found |= {(alias.asname or alias.name).partition(".")[0]: node for alias in names}
+            case ast.If() | ast.Try() | ast.With():
+                inner = [part for field in ("body", "orelse", "finalbody") for part in getattr(node, field, ())]
+                inner += [part for handler in getattr(node, "handlers", ()) for part in handler.body]
+                found |= _names(inner)
     return found

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError, SettingInfo, setting_info
+from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
+from asyncrl.config.suggestions import did_you_mean, nearest_setting
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
@@ -27,8 +33,40 @@ Config = ExperimentConfig | SFTConfig
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
 """What an experiment's `defaults:` list begins with, and the dataclass it stands for."""
 
+HERE = "${here:}"
+"""What an experiment's file writes for its own folder."""
+
 _NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<choices>.*)\]")
 """OmegaConf's message about a value that an enum does not have."""
+
+
+class ExperimentFiles(FileConfigSource):
+    """Hydra's source of YAML files, which also says to each file where it lies."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "experiments"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file with its folder in place of `HERE`."""
+        result = super().load_config(config_path)
+        folder = Path(self.path, config_path).parent
+        result.config = OmegaConf.create(OmegaConf.to_yaml(result.config).replace(HERE, str(folder)))
+        return result
+
+
+class ExperimentFolders(SearchPathPlugin):
+    """Has Hydra look for experiments in `folders`; a file in an earlier one wins over its namesake in a later one."""
+
+    folders: ClassVar[Sequence[Path]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.append("asyncrl", f"{ExperimentFiles.scheme()}://{folder}")
+
+
+Plugins.instance().register(ExperimentFiles)
+Plugins.instance().register(ExperimentFolders)
 
 
 def experiments_dir() -> Path:
@@ -37,42 +75,98 @@ def experiments_dir() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "experiments"
 
 
+def experiment_folders(own: Path | None) -> list[Path]:
+    """Where experiments are looked for: in the user's `own` folder, where there is one, and among the built-in ones.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if own is None:
+        return [experiments_dir()]
+    if not own.expanduser().is_dir():
+        raise ConfigError(f"--config-dir {str(own)!r}: no such folder; give the one that holds your experiments' files")
+    return [own.expanduser().resolve(), experiments_dir()]
+
+
 def known_experiments(folder: Path) -> dict[str, str]:
     """Experiment names in `folder`, each with the comment on its first line."""
     found = {}
     for file in sorted(folder.glob("*.yaml")):
-        first_line = file.read_text().splitlines()[0] if file.stat().st_size else ""
+        first_line, _, _ = file.read_text(encoding="utf-8", errors="replace").partition("\n")
         found[file.stem] = first_line.lstrip("# ").strip()
     return found
 
 
 def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = None) -> Config:
-    """Compose experiment `name` of `folder` (default: the built-in ones) with `overrides` and check every value's type.
+    """Compose experiment `name` with `overrides` and check every value's type.
 
-    `${here:}` in an experiment's file stands for its folder.
+    It is looked for in the user's `folder` first, then among the built-in ones, and so is what its defaults list names.
+    `${here:}` in an experiment's file stands for that file's folder.
 
     Raises:
-        ConfigError: no such experiment, a malformed override, an unknown setting, or a value of the wrong type.
+        ConfigError: no such experiment, a malformed override, an unknown setting, or a value of the wrong type; one
+            line for each.
     """
-    folder = (folder or experiments_dir()).expanduser().resolve()
-    known = known_experiments(folder)
+    folders = experiment_folders(folder)
+    known = _names_in(folders)
     if name not in known:
-        raise ConfigError(f"no experiment {name!r} in {folder}; {_nearest(name, known)}known: {', '.join(known)}")
+        where = " or ".join(map(str, folders))
+        raise ConfigError(f"no experiment {name!r} in {where}{did_you_mean(name, known)}; known: {', '.join(known)}")
     store = ConfigStore.instance()
     for schema_name, schema in SCHEMAS.items():
         store.store(name=schema_name, node=schema)
     GlobalHydra.instance().clear()
-    OmegaConf.register_new_resolver("here", lambda: str(folder), replace=True)
+    ExperimentFolders.folders = folders
+    with initialize(config_path=None, version_base="1.3"):
+        config = _compose(name, [])
+        accepted, wrong = [], []
+        for text in overrides:
+            try:
+                accepted.append(_checked_override(text, type(config)))
+            except ConfigError as error:
+                wrong.append(str(error))
+        try:
+            config = _compose(name, accepted) if accepted else config
+        except ConfigError as error:
+            wrong += [line for text in accepted for line in _refusal(name, text)] or [str(error)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return config
+
+
+def _names_in(folders: Sequence[Path]) -> list[str]:
+    return list(dict.fromkeys(name for folder in folders for name in known_experiments(folder)))
+
+
+def _compose(name: str, overrides: list[str]) -> Config:
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            base = OmegaConf.to_object(compose(name))
-            parsed = [_checked_override(text, type(base)) for text in overrides]
-            config: Any = OmegaConf.to_object(compose(name, overrides=parsed))
+        config: Any = OmegaConf.to_object(compose(name, overrides=overrides))
+    except MissingConfigException as error:
+        missing, known = error.missing_cfg_file, _names_in(ExperimentFolders.folders)
+        hint = f"{did_you_mean(str(missing), known)}; known: {', '.join((*SCHEMAS, *known))}"
+        raise ConfigError(f"experiment {name!r}: a defaults list names {missing!r}, which is none{hint}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"experiment {name!r}: its file, or one that it is based on, is no YAML: {reason}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"experiment {name!r}: the defaults lists go round in a circle; a file of yours with a built-in "
+            "experiment's name stands for that everywhere and cannot be based on it: give it another name"
+        ) from error
     if not isinstance(config, (ExperimentConfig, SFTConfig)):
         raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
     return config
+
+
+def _refusal(name: str, override: str) -> list[str]:
+    """Why `override` alone is refused; nothing where it is not."""
+    try:
+        _compose(name, [override])
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
@@ -116,7 +210,13 @@ def _checked_override(text: str, schema: type[Any]) -> str:
     if key in groups:
         inside = ", ".join(path for path in known if path.startswith(f"{key}."))
         raise ConfigError(f"{key} is a group of settings and takes no value; settings in it: {inside}")
-    raise ConfigError(f"unknown setting {key!r} in {text!r}; {_nearest(key, known)}--help lists all of them")
+    raise ConfigError(_unknown_setting(key, known, f" in {text!r}"))
+
+
+def _unknown_setting(name: str, known: Iterable[str], where: str = "") -> str:
+    nearest = nearest_setting(name, known)
+    hint = f"did you mean {nearest!r}? " if nearest else ""
+    return f"unknown setting {name!r}{where}; {hint}--help lists all of them"
 
 
 def _parsed(text: str) -> tuple[str, Override]:
@@ -140,21 +240,19 @@ def _is_mapping(kind: Any) -> bool:
     return getattr(kind, "__origin__", None) is dict
 
 
-def _nearest(name: str, known: Iterator[str] | Sequence[str] | dict[str, Any]) -> str:
-    candidates = list(known)
-    leaves = {path.rpartition(".")[2]: path for path in candidates}
-    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    match = match or [leaves[leaf] for leaf in difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)]
-    return f"did you mean {match[0]!r}? " if match else ""
-
-
 def _explain(error: BaseException) -> str:
     """Hydra's and OmegaConf's message on one line, beginning with the setting's full name."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    message = str(cause).splitlines()[0]
-    full_key = cause.full_key if isinstance(cause, OmegaConfBaseException) else None
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
+    message = str(cause or error).splitlines()[0]
+    key = cause.full_key if cause is not None else None
+    if key is None:
+        return message
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        known = [path for schema in SCHEMAS.values() for path, _, _ in settings(schema)]
+        return _unknown_setting(key, known)
     if no_choice := _NO_CHOICE.fullmatch(message):
-        return f"{full_key}={no_choice['value']!r}: not a choice; choose one of {no_choice['choices']}"
-    return f"{full_key}: {message}; --help gives its type and choices" if full_key else message
+        return not_a_choice(key, no_choice["value"], no_choice["choices"].split(", "))
+    return f"{key}: {message}; --help gives its type and choices"

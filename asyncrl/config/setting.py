@@ -7,11 +7,13 @@ own, the registry's or folder's names (`choices=`). Code compares with the enum'
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any
+
+from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
 
@@ -60,6 +62,13 @@ def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
     return info if isinstance(info, SettingInfo) else SettingInfo(help="")
 
 
+def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """The message about setting `name` with a `value` that is none of its `choices`."""
+    choices = list(choices)
+    hint = did_you_mean(str(value), choices) or ";"
+    return f"{name}={value!r}: not a choice{hint} choose one of {', '.join(choices)}"
+
+
 def modules_in(folder: Path) -> tuple[str, ...]:
     """Names of the modules in `folder`, for a choice whose members are a file each; nothing is imported."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules([str(folder)])))
@@ -85,7 +94,7 @@ class Device(StrEnum):
 class ChoiceConfig:
     """A registered algorithm, or an import path to one's own, with its parameters."""
 
-    name: str = setting("", "registered name, or import path `package.module:function`")
+    name: str = setting("", "registered name, or import path `package.module:function` or `path/to/file.py:function`")
     params: dict[str, Any] = setting(help="keyword arguments of the function", factory=dict)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+JSONL = ".jsonl"
+"""What the name of such a file ends in."""
 PROMPT_FIELDS = ("prompt", "question", "problem")
 COMPLETION_FIELDS = ("completion", "response", "answer")
 
@@ -29,8 +31,8 @@ class JsonlDataset:
         seed: unused, a file has one order; the run's seed orders the epochs.
 
     Raises:
-        ValueError: a line is no JSON object or has no prompt (names file and line), or no row is left.
-        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be read, a line is no JSON object or has no prompt (names file and line), or no row
+            is left.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class JsonlDataset:
             rows = [row for row in rows if _is_held_out(row["prompt"], held_out_share) == (split == "held_out")]
         self._rows = rows[:limit] if limit else rows
         if not self._rows:
-            raise ValueError(f"{self.path} has no rows in split {split!r}")
+            share = f" in split {split!r} with held_out_share={held_out_share}" if held_out_share else ""
+            raise ValueError(f"{self.path} has no rows{share}: write one JSON object per line, at least one a split")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -71,10 +74,20 @@ class JsonlDataset:
         for name in COMPLETION_FIELDS:
             if name in row:
                 return str(row[name])
-        raise ValueError(f"{self.path}: row {row['prompt'][:60]!r} has none of the fields {COMPLETION_FIELDS}")
+        names = ", ".join(COMPLETION_FIELDS)
+        raise ValueError(f"{self.path}: the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
     def _lines(self) -> list[tuple[int, str]]:
-        text = self.path.read_text(encoding="utf-8")
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            reason = f"{self.path} cannot be read ({error.strerror})"
+            raise ValueError(f"{reason}: give a file, JSON lines, that this user may read") from error
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            number = data.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"{self.path}:{number} is not UTF-8 ({error.reason}): save the file as UTF-8") from None
         return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def _parse(self, line: str, number: int, template: str) -> dict[str, Any]:
@@ -86,8 +99,16 @@ class JsonlDataset:
             raise ValueError(f"{self.path}:{number} is a JSON {type(fields).__name__}: write one object per line")
         prompt = next((fields[name] for name in PROMPT_FIELDS if name in fields), None)
         if not isinstance(prompt, str) or not prompt:
-            raise ValueError(f"{self.path}:{number} has no text in any of the fields {PROMPT_FIELDS}")
-        return {**fields, "prompt": template.format(**{**fields, "prompt": prompt})}
+            raise ValueError(
+                f"{self.path}:{number} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them"
+            )
+        try:
+            return {**fields, "prompt": template.format(**{**fields, "prompt": prompt})}
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}:{number} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
+                "name fields that every line has, and write {{ and }} for braces"
+            ) from None
 
 
 def _is_held_out(prompt: str, share: float) -> bool:

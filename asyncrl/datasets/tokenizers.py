@@ -9,7 +9,7 @@ of `tokenizer_config.json` tells `load_tokenizer` that the light one does. Every
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class CharTokenizer:
 
     pad_token_id = 0
     eos_token_id = 1
-    unk_token_id = 2
 
     def __init__(self, symbols: str = ARITHMETIC_SYMBOLS) -> None:
         if not symbols or len(set(symbols)) != len(symbols):
@@ -48,11 +47,6 @@ class CharTokenizer:
     def vocab_size(self) -> int:
         """Number of ids, specials included."""
         return len(self._text_of)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Every token's id, specials included."""
-        return {**{token: index for index, token in enumerate(SPECIAL_TOKENS)}, **self._id_of}
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`'s characters.
@@ -94,12 +88,13 @@ class CharTokenizer:
 
     def _fast_tokenizer(self) -> dict[str, Any]:
         """The `tokenizers` library's description of this codec: split into characters, look each one up."""
+        specials = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": index, "content": token, **flags} for index, token in enumerate(SPECIAL_TOKENS)],
+            "added_tokens": [{"id": index, "content": token, **flags} for token, index in specials.items()],
             "normalizer": None,
             "pre_tokenizer": {
                 "type": "Split",
@@ -109,7 +104,7 @@ class CharTokenizer:
             },
             "post_processor": None,
             "decoder": {"type": "Fuse"},
-            "model": {"type": "WordLevel", "vocab": self.vocab, "unk_token": UNK},
+            "model": {"type": "WordLevel", "vocab": specials | self._id_of, "unk_token": UNK},
         }
 
 
@@ -139,10 +134,6 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
         return str(self.wrapped.decode(list(token_ids), skip_special_tokens=True))
-
-    def chat_prompt(self, messages: Iterable[dict[str, str]]) -> str:
-        """`messages` (role, content) under the model's chat template, up to where the assistant starts."""
-        return str(self.wrapped.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

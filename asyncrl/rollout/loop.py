@@ -23,9 +23,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from asyncrl.algorithms.registry import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from asyncrl.config import import_paths
+from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, setting
+from asyncrl.datasets.jsonl import JSONL
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -80,20 +81,44 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
         )
-    yield from dataset("dataset.path", config.dataset.path)
-    if config.eval.path is not None:
-        yield from dataset("eval.path", config.eval.path)
-    for name, path in (
-        ("agent.path", config.agent.path),
-        ("env.path", config.env.path),
-        ("reward.path", config.reward.path),
-    ):
-        yield from import_paths.problems(name, path)
+    data, evaluation = config.dataset, config.eval
+    yield from dataset("dataset", data.path, data.args)
+    if evaluation.path is not None:
+        yield from dataset("eval", evaluation.path, evaluation.args)
+    elif evaluation.interval:
+        yield from _held_out_rows(data, evaluation)
+    yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
+    yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
+    yield from signatures.problems("reward", config.reward.path, config.reward.args, positional=2)
 
 
-def dataset(name: str, path: str) -> Iterator[str]:
-    """What is wrong with the dataset `path`."""
-    if ":" in path:
-        yield from import_paths.problems(name, path)
-    elif not Path(path).expanduser().is_file():
-        yield f"{name}={path!r}: no such file; give a JSONL file, or a dataset class as package.module:Name"
+def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the dataset `path` and `args` of a group of settings, as far as one can tell unloaded."""
+    if path.endswith(JSONL):
+        if not Path(path).expanduser().exists():
+            yield f"{group}.path={path!r}: no such file; give a JSONL file, or a dataset class as package.module:Name"
+        yield from signatures.problems(group, "asyncrl.datasets.jsonl:JsonlDataset", args, ("path", "split", "seed"))
+    elif ":" in path:
+        yield from signatures.problems(group, path, args, supplied=("split", "seed"))
+    else:
+        yield f"{group}.path={path!r}: give a file that ends in {JSONL}, or a dataset class as package.module:Name"
+
+
+def _held_out_rows(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:
+    """Whether evaluation would take rows of the training file that are trained on."""
+    args = evaluation.args
+    yield from dataset("eval", data.path, {**data.args, **args}) if args else ()
+    if not data.path.endswith(JSONL) or "path" in args:
+        return
+    if not data.args.get("held_out_share"):
+        yield (
+            f"eval.path=null: evaluation would take the training file {data.path!r} itself; give it a file of its own "
+            "(eval.path=...), hold out a share of this one (dataset.args.held_out_share=0.05), or switch it off "
+            "(eval.interval=0)"
+        )
+    for key in ("held_out_share", "prompt_template"):
+        if args.get(key, data.args.get(key)) != data.args.get(key):
+            yield (
+                f"eval.args.{key}={args[key]!r}: it decides which prompts are held out, and training has another; set "
+                f"dataset.args.{key} to the same, or give evaluation a file of its own with eval.path"
+            )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Agent, Environment, Prompt, RewardFunction, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.datasets import Dataset, load_dataset
 from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import make_prompt
@@ -21,8 +23,8 @@ class Plugins:
     """Everything a RolloutWorker takes from the user.
 
     Raises:
-        PluginError: a path names nothing.
-        TypeError: a constructor refuses its arguments, or a path names something of another kind.
+        ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
+            constructor refuses its arguments. The message begins with the setting.
     """
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -39,15 +41,16 @@ class Plugins:
         self.tokenizer = load_tokenizer(config.model.path)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.vocab_size: int | None = model_config.get("vocab_size")
-        self.train_set = load_dataset(config.dataset.path, config.dataset.args, "train", config.seed)
-        self.eval_set = self._load_eval_set()
-        self.agent: Agent = _built(config.agent.path, Agent, tokenizer=self.tokenizer, **config.agent.args)
-        reward = load_plugin(config.reward.path)
-        self._reward: RewardFunction = functools.partial(reward, **config.reward.args) if config.reward.args else reward
+        self.train_set = load_train_set(config)
+        self.eval_set = load_eval_set(config)
+        self.agent: Agent = _built("agent", config.agent, Agent, tokenizer=self.tokenizer)
+        reward, args = _loaded("reward", config.reward), config.reward.args
+        self._reward: RewardFunction = functools.partial(reward, **args) if args else reward
+        _loaded("env", config.env)
 
     def make_env(self) -> Environment:
         """A new environment, for one prompt."""
-        made: Environment = _built(self._config.env.path, Environment, reward=self._reward, **self._config.env.args)
+        made: Environment = _built("env", self._config.env, Environment, reward=self._reward)
         return made
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
@@ -64,12 +67,6 @@ class Plugins:
             PromptRef(f"eval-{row}", row, row), self.eval_set, 1, replace(self._sampling, temperature=0.0)
         )
 
-    def _load_eval_set(self) -> Dataset:
-        config = self._config
-        if config.eval.path is not None:
-            return load_dataset(config.eval.path, config.eval.args, "held_out", config.seed)
-        return load_dataset(config.dataset.path, {**config.dataset.args, **config.eval.args}, "held_out", config.seed)
-
     def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
         prompt = make_prompt(
             ref, dataset, self.tokenizer, group_size=group_size, sampling=sampling, run_seed=self._config.seed
@@ -83,8 +80,55 @@ class Plugins:
         return prompt
 
 
-def _built(path: str, base: type, **arguments: object) -> Any:
-    made = load_plugin(path)(**arguments)
+def load_train_set(config: ExperimentConfig) -> Dataset:
+    """The prompts to train on.
+
+    Raises:
+        ConfigError: they cannot be loaded.
+    """
+    return _load_set("dataset", config.dataset.path, config.dataset.args, "train", config.seed)
+
+
+def load_eval_set(config: ExperimentConfig) -> Dataset:
+    """The prompts of the evaluation: of `eval.path`, or those that the training set holds out.
+
+    Raises:
+        ConfigError: they cannot be loaded.
+    """
+    data, evaluation = config.dataset, config.eval
+    if evaluation.path is not None:
+        return _load_set("eval", evaluation.path, evaluation.args, "held_out", config.seed)
+    return _load_set("dataset", data.path, {**data.args, **evaluation.args}, "held_out", config.seed)
+
+
+def _load_set(group: str, path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
+    try:
+        return load_dataset(path, args, split, seed)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+
+
+def _loaded(group: str, plugin: PluginConfig) -> Any:
+    """The class or function of the setting `<group>.path`."""
+    try:
+        found = load_plugin(plugin.path)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+    if not callable(found):
+        raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
+    return found
+
+
+def _built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:
+    """An instance of `base`, as `<group>.path` and `<group>.args` say."""
+    try:
+        made = _loaded(group, plugin)(**supplied, **plugin.args)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        given = f"{group}.path={plugin.path!r}, {group}.args={plugin.args}"
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
     if not isinstance(made, base):
-        raise TypeError(f"{path!r} made a {type(made).__name__}; it needs to be a {base.__name__}")
+        kind = type(made).__name__
+        raise ConfigError(f"{group}.path={plugin.path!r} made a {kind}; it needs to be an asyncrl.api.{base.__name__}")
     return made

@@ -9,9 +9,9 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from asyncrl.algorithms import catalog
-from asyncrl.algorithms.signatures import KINDS
+from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
+from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype, setting
 
 if TYPE_CHECKING:

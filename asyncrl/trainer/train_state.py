@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
-from asyncrl.algorithms.objective import Objective, build_objective
+from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation, ValueObjectiveSpec
 from asyncrl.algorithms.value_norm import ValueNorm
-from asyncrl.algorithms.value_objective import ValueObjective, build_value_objective
+from asyncrl.algorithms.value_objective import ValueObjective
+from asyncrl.config.catalog import resolve
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.settings import AlgorithmConfig
 
@@ -17,12 +19,10 @@ class TrainState:
     """Objectives, the KL coefficient and the normalisation of values, as `algorithm` sets them."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self.objective: Objective = build_objective(objective_spec(algorithm))
-        self.value_objective: ValueObjective = build_value_objective(
-            ValueObjectiveSpec(
-                _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation), tuple(algorithm.plugins)
-            )
-        )
+        find = partial(resolve, plugins=algorithm.plugins)
+        self.objective = Objective(objective_spec(algorithm), find)
+        value_spec = ValueObjectiveSpec(_choice(algorithm.critic.value_loss), _choice(algorithm.aggregation))
+        self.value_objective = ValueObjective(value_spec, find)
         self.kl: KLController = _kl_controller(algorithm)
         norm = algorithm.critic.value_norm
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
@@ -52,7 +52,6 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         entropy_coef=algorithm.entropy_coef,
         aggregation=_choice(algorithm.aggregation),
         prox=algorithm.prox,
-        plugins=tuple(algorithm.plugins),
     )
 
 

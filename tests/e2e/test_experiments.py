@@ -39,6 +39,16 @@ def my_filter(group: GroupView, *, least: float = 0.0) -> Verdict:
 """
 
 
+OWN_LOSS = """
+from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.policy_losses.reinforce import reinforce
+
+
+def my_loss(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:
+    return PolicyLossOutput(scale * reinforce(inputs).loss_T, inputs.mask_T)
+"""
+
+
 def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
     """A short run of `experiment`, which keeps its own name and η; it has ended well."""
     own = {"experiment_name": experiment, "max_head_offpolicyness": None, "total_train_steps": STEPS}
@@ -103,3 +113,18 @@ def test_algorithms_of_a_users_package_are_known_by_their_registered_names(
     )
     assert {row["grad_norm"] for row in run.rows()} == {0.0}
     assert run.summary()["books"]["dropped"]["mine"] > 0
+
+
+def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a_built_in_one(
+    start_run: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my_loss.py").write_text(OWN_LOSS)
+    (folder / "my_grpo.yaml").write_text(
+        "# GRPO with a loss of my own\n"
+        "defaults: [async_grpo, _self_]\n"
+        "algorithm: {policy_loss: {name: '${here:}/my_loss.py:my_loss', params: {scale: 0.0}}, kl_coef: 0.0}\n"
+    )
+    run = finished(start_run, f"my_grpo --config-dir {folder}", experiment_name="my_grpo")
+    assert {row["grad_norm"] for row in run.rows()} == {0.0}

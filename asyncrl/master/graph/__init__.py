@@ -1,0 +1,16 @@
+"""The training step as a graph of calls: what a user's graph is made of, and the parts of the built-in ones."""
+
+from asyncrl.master.graph.builtin import POLICY_READS, kl_in_reward, proximal, reference, written
+from asyncrl.master.graph.types import BATCH_KEYS, Call, Graph, GraphError
+
+__all__ = [
+    "BATCH_KEYS",
+    "POLICY_READS",
+    "Call",
+    "Graph",
+    "GraphError",
+    "kl_in_reward",
+    "proximal",
+    "reference",
+    "written",
+]

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.algorithms.spec import KLPlace, ProximalMode
+from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import PluginError, load_plugin
-from asyncrl.master.graph.model_functions import known_functions
-from asyncrl.master.graph.types import Call, Graph, GraphError, nearest
+from asyncrl.config.import_paths import PluginError, definition, load_plugin
+from asyncrl.config.signatures import MODEL_FUNCTION
+from asyncrl.config.suggestions import did_you_mean
+from asyncrl.master.graph.types import Call, Graph, GraphError
 
 POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantages")
 
@@ -108,17 +110,19 @@ BUILTIN: dict[str, Callable[..., Graph]] = {"grpo": grpo, "ppo": ppo, "dapo": da
 def load_graph(config: ExperimentConfig) -> Graph:
     """The graph named in `algorithm.graph`, built for `config` and validated.
 
+    A user's graph is run for it; the model functions that its calls name are looked up in their sources only.
+
     Raises:
         GraphError: no such graph, wrong `algorithm.graph_args`, a function's import path that leads nowhere, or
             whatever `Graph.validate` finds.
     """
     name = config.algorithm.graph
     graph = _build(name, _builder(name), config)
-    graph.validate(known_functions())
+    graph.validate(known(MODEL_FUNCTION))
     for call in graph.calls:
         if ":" in call.function:
             try:
-                load_plugin(call.function)
+                definition(call.function)
             except PluginError as error:
                 raise GraphError(f"graph {graph.name!r}: call {call.name!r}: {error}") from error
     return graph
@@ -127,15 +131,15 @@ def load_graph(config: ExperimentConfig) -> Graph:
 def _builder(name: str) -> Callable[..., Any]:
     if name in BUILTIN:
         return BUILTIN[name]
-    if ":" not in name:
+    if not {":", "."} & set(name):
         raise GraphError(
-            f"algorithm.graph={name!r}: no such graph{nearest(name, BUILTIN)}; built-in: {', '.join(BUILTIN)}; "
-            "your own: package.module:function"
+            f"algorithm.graph={name!r}: no such graph{did_you_mean(name, BUILTIN)}; built-in: {', '.join(BUILTIN)}; "
+            "your own: package.module:function or path/to/file.py:function"
         )
     try:
         builder = load_plugin(name)
     except PluginError as error:
-        raise GraphError(f"algorithm.graph: {error}") from error
+        raise GraphError(f"algorithm.graph={error}") from error
     if not callable(builder):
         raise GraphError(
             f"algorithm.graph={name!r}: not a function; name one that takes the config and returns a Graph"

@@ -13,12 +13,13 @@ calls that train in turn. The tensors behind the keys never leave the workers.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from asyncrl.config.suggestions import did_you_mean
 
 BATCH_KEYS: tuple[str, ...] = (
     "tokens",
@@ -174,13 +175,13 @@ class Graph:
             if call.role not in hosted_roles:
                 raise GraphError(
                     f"graph {self.name!r}: call {call.name!r} needs role {call.role!r}, which no worker hosts"
-                    f"{nearest(call.role, hosted_roles)}; hosted roles: {_listed(hosted_roles)}; "
+                    f"{did_you_mean(call.role, hosted_roles)}; hosted roles: {_listed(hosted_roles)}; "
                     f"for a reward model give the call args={{'{MODEL_ARG}': <folder>}}"
                 )
             if ":" not in call.function and call.function not in functions:
                 raise GraphError(
                     f"graph {self.name!r}: call {call.name!r} names the unknown function {call.function!r}"
-                    f"{nearest(call.function, functions)}; known: {_listed(functions)}; "
+                    f"{did_you_mean(call.function, functions)}; known: {_listed(functions)}; "
                     "your own: package.module:function"
                 )
         self.order()
@@ -194,7 +195,7 @@ class Graph:
                 if source not in self.names():
                     raise GraphError(
                         f"graph {self.name!r}: call {call.name!r} comes after {source!r}, which is no call"
-                        f"{nearest(source, self.names())}; calls: {_listed(self.names())}"
+                        f"{did_you_mean(source, self.names())}; calls: {_listed(self.names())}"
                     )
 
     def _check_writers(self) -> None:
@@ -221,14 +222,8 @@ class Graph:
                 if key not in available:
                     raise GraphError(
                         f"graph {self.name!r}: call {call.name!r} reads {key!r}, which no call writes"
-                        f"{nearest(key, available)}; available keys: {_listed(available)}"
+                        f"{did_you_mean(key, available)}; available keys: {_listed(available)}"
                     )
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """`, did you mean 'x'?` for the name that `name` is probably a slip of; empty where none is near."""
-    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _listed(names: Collection[str]) -> str:

@@ -8,9 +8,9 @@ from torch import Tensor
 from asyncrl.algorithms.critic_alignment import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl_in_reward import kl_token_rewards
-from asyncrl.algorithms.registry import resolve
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.algorithms.stats import Stats, mean_stat
+from asyncrl.config.catalog import resolve
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch
 

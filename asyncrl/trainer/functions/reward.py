@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.group_view import GroupView
-from asyncrl.algorithms.registry import resolve
 from asyncrl.algorithms.stats import count_stat, mean_stat
+from asyncrl.config.catalog import resolve
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch
 

@@ -84,7 +84,9 @@ class SFTConfig:
 
 def check(config: SFTConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    yield from dataset("dataset.path", config.dataset.path)
+    data = config.dataset
+    args = [{**data.args, **phase.args} for phase in config.phases] or [data.args]
+    yield from dict.fromkeys(problem for each in args for problem in dataset("dataset", data.path, each))
     if not config.phases:
         yield "phases=[]: there is nothing to imitate; give at least one, for example phases=[{steps: 1000}]"
     if config.model.path is not None:

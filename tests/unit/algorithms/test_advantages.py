@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import known, resolve
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "reinforce_pp_baseline")
 

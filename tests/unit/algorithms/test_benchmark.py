@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.algorithms.catalog import known
+from asyncrl.config.catalog import known
 
 
 def test_the_quick_benchmark_measures_every_loss_correction_and_advantage(tmp_path):

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
 from asyncrl.algorithms.proximal import approximate_prox_logprobs
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import known, resolve
 
 
 def correct(name: str, batch, **params: Any) -> CorrectionOutput:

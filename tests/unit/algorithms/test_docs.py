@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.algorithms.catalog import known
-from asyncrl.algorithms.registry import resolve
-from asyncrl.algorithms.signatures import KINDS
+from asyncrl.algorithms.registry import KINDS
+from asyncrl.config.catalog import known, resolve
 
 TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

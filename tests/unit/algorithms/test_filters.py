@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.group_view import GroupView, Verdict
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import resolve
 
 
 def group(rewards, lengths=None) -> GroupView:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.early_stop import should_stop, weight_variance
 from asyncrl.algorithms.inputs import KLInputs
 from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController
 from asyncrl.algorithms.kl_in_reward import kl_token_rewards
 from asyncrl.algorithms.reference_policy import ema_update_
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import known, resolve
 
 SAMPLED = {
     "k1": lambda d: -d,

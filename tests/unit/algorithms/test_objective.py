@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -12,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
-from asyncrl.algorithms.objective import Objective, build_objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec, check_objective
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.algorithms.stats import all_reduce_stats, merge_stats, values
+from asyncrl.config.catalog import known, resolve
 
+build_objective = functools.partial(Objective, resolve=resolve)
 AGGREGATIONS = {
     "token_mean": {},
     "seq_mean_token_mean": {},
@@ -287,7 +289,7 @@ def test_ranks_reduce_their_statistics_in_two_collectives(ragged):
 )
 def test_an_impossible_spec_is_refused_with_its_mend(spec, message):
     with pytest.raises(ValueError, match=message):
-        check_objective(spec)
+        build_objective(spec)
 
 
 def test_a_missing_reference_or_entropy_is_named(ragged):

@@ -17,9 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.algorithms.inputs import PolicyLossInputs
-from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import known, resolve
 
 LOSSES = sorted(known("policy_loss"))
 SEEDS = range(4)

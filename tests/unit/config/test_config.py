@@ -1,4 +1,4 @@
-"""A wrong setting ends before anything starts, with one message that names the setting, the value and the mend."""
+"""A wrong setting ends before anything starts, with a message that names setting, value and how to fix it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,41 @@ def test_every_built_in_experiment_is_valid_as_it_stands(name: str) -> None:
     validate(load_experiment(name, []))
 
 
-def test_a_misspelt_setting_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'train_batchsize'.*did you mean 'train_batch_size'"):
-        load("train_batchsize=8")
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("train_batchsize", "train_batch_size"),
+        ("batch_size", "train_batch_size"),
+        ("steps", "total_train_steps"),
+        ("lr", "optimizer.lr"),
+        ("opimizer.lr", "optimizer.lr"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("critic.lr", "algorithm.critic.optimizer.lr"),
+        ("model_path", "model.path"),
+        ("max_new_tokens", "rollout.sampling.max_new_tokens"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("sglang.python", "generation.sglang.python"),
+        ("eval.intervall", "eval.interval"),
+    ],
+)
+def test_a_misspelt_setting_is_answered_with_the_one_that_was_meant(written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown setting '{written}' in '{written}=8'; did you mean '{meant}'\?"):
+        load(f"{written}=8")
+
+
+def test_a_setting_like_no_other_is_answered_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'xyzzy' in 'xyzzy=8'; --help lists all of them"):
+        load("xyzzy=8")
+
+
+def test_all_wrong_overrides_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("lr=1", "on_stale=maks", "group_size=2", "seed", "train_batch_size=many", "optimizer=3")
+    told = str(caught.value).splitlines()
+    assert [line for line in told if "group_size" in line] == []
+    for part in ("'lr'", "on_stale", "'seed'", "train_batch_size: ", "optimizer is a group"):
+        assert len([line for line in told if part in line]) == 1, part
+    assert len(told) == 5
 
 
 def test_a_misspelt_experiment_is_answered_with_the_nearest_one() -> None:
@@ -81,6 +113,8 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
     [
         (["optimizer.lr=-1"], ["optimizer.lr=-1.0", "use 0 or more"]),
         (["on_stale=keep"], ["on_stale='keep'", "drop, mask, wait"]),
+        (["on_stale=maks"], ["on_stale='maks'", "did you mean 'mask'? choose one of drop, mask, wait"]),
+        (["system.launcher=locl"], ["system.launcher='locl'", "did you mean 'local'?"]),
         (["train_batch_size=30"], ["train_batch_size=30", "ppo_minibatches=4", "28 or 32"]),
         (["trainer.parallel=t2"], ["trainer.parallel='t2'", "d2"]),
         (["trainer.parallel=d9"], ["trainer.parallel='d9'", "at most d8"]),
@@ -93,9 +127,22 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["generation.max_total_tokens=20"], ["generation.max_total_tokens=20", "or more"]),
         (["model.path=/nowhere"], ["model.path='/nowhere'", "config.json"]),
         (["dataset.path=/nowhere.jsonl"], ["dataset.path='/nowhere.jsonl'", "no such file"]),
+        (["dataset.path=/etc"], ["dataset.path='/etc'", "ends in .jsonl"]),
+        (["dataset.args.num_row=3"], ["dataset.args={'num_row': 3}", "did you mean 'num_rows'?"]),
+        (["dataset.args.num_rows=many"], ["'num_rows' is 'many' (str), expected int"]),
+        (["eval.args.num_row=3"], ["eval.args=", "did you mean 'num_rows'?"]),
+        (["eval.path=asyncrl.datasets.arithmetic:Arithmetic"], ["eval.path=", "defines no 'Arithmetic'"]),
+        (["agent.args.retries=2"], ["agent.args={'retries': 2}", "no parameter 'retries'; it takes no parameters"]),
+        (["env.path=asyncrl.envs.retry:RetryEnv", "env.args.feedbak=x"], ["env.args=", "did you mean 'feedback'?"]),
+        (["env.path=asyncrl.rewards.arithmetic:arithmetic_reward"], ["env.args", "does not take 'reward'"]),
+        (["reward.args.last=1"], ["reward.args={'last': 1}", "it takes no parameters"]),
+        (
+            ["agent.path=asyncrl.agents.single_turn.SingleTurnAgent"],
+            ["write asyncrl.agents.single_turn:Single"],
+        ),
         (["agent.path=nowhere:Agent"], ["agent.path='nowhere:Agent'", "PYTHONPATH"]),
         (["agent.path=asyncrl.agents.single_turn:Agnet"], ["defines no 'Agnet'", "SingleTurnAgent"]),
-        (["reward.path=plain"], ["reward.path", "package.module:Name"]),
+        (["reward.path=plain"], ["reward.path", "package.module:name"]),
         (["algorithm.policy_loss.name=gpso"], ["'gpso'", "did you mean 'gspo'"]),
         (["algorithm.policy_loss.params.clipp=1"], ["'clipp'"]),
         (["algorithm.plugins=[no_such_package]"], ["algorithm.plugins", "'no_such_package'", "PYTHONPATH"]),
@@ -116,7 +163,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["fileroot=/proc/1/x"], ["fileroot='/proc/1/x'"]),
     ],
 )
-def test_a_bad_value_or_combination_names_setting_value_and_mend(overrides: list[str], parts: list[str]) -> None:
+def test_a_bad_value_or_combination_names_setting_value_and_what_to_do(overrides: list[str], parts: list[str]) -> None:
     message = message_of(*overrides)
     for part in parts:
         assert part in message
@@ -164,6 +211,12 @@ def test_a_field_made_without_setting_has_no_info() -> None:
     assert all(setting_info(item).help == "" for item in groups)
 
 
+def test_help_names_the_choices_of_a_setting() -> None:
+    text = experiment_help("async_ppo", load())
+    assert "(str; one of drop, mask, wait)" in text
+    assert "(str; one of local)" in text
+
+
 def test_the_list_of_experiments_shows_each_with_its_summary() -> None:
     text = list_experiments(None)
     for name, summary in known_experiments(experiments_dir()).items():
@@ -185,6 +238,15 @@ def test_the_command_ends_with_2_and_one_message_before_any_process_starts(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_is_called_asyncrl_too() -> None:
+    command = [str(Path(sys.executable).parent / "asyncrl"), "--help"]
+    code = f"import sys; sys.argv = {command!r}; from asyncrl.launch import main; sys.exit(main())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.splitlines()[0] == "asyncrl <experiment> [setting=value ...] [options]"
+    assert launch("--help").stdout.splitlines()[1:] == ended.stdout.splitlines()[1:]
+    assert "python -m asyncrl.launch" in ended.stdout
+
+
 def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
     ended = launch("async_ppo", "group_size=3", "--cfg", "job")
     assert ended.returncode == 0, ended.stderr
@@ -194,7 +256,8 @@ def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
 
 def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, asyncrl.launch, asyncrl.commands.run, asyncrl.rollout.process; "
+        "import sys, asyncrl.launch, asyncrl.rollout.process; "
+        "import asyncrl.commands.train, asyncrl.commands.dry_run, asyncrl.commands.show_graph; "
         "import asyncrl.manager.process, asyncrl.master.process; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

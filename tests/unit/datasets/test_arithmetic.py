@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.import_paths import PluginError
 from asyncrl.datasets import load_dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset, add_without_carry, split_of, written_out
 from asyncrl.rewards.arithmetic import arithmetic_reward
@@ -100,7 +101,7 @@ def test_load_dataset_takes_an_import_path_with_its_arguments() -> None:
 
 
 def test_load_dataset_refuses_what_is_no_dataset() -> None:
-    with pytest.raises(TypeError, match="row"):
+    with pytest.raises(PluginError, match="row"):
         load_dataset("builtins:dict", {}, "train", 1)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,53 @@ def test_a_held_out_share_splits_the_prompts_without_overlap(tmp_path: Path) -> 
     assert 60 <= len(held_out) <= 140
 
 
-@pytest.mark.parametrize("line", ["{not json", "[1]", '{"answer": "2"}', '{"prompt": 3}', '{"prompt": ""}'])
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        (b"{not json", "one object per line"),
+        (b"[1]", "one object per line"),
+        (b'{"answer": "2"}', "prompt, question, problem: add one"),
+        (b'{"prompt": 3}', "prompt, question, problem: add one"),
+        (b'{"prompt": ""}', "prompt, question, problem: add one"),
+        (b'{"prompt": "caf\xe9"}', "save the file as UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number_with_what_to_do(tmp_path: Path, line: bytes, advice: str) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"data\.jsonl:2"):
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2 .*{advice}"):
+        JsonlDataset(path=str(path))
+
+
+def test_a_template_with_a_field_that_a_line_has_not_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": "a", "unit": "m"}, {"prompt": "b"}])
+    with pytest.raises(ValueError, match=r"data\.jsonl:2 does not fit prompt_template='\{prompt\} \{unit\}'"):
+        JsonlDataset(path=str(path), prompt_template="{prompt} {unit}")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "fine"}\n')
+    assert JsonlDataset(path=str(path)).row(0)["prompt"] == "fine"
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "locked"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    if kind == "locked":
+        path.touch(mode=0o000)
+        if os.access(path, os.R_OK):
+            pytest.skip("this user may read every file")
+    with pytest.raises(ValueError, match=r"data\.jsonl cannot be read \(.*\): give a file"):
         JsonlDataset(path=str(path))
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no rows: write one JSON object per line"):
         JsonlDataset(path=str(path))
 
 

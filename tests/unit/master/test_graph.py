@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import BUILTIN, load_graph
-from asyncrl.master.graph.model_functions import known_functions, registered_names
 from asyncrl.master.graph.types import BATCH_KEYS, Call, Edge, Graph, GraphError
 
 FUNCTIONS = {"inf", "train"}
@@ -151,14 +153,16 @@ def test_a_users_graph_is_found_by_import_path(tmp_path) -> None:  # type: ignor
     with pytest.raises(GraphError, match="returned NoneType"):
         load_graph(config)
     config.algorithm.graph = f"{file}:lost"
-    with pytest.raises(GraphError, match=r"call 'x'.*has no 'gone'"):
+    with pytest.raises(GraphError, match=r"call 'x'.*defines no 'gone'"):
         load_graph(config)
     config.algorithm.graph = f"{file}:absent"
-    with pytest.raises(GraphError, match="has no 'absent'"):
+    with pytest.raises(GraphError, match="defines no 'absent'"):
         load_graph(config)
 
 
-def test_registered_functions_are_read_from_source() -> None:
-    source = "@model_function('a')\ndef f(): ...\n@other('b')\ndef g(): ...\n@model_function\ndef h(): ...\n"
-    assert registered_names(source) == ["a"]
-    assert {"actor_inf", "advantage", "actor_train", "critic_train"} <= known_functions()
+def test_registered_model_functions_are_read_from_source(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("@model_function('a')\ndef f(): ...\n@other('b')\ndef g(): ...\n@model_function\ndef h(): ...\n")
+    built_in, with_mine = known("model_function"), known("model_function", [str(source)])
+    assert with_mine.keys() - built_in.keys() == {"a"}
+    assert {"actor_inf", "advantage", "actor_train", "critic_train"} <= built_in.keys()

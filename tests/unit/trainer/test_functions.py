@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.catalog import known
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.graph.model_functions import known_functions
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
@@ -40,7 +39,7 @@ def weights(rank: TrainingRank) -> torch.Tensor:
 
 
 def test_the_registered_functions_are_those_that_the_graph_may_name() -> None:
-    assert known_functions() == BUILT_IN
+    assert known("model_function").keys() == BUILT_IN
     assert all(callable(find_function(name)) for name in BUILT_IN)
     with pytest.raises(ValueError, match="known: actor_inf"):
         find_function("actor_training")

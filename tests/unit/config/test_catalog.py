@@ -1,4 +1,4 @@
-"""Names and parameters are checked from source, without torch, and every error names its mend."""
+"""Names and parameters are checked from source, without torch, and every error says how to fix it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from asyncrl.algorithms import catalog
-from asyncrl.algorithms.catalog import UnknownAlgorithmError, check, known
-from asyncrl.algorithms.registry import policy_loss, resolve
-from asyncrl.algorithms.signatures import KINDS, Param
+from asyncrl.algorithms.registry import KINDS, policy_loss
+from asyncrl.config import catalog
+from asyncrl.config.catalog import check, known, resolve
+from asyncrl.config.import_paths import PluginError
+from asyncrl.config.signatures import Param
 
 USER_MODULE = '''
 """A user's algorithms."""
@@ -60,24 +61,24 @@ def test_what_the_source_says_is_what_the_function_takes(kind):
             assert param.annotation == found[key].annotation
             assert param.required == (found[key].default is inspect.Parameter.empty)
             assert param.required or (param.default == found[key].default and param.accepts(param.default))
-        assert entry.doc_first_line
+        assert function.__doc__
 
 
 def test_checking_and_filtering_do_not_import_torch():
     program = (
         "import sys;"
-        "from asyncrl.algorithms import catalog, spec, signatures, registry, group_view, kl_control, early_stop;"
-        "spec.check_objective(spec.ObjectiveSpec());"
-        "[catalog.known(k) for k in signatures.KINDS];"
-        "[registry.resolve('filter', n) for n in catalog.known('filter')];"
-        "registry.resolve('shaping', 'overlong', {'max_length': 8, 'margin': 2});"
+        "from asyncrl.algorithms import spec, registry, group_view, kl_control, early_stop;"
+        "from asyncrl.config import catalog;"
+        "[catalog.known(k) for k in (*registry.KINDS, 'model_function')];"
+        "[catalog.resolve('filter', n) for n in catalog.known('filter')];"
+        "catalog.resolve('shaping', 'overlong', {'max_length': 8, 'margin': 2});"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
-    with pytest.raises(UnknownAlgorithmError, match=r"did you mean 'grpo'.*known: dr_grpo, .*rloo"):
+    with pytest.raises(PluginError, match=r"did you mean 'grpo'.*known: dr_grpo, .*rloo"):
         check("advantage", "gprpo")
 
 
@@ -95,7 +96,7 @@ def test_an_unknown_kind_is_refused():
         ({"dual_clip": "x"}, r"expected float \| None"),
     ],
 )
-def test_a_bad_parameter_is_named_with_its_mend(params, message):
+def test_a_bad_parameter_is_named_with_what_to_write(params, message):
     with pytest.raises(ValueError, match=message):
         check("policy_loss", "ppo_clip", params)
 
@@ -124,36 +125,51 @@ def test_annotations_decide_which_values_fit(annotation, good, bad):
     assert not any(param.accepts(value) for value in bad)
 
 
-@pytest.mark.parametrize("name", ["my_algos.deep.losses:bare", "my_algos.deep.losses.bare"])
-def test_a_users_function_is_checked_without_running_its_package(user_package, name):
+@pytest.mark.parametrize("form", ["my_algos.deep.losses:bare", "{folder}/deep/losses.py:bare"])
+def test_a_users_function_is_checked_without_running_its_package(user_package, form):
+    name = form.format(folder=user_package)
     entry = check("policy_loss", name, {"power": 2})
-    assert (entry.module, entry.function) == ("my_algos.deep.losses", "bare")
+    assert f"{entry.module}:{entry.function}" == name
     with pytest.raises(ValueError, match="expected int"):
         check("policy_loss", name, {"power": 2.5})
 
 
-def test_a_users_registered_name_is_found_in_its_plugin_package(user_package):
-    assert check("policy_loss", "half", {"factor": 1}, plugins=["my_algos"]).function == "half"
-    assert "ppo_clip" in known("policy_loss", ["my_algos.deep.losses"])
-    with pytest.raises(UnknownAlgorithmError, match="unknown policy_loss 'half'"):
+@pytest.mark.parametrize("form", ["my_algos", "my_algos.deep.losses", "{folder}/deep/losses.py"])
+def test_a_users_registered_name_is_found_in_its_plugin_package_module_or_file(user_package, form):
+    plugins = [form.format(folder=user_package)]
+    assert check("policy_loss", "half", {"factor": 1}, plugins).function == "half"
+    assert "ppo_clip" in known("policy_loss", plugins)
+    with pytest.raises(PluginError, match="unknown policy_loss 'half'"):
         check("policy_loss", "half")
 
 
-def test_a_users_function_resolves_with_its_parameters_bound(user_package):
-    assert resolve("filter", "lone_algo:lone", {"low": 0.25})(None) == 0.25
+@pytest.mark.parametrize("form", ["lone_algo:lone", "{folder}/../lone_algo.py:lone"])
+def test_a_users_function_resolves_with_its_parameters_bound(user_package, form):
+    assert resolve("filter", form.format(folder=user_package), {"low": 0.25})(None) == 0.25
+
+
+def test_a_function_that_a_package_re_exports_is_checked_where_it_is_defined(user_package):
+    (user_package.parent / "front_algo.py").write_text("from lone_algo import lone as mine\n")
+    assert resolve("filter", "front_algo:mine", {"low": 0.5})(None) == 0.5
+    with pytest.raises(ValueError, match="no parameter 'lo', did you mean 'low'"):
+        check("filter", "front_algo:mine", {"lo": 0.5})
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_package.losses:fn", "was not found; install its package"),
-        ("my_algos.deep.nothing:fn", "was not found"),
-        ("my_algos.deep.losses:nothing", "defines no top-level function 'nothing'"),
-        (":fn", "write it as 'package.module:function'"),
+        ("no_such_package.losses:fn", r"no module or file 'no_such_package.losses'; is it installed.*PYTHONPATH"),
+        ("my_algos.deep.nothing:fn", "no module or file 'my_algos.deep.nothing'"),
+        ("my_algos.deep.losses:nothing", r"losses\.py defines no 'nothing'; it has: bare, half"),
+        (":fn", "write package.module:name or path/to/file.py:name"),
+        ("my_algos.deep.losses.bare", "write my_algos.deep.losses:bare"),
+        ("my_loss.py", "write my_loss.py:name"),
+        ("no_such_file.py:fn", "no module or file 'no_such_file.py'"),
+        ("asyncrl.agents.single_turn:SingleTurnAgent", "no plain function"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_says_why(user_package, name, message):
-    with pytest.raises(UnknownAlgorithmError, match=message):
+    with pytest.raises(PluginError, match=message):
         check("policy_loss", name)
 
 

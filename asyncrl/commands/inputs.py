@@ -1,0 +1,94 @@
+"""What a run reads, checked before anything is trained or started: its graph, its data, its base model's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from asyncrl.config.checks import validate
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config, load_supervised
+from asyncrl.config.setting import ConfigError
+from asyncrl.datasets import DemonstrationDataset, load_dataset
+from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import GraphError
+from asyncrl.rollout.user_code import load_eval_set, load_train_set
+from asyncrl.trainer.supervised.base_model import base_model_dir
+from asyncrl.trainer.supervised.settings import SFTConfig
+
+
+def check_graph(config: Config) -> None:
+    """Build the training step's graph, which checks it.
+
+    Raises:
+        ConfigError: it is not sound; the message names the calls.
+    """
+    if isinstance(config, ExperimentConfig):
+        try:
+            load_graph(config)
+        except GraphError as error:
+            raise ConfigError(str(error)) from error
+
+
+def check_data(config: Config, folder: Path | None) -> None:
+    """Load all data that a run would load, and the settings of the base model that it would make first.
+
+    Raises:
+        ConfigError: with every message, one per line.
+    """
+    if messages := list(dict.fromkeys(_wrong_data(config, folder))):
+        raise ConfigError("\n".join(messages))
+
+
+def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:
+    """The experiment that makes the base model of `config`; `folder` holds the user's experiments.
+
+    Raises:
+        ConfigError: there is no such experiment, or a setting of it is wrong.
+    """
+    name = config.model.base_experiment
+    try:
+        base = replace(load_supervised(name, folder), fileroot=config.fileroot)
+        validate(base)
+    except ConfigError as error:
+        lines = (f"model.base_experiment={name!r}: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from error
+    return base
+
+
+def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
+    prefix = ""
+    if isinstance(config, ExperimentConfig):
+        prefix = f"model.base_experiment={config.model.base_experiment!r}: "
+        for load in (load_train_set, load_eval_set):
+            try:
+                load(config)
+            except ConfigError as error:
+                yield str(error)
+        if config.model.path is not None:
+            return
+        config = base_model_config(config, folder)
+        if base_model_dir(config).exists():
+            return
+    for phase in config.phases:
+        try:
+            _check_demonstrations({**config.dataset.args, **phase.args}, config)
+        except ValueError as error:
+            yield f"{prefix}dataset.path={error}"
+
+
+def _check_demonstrations(args: Mapping[str, Any], config: SFTConfig) -> None:
+    """Load the demonstrations that `args` choose; a file is looked through, of a class's rows one is asked for.
+
+    Raises:
+        ValueError: they cannot be loaded, or there is nothing to imitate.
+    """
+    path = config.dataset.path
+    dataset = load_dataset(path, args, "train", config.seed)
+    if not callable(getattr(dataset, "demonstration", None)):
+        raise ValueError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
+    for index in range(len(dataset) if isinstance(dataset, JsonlDataset) else 1):
+        cast(DemonstrationDataset, dataset).demonstration(dataset.row(index))

@@ -1,0 +1,223 @@
+"""Reads registrations and parameters out of Python source without importing it.
+
+The launcher checks `algorithm.*.params`, `reward.args` and the like but must not import torch, which what they belong
+to mostly does. The source says all that is needed: a decorator (`@policy_loss("ppo_clip")`) names the kind and the
+algorithm, the arguments of the function (or of the constructor) are the parameters, annotations and defaults the rules.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.algorithms.registry import KINDS
+from asyncrl.config.import_paths import PluginError, definition, split_path, top_level_functions
+from asyncrl.config.suggestions import did_you_mean
+
+MODEL_FUNCTION = "model_function"
+DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
+"""Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
+
+_SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
+_BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter that a setting may give: its annotation as source text and, unless required, its default."""
+
+    name: str
+    annotation: str
+    required: bool
+    default: Any = None
+
+    def accepts(self, value: object) -> bool:
+        """Whether `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
+
+        An int is a valid float, a bool is not a number. An annotation of any other form accepts everything: a user's
+        function checks what only it understands.
+        """
+        return not self.annotation or _fits(ast.parse(self.annotation, mode="eval").body, value)
+
+    def __str__(self) -> str:
+        suffix = "" if self.required else f" = {self.default!r}"
+        return f"{self.name}: {self.annotation or 'Any'}{suffix}"
+
+
+Params = dict[str, Param]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered or user-named function: where it lives and what it takes (None: the source does not say)."""
+
+    kind: str
+    name: str
+    module: str
+    function: str
+    params: Params | None
+
+
+def registrations(source: Path, module: str) -> Iterator[Entry]:
+    """Every registered function of the file `source`, which imports as `module`."""
+    for function in top_level_functions(source):
+        for decorator in function.decorator_list:
+            if found := _registration(decorator):
+                kind, name = found
+                yield Entry(kind, name, module, function.name, _configurable(function, kind))
+
+
+def function_entry(kind: str, path: str) -> Entry:
+    """The function at the import path `path` as an algorithm of `kind`.
+
+    Raises:
+        PluginError: the path names nothing, or no function.
+        ValueError: a default is not written out.
+    """
+    found = definition(path)
+    node = None if found is None else found.node
+    if isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)):
+        raise PluginError(f"{path!r} is no plain function; a {kind} is one, with its parameters after a bare *")
+    params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
+    return Entry(kind, path, *split_path(path), params)
+
+
+def check_arguments(
+    label: str, params: Params, given: Mapping[str, Any], where: str, supplied: Collection[str] = ()
+) -> None:
+    """Check that `given` fits `params`.
+
+    Args:
+        label: how a message names what takes them.
+        where: the group of settings that gives them, `params` or `args`.
+        supplied: parameters that asyncrl hands over itself.
+
+    Raises:
+        ValueError: an unknown, missing or ill-typed parameter.
+    """
+    for name in supplied:
+        if name not in params:
+            raise ValueError(f"{label} does not take {name!r}, which asyncrl hands to it; add it to its parameters")
+    own = [name for name in params if name not in supplied]
+    for key, value in given.items():
+        if key not in params:
+            takes = ", ".join(own) or "no parameters"
+            raise ValueError(f"{label} has no parameter {key!r}{did_you_mean(key, own)}; it takes {takes}")
+        if not params[key].accepts(value):
+            raise ValueError(
+                f"{label}: parameter {key!r} is {value!r} ({type(value).__name__}), "
+                f"expected {params[key].annotation}; set {where}.{key} to such a value"
+            )
+    missing = [name for name in own if params[name].required and name not in given]
+    if missing:
+        raise ValueError(f"{label} needs {where}.{missing[0]} ({params[missing[0]]}); set it")
+
+
+def problems(
+    group: str, path: str, args: Mapping[str, Any], supplied: Collection[str] = (), positional: int = 0
+) -> Iterator[str]:
+    """What is wrong with the class or function that `<group>.path` names and with its `<group>.args`.
+
+    Nothing is run. Arguments are checked where the source says what is taken.
+
+    Args:
+        supplied: keyword arguments that asyncrl hands over itself.
+        positional: how many arguments come by position, before the configured ones.
+    """
+    try:
+        params = _params_at(path, positional)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    try:
+        if params is not None:
+            check_arguments(repr(path), params, args, "args", supplied)
+    except ValueError as error:
+        yield f"{group}.args={dict(args)}: {error}"
+
+
+def _params_at(path: str, positional: int) -> Params | None:
+    """The parameters of the function or constructor at `path`; None where the source does not say."""
+    found = definition(path)
+    if found is None:
+        return None
+    match found.node:
+        case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function:
+            return _params(function, positional)
+        case ast.ClassDef(decorator_list=[]) as class_:
+            for member in class_.body:
+                if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+                    return _params(member, 1 + positional)
+            bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
+            named = [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_CONSTRUCTOR]
+            if class_.keywords or len(named) > 1 or not all(base.isidentifier() for base in named):
+                return None
+            try:
+                return _params_at(f"{found.module}:{named[0]}", positional) if named else {}
+            except PluginError:
+                return None
+    return None
+
+
+def _params(function: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> Params | None:
+    """What `function` takes by name beside its first `positional` arguments; None if it takes any name."""
+    taken = function.args
+    if taken.kwarg is not None:
+        return None
+    plain = [*taken.posonlyargs, *taken.args]
+    defaults = [None] * (len(plain) - len(taken.defaults)) + taken.defaults
+    pairs = [*zip(plain, defaults, strict=True)][positional:]
+    pairs += zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
+    return {arg.arg: _param(arg, default) for arg, default in pairs}
+
+
+def _param(arg: ast.arg, default: ast.expr | None) -> Param:
+    annotation = ast.unparse(arg.annotation) if arg.annotation else ""
+    if default is None:
+        return Param(arg.arg, annotation, required=True)
+    try:
+        return Param(arg.arg, annotation, required=False, default=ast.literal_eval(default))
+    except ValueError:
+        return Param(arg.arg, annotation, required=False, default=...)
+
+
+def _configurable(function: ast.FunctionDef, kind: str) -> Params | None:
+    """The parameters of an algorithm; their defaults are what the reference page shows."""
+    params = _params(function, KINDS.get(kind, 2))  # a model function takes its context and the batch
+    for param in (params or {}).values():
+        if param.default is ...:
+            raise ValueError(
+                f"{function.name}: the default of {param.name!r} is not a literal; "
+                "write the value out, defaults are read from the source"
+            )
+    return params
+
+
+def _registration(decorator: ast.expr) -> tuple[str, str] | None:
+    """(kind, name) of `@kind("name")` or `@registry.kind("name")`; None for any other decorator."""
+    match decorator:
+        case ast.Call(
+            func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]
+        ) if called in DECORATOR_KIND:
+            return DECORATOR_KIND[called], name
+    return None
+
+
+def _fits(node: ast.expr, value: object) -> bool:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _fits(left, value) or _fits(right, value)
+        case ast.Constant(value=None):
+            return value is None
+        case ast.Constant(value=str(quoted)):
+            return _fits(ast.parse(quoted, mode="eval").body, value)
+        case ast.Name(id=name) if name in _SCALARS:
+            return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            elements = choices.elts if isinstance(choices, ast.Tuple) else [choices]
+            return any(value == ast.literal_eval(e) and type(value) is type(ast.literal_eval(e)) for e in elements)
+        case _:
+            return True

@@ -1,0 +1,143 @@
+"""Data that a run cannot use, a base model's bad recipe, evaluation on training data: found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.commands.inputs import check_data
+from asyncrl.config.checks import validate
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """`write(*lines)`: a JSONL file of these lines."""
+
+    def written(*lines: str) -> Path:
+        path = tmp_path / f"data{len(list(tmp_path.iterdir()))}.jsonl"
+        path.write_text("\n".join(lines))
+        return path
+
+    return written
+
+
+def check(experiment: str, *overrides: str, folder: Path | None = None) -> None:
+    config = load_experiment(experiment, overrides, folder)
+    validate(config)
+    check_data(config, folder)
+
+
+def message_of(experiment: str, *overrides: str, folder: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(experiment, *overrides, folder=folder)
+    return str(caught.value)
+
+
+GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
+
+
+@pytest.mark.parametrize("setting", ["dataset", "eval"])
+@pytest.mark.parametrize(
+    ("lines", "part"),
+    [
+        (["{not json"], ":1 is not JSON"),
+        ([GOOD, "[1]"], ":2 is a JSON list"),
+        ([GOOD, GOOD, '{"answer": "2"}'], ":3 has no text in any of the fields"),
+        ([], "has no rows"),
+    ],
+)
+def test_a_file_with_a_bad_line_ends_with_one_message(write: Write, setting: str, lines: list[str], part: str) -> None:
+    good, bad = write(GOOD), write(*lines)
+    paths = {"dataset": good, "eval": good} | {setting: bad}
+    message = message_of("async_ppo", *(f"{group}.path={path}" for group, path in paths.items()))
+    assert message.startswith(f"{setting}.path='{bad}'")
+    assert part in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, write: Write) -> None:
+    folder = tmp_path / "rows.jsonl"
+    folder.mkdir()
+    message = message_of("async_ppo", f"dataset.path={folder}", f"eval.path={write(GOOD)}")
+    assert "cannot be read (Is a directory)" in message
+
+
+def test_a_constructor_that_refuses_its_arguments_says_why() -> None:
+    message = message_of("async_ppo", "dataset.args.num_rows=0")
+    assert message.startswith("dataset.path='asyncrl.datasets.arithmetic:ArithmeticDataset' with args {'num_rows': 0}")
+    assert "give at least 1" in message
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("def row(self, index): return {'question': 'a'}", "row 0 has no text under 'prompt'"),
+        ("def row(self, index): return {}['a']", "KeyError: 'a'"),
+        ("def rows(self): ...", "row(index)"),
+    ],
+)
+def test_a_class_whose_rows_are_no_use_is_refused(tmp_path: Path, body: str, part: str) -> None:
+    (tmp_path / "rows.py").write_text(
+        "class Rows:\n    def __init__(self, *, split, seed): ...\n    def __len__(self): return 1\n    " + body + "\n"
+    )
+    message = message_of("async_ppo", f"dataset.path={tmp_path / 'rows.py'}:Rows")
+    assert message.startswith(f"dataset.path='{tmp_path / 'rows.py'}:Rows': ")
+    assert part in message
+
+
+def test_demonstrations_are_looked_through_too(write: Write) -> None:
+    assert "none of the fields completion, response, answer" in message_of(
+        "sft", f"dataset.path={write(GOOD, json.dumps({'prompt': 'x'}))}", "phases=[{steps: 1}]"
+    )
+    assert "give at least 1" in message_of("sft", "phases=[{steps: 1, args: {num_rows: 0}}]")
+
+
+def test_a_base_models_recipe_is_checked_before_it_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "bad_base.yaml").write_text("defaults: [sft, _self_]\nbatch_size: 0\n")
+    (tmp_path / "bad_rows.yaml").write_text("defaults: [sft, _self_]\ndataset: {args: {max_numbers: 1}}\n")
+    for name, part in (
+        ("bad_base", "batch_size=0: below"),
+        ("bad_rows", "need 2 <= min <= max"),
+        ("stf", "no experiment 'stf'"),
+        ("async_ppo", "makes no base model"),
+    ):
+        overrides = (f"model.base_experiment={name}", f"fileroot={tmp_path}")
+        message = message_of("async_ppo", *overrides, folder=tmp_path)
+        assert message.startswith(f"model.base_experiment='{name}': ")
+        assert part in message
+
+
+def test_evaluation_does_not_take_the_training_file_silently(write: Write) -> None:
+    data = f"dataset.path={write(*(json.dumps({'prompt': str(i)}) for i in range(100)))}"
+    message = message_of("async_ppo", data)
+    for part in ("eval.path=null", "eval.path=...", "dataset.args.held_out_share=0.05", "eval.interval=0"):
+        assert part in message
+    assert "eval.args.held_out_share=0.1" in message_of("async_ppo", data, "eval.args.held_out_share=0.1")
+    split = (data, "dataset.args.held_out_share=0.1")
+    assert "dataset.args.prompt_template" in message_of("async_ppo", *split, "eval.args.prompt_template='{prompt}!'")
+    check("async_ppo", *split)
+    check("async_ppo", data, "eval.interval=0")
+    check("async_ppo", data, f"eval.path={write(GOOD)}")
+    check("async_ppo", data, f"eval.args.path={write(GOOD)}")
+
+
+@pytest.mark.parametrize("command", [["--dry-run"], []])
+def test_bad_data_ends_the_command_with_2_before_anything_is_made(
+    tmp_path: Path, write: Write, command: list[str]
+) -> None:
+    root, bad = tmp_path / "root", write(GOOD, "{")
+    settings = [f"dataset.path={bad}", f"eval.path={bad}", f"fileroot={root}"]
+    line = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *command]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert f"error: dataset.path='{bad}': {bad}:2 is not JSON" in ended.stderr
+    assert not root.exists()

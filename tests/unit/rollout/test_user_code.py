@@ -1,0 +1,59 @@
+"""A RolloutWorker that cannot load what the user named says which setting, and why, in one error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.user_code import Plugins
+
+MINE = """
+class Choosy:
+    def __init__(self, *, tokenizer=None, reward=None):
+        raise LookupError("no table")
+
+
+class Plain:
+    def __init__(self, *, tokenizer=None, reward=None): ...
+
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "path", "message"),
+    [
+        ("agent", "{mine}:Choosy", "agent.path='{mine}:Choosy', agent.args={{}}: LookupError: no table"),
+        ("agent", "{mine}:Plain", "agent.path='{mine}:Plain' made a Plain; it needs to be an asyncrl.api.Agent"),
+        ("reward", "{mine}:number", "reward.path='{mine}:number': it is a int; name a class or function"),
+        ("reward", "{mine}:gone", "reward.path='{mine}:gone': {mine} defines no 'gone'; it has: Choosy, Plain, number"),
+        ("env", "{broken}:Env", "env.path='{broken}:Env': importing it failed in {broken}:2: ZeroDivisionError"),
+        ("dataset", "{mine}:Plain", "dataset.path='{mine}:Plain': TypeError: "),
+        ("eval", "{folder}/none.jsonl", "eval.path='{folder}/none.jsonl': {folder}/none.jsonl cannot be read"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_error(
+    tmp_path: Path, tiny_model: Path, group: str, path: str, message: str
+) -> None:
+    places = {"mine": tmp_path / "mine.py", "broken": tmp_path / "broken.py", "folder": tmp_path}
+    places["mine"].write_text(MINE)
+    places["broken"].write_text("class Env: ...\n1 / 0\n")
+    config = ExperimentConfig()
+    config.model.path = str(tiny_model)
+    getattr(config, group).path = path.format(**places)
+    with pytest.raises(ConfigError) as caught:
+        Plugins(config)
+    assert str(caught.value).startswith(message.format(**places))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    config = ExperimentConfig()
+    config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:Choosy"
+    with pytest.raises(ConfigError, match=r"env\.path=.*LookupError: no table"):
+        Plugins(config).make_env()
