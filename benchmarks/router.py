@@ -29,7 +29,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http import ManagerHttp
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
@@ -156,7 +156,7 @@ async def _serve(plain: bool, report: Connection) -> None:
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
         service.begin(0)
-        registry = manager_registry(service, Fleet("interrupt", 60.0))
+        registry = manager_registry(service, FleetDecisions("interrupt", 60.0))
         http = ManagerHttp(service, token=TOKEN, registry=registry, status=service.gate_status)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close
     report.send(port)

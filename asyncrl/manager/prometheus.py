@@ -8,12 +8,12 @@ from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Gauge
 from prometheus_client.registry import Collector
 
 from asyncrl.manager.fleet.canary_check import CanaryCheck
-from asyncrl.manager.fleet.decisions import Fleet, ServerState
+from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.service import ManagerService
 
 
 class _ManagerCollector(Collector):
-    def __init__(self, service: ManagerService, fleet: Fleet, canary: CanaryCheck | None) -> None:
+    def __init__(self, service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None) -> None:
         self._service = service
         self._fleet = fleet
         self._canary = canary
@@ -73,7 +73,7 @@ class _ManagerCollector(Collector):
         yield CounterMetricFamily("asyncrl_canary_alarms", "Checks above the tolerance.", canary.alarms)
 
 
-def manager_registry(service: ManagerService, fleet: Fleet, canary: CanaryCheck | None = None) -> CollectorRegistry:
+def manager_registry(service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None = None) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
     registry.register(_ManagerCollector(service, fleet, canary))

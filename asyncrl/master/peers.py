@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from asyncrl.master.records import Drop
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import DroppedRollout, GateBooks
 
 
 class ModelWorkers(Protocol):
@@ -27,31 +28,10 @@ class ModelWorkers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GateBooks:
-    """The gate's ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
-
-    submitted: int
-    trained: int
-    dropped: Mapping[str, int]
-    abandoned: int
-    running: int = 0
-    finished_untrained: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions in use, and a line for people."""
-
-    closed_s: float
-    versions_in_use: frozenset[int]
-    description: str
-
-
 class Manager(Protocol):
     """The GserverManager."""
 
-    async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
+    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout]) -> None:
         """Tell the gate what was trained and what was dropped; the trainer is at `version` now."""
         ...
 

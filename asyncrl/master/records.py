@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.manager.messages import DroppedRollout
+
 STALE = "stale"
 """Drop reason: its oldest token is older than η allows; the prompt is tried again."""
 DUPLICATE_PROMPT = "duplicate_prompt"
@@ -70,3 +72,8 @@ class Drop:
     record: RolloutRecord
     reason: str
     return_prompt: bool
+
+    @property
+    def message(self) -> DroppedRollout:
+        """What the manager is told of it."""
+        return DroppedRollout(self.record.rollout_id, self.reason, self.return_prompt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def write_summary(
     summary = {
         "steps": steps,
         "total_steps": total_steps,
-        "books": {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(books).items()},
+        "books": {name: getattr(books, name) for name in GateBooks.__struct_fields__},
         "eval": dict(accuracies),
         "evaluations": list(evaluations),
         "paths": {

@@ -230,7 +230,8 @@ class TrainLoop:
         trained, drops = self._untold_trained, self._untold_drops
         if not trained and not drops:
             return
-        await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
+        dropped = [drop.message for drop in drops]
+        await or_stop(self.peers.manager.report_consumed(self.version, trained, dropped), self.stop, self._limit_s)
         self._untold_trained, self._untold_drops = [], []
         for worker in sorted({drop.record.worker for drop in drops}):
             ids = [drop.record.rollout_id for drop in drops if drop.record.worker == worker]
@@ -264,7 +265,7 @@ class TrainLoop:
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
                 await manager.close_gate()
-                await manager.report_consumed(self.version, self._untold_trained, self._untold_drops)
+                await manager.report_consumed(self.version, self._untold_trained, [d.message for d in self._untold_drops])
                 return await manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error

@@ -26,9 +26,8 @@ from typing import NoReturn, Protocol
 from asyncrl.algorithms.registry import resolve
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
+from asyncrl.manager.messages import AllocateReply, FinishedRollout, RequestSize, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
-from asyncrl.rollout.scheduling import RequestSize, Route
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -48,7 +47,7 @@ FAILED, TIMED_OUT, REJECTED = "failed", "timeout", "agent_rejected"
 class Gate(Protocol):
     """The part of the GserverManager that the loop needs."""
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
         """Ask to start `wanted`; some, the first of them, are granted."""
         ...
 
@@ -148,7 +147,8 @@ class RolloutLoop:
         for returned in reply.returned:
             self._take_back(returned.seq, returned.prompt_id)
         routes = {grant.rollout_id: grant.route for grant in reply.granted}
-        self._candidates = [item for item in self._candidates if item.rollout_id not in routes]
+        settled = routes.keys() | set(reply.gone)
+        self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
         granted = [item for item in asked if item.rollout_id in routes]
         for item in granted:
             item.route = routes[item.rollout_id]

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.http import HttpRefused
 from asyncrl.manager.client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
-from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import FIRST_ASK_S, ManagerService
@@ -41,7 +41,7 @@ class Manager:
         self.http = ManagerHttp(
             self.service,
             token=TOKEN,
-            registry=manager_registry(self.service, Fleet("interrupt", 1.0)),
+            registry=manager_registry(self.service, FleetDecisions("interrupt", 1.0)),
             status=lambda: {"gate": self.service.gate_status(), "servers": []},
         )
         self.url = ""

@@ -13,7 +13,7 @@ from asyncrl.manager.fleet.decisions import (
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
-    Fleet,
+    FleetDecisions,
     Order,
     ServerLife,
     ServerState,
@@ -25,14 +25,14 @@ LIMIT_S = 10.0
 NOTHING: dict[int, int] = {}
 
 
-def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0) -> Fleet:
-    fleet = Fleet(mode, LIMIT_S)
+def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0) -> FleetDecisions:
+    fleet = FleetDecisions(mode, LIMIT_S)
     for index in range(servers):
         fleet.register(index, f"http://{index}", version, 0.0)
     return fleet
 
 
-def life_of(fleet: Fleet, index: int = 0) -> ServerLife:
+def life_of(fleet: FleetDecisions, index: int = 0) -> ServerLife:
     return next(life for life in fleet.servers if life.index == index)
 
 
@@ -285,7 +285,7 @@ class AnyFaults(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]))
     def begin(self, mode: UpdateMode) -> None:
-        self.fleet = Fleet(mode, LIMIT_S)
+        self.fleet = FleetDecisions(mode, LIMIT_S)
         self.now = 0.0
         self.version = 0
         self.lives = 0
