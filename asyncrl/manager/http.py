@@ -50,9 +50,9 @@ class ManagerHttp:
         """Listen at a free port; returns the URL."""
         loop = asyncio.get_running_loop()
 
-        def with_body_limit(*parts: Any) -> web.BaseRequest:
+        def with_body_limit(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
             """aiohttp's own limit is 1 MiB."""
-            return web.BaseRequest(*parts, loop, client_max_size=MAX_BODY_BYTES)
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
 
         server = web.Server(self._handle, request_factory=with_body_limit, access_log=None, handler_cancellation=True)
         self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=1.0)

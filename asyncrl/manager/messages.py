@@ -43,17 +43,17 @@ Verb = tuple[type[Message], Callable[[Any], Awaitable[Message]]]
 """A request's type and what answers it."""
 
 
-class Empty(Message):
+class Empty(Message, frozen=True):
     """A request that says nothing but its verb."""
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """The reply to a verb that has nothing to tell."""
 
     ok: bool = True
 
 
-class RequestSize(Message):
+class RequestSize(Message, frozen=True):
     """What a request for `n` continuations of at most `max_new_tokens` each will ask of a server."""
 
     prompt_tokens: Count
@@ -66,7 +66,7 @@ class RequestSize(Message):
         return self.prompt_tokens + self.n * self.max_new_tokens
 
 
-class RouteRequest(RequestSize, kw_only=True):
+class RouteRequest(RequestSize, frozen=True, kw_only=True):
     """A request that wants a server. The same `request_id` again moves it.
 
     `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; None as `min_version`
@@ -79,7 +79,7 @@ class RouteRequest(RequestSize, kw_only=True):
     min_version: int | None = None
 
 
-class Route(Message, omit_defaults=True):
+class Route(Message, frozen=True, omit_defaults=True):
     """The server that was chosen, and the policy version it served at that time.
 
     `expires_at` is the client's own knowledge and never sent: later than this, in seconds of its event loop's clock, it
@@ -91,7 +91,7 @@ class Route(Message, omit_defaults=True):
     expires_at: float = math.inf
 
 
-class FinishedRollout(Message):
+class FinishedRollout(Message, frozen=True):
     """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`."""
 
     rollout_id: Name
@@ -101,7 +101,7 @@ class FinishedRollout(Message):
     tokens: Count = 0
 
 
-class WorkerRequest(Message, kw_only=True):
+class WorkerRequest(Message, frozen=True, kw_only=True):
     """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts."""
 
     worker: Name
@@ -109,11 +109,11 @@ class WorkerRequest(Message, kw_only=True):
     finished: list[FinishedRollout] = []
 
 
-class FinishRequest(WorkerRequest):
+class FinishRequest(WorkerRequest, frozen=True):
     """What ended, where no other call tells it."""
 
 
-class WantedRollout(Message):
+class WantedRollout(Message, frozen=True):
     """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
 
     `first`: its first request, where it is known; the grant then has a server for it.
@@ -125,7 +125,7 @@ class WantedRollout(Message):
     first: RequestSize | None = None
 
 
-class AllocateRequest(WorkerRequest, kw_only=True):
+class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
     """Ask to start `rollouts`, in this order. `returned_ack`: the highest `seq` of a returned prompt seen so far."""
 
     rollouts: list[WantedRollout]
@@ -133,7 +133,7 @@ class AllocateRequest(WorkerRequest, kw_only=True):
     returned_ack: int = 0
 
 
-class GrantedRollout(Message):
+class GrantedRollout(Message, frozen=True):
     """A rollout that may run; every token of it will be of `version` or newer.
 
     `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
@@ -145,7 +145,7 @@ class GrantedRollout(Message):
     route: Route | None = None
 
 
-class ReturnedPrompt(Message):
+class ReturnedPrompt(Message, frozen=True):
     """`prompt_id` is to be tried again; `seq` grows with every return to one worker."""
 
     seq: int
@@ -153,7 +153,7 @@ class ReturnedPrompt(Message):
     order: int
 
 
-class AllocateReply(Message):
+class AllocateReply(Message, frozen=True):
     """A prefix of the wanted rollouts, prompts to try again, the served version.
 
     `closed`: no rollout will start any more. `gone`: those of the wanted rollouts that were granted once, in a reply
@@ -167,14 +167,14 @@ class AllocateReply(Message):
     gone: list[str] = []
 
 
-class ScheduleRequest(WorkerRequest, kw_only=True):
+class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
     """Place `requests`."""
 
     requests: list[RouteRequest]
     timeout_s: Seconds = 0.0
 
 
-class ScheduledRequest(Message):
+class ScheduledRequest(Message, frozen=True):
     """Where a request goes: the server's index, URL and version."""
 
     request_id: str
@@ -183,41 +183,41 @@ class ScheduledRequest(Message):
     version: int
 
 
-class ScheduleReply(Message):
+class ScheduleReply(Message, frozen=True):
     """The requests that have a server now."""
 
     scheduled: list[ScheduledRequest]
 
 
-class LostServersRequest(WorkerRequest, kw_only=True):
+class LostServersRequest(WorkerRequest, frozen=True, kw_only=True):
     """Ask for the servers that left service unexpectedly since loss number `after`; -1: only for the number."""
 
     after: int
     timeout_s: Seconds = 0.0
 
 
-class LostServersReply(Message):
+class LostServersReply(Message, frozen=True):
     """URLs of the servers that were lost, and the number of the last loss."""
 
     seq: int
     urls: list[str]
 
 
-class WaitExpiringRequest(Message):
+class WaitExpiringRequest(Message, frozen=True):
     """Wait until the step at policy version `version` makes no running rollout expire."""
 
     version: Count
     timeout_s: Seconds = 0.0
 
 
-class WaitExpiringReply(Message):
+class WaitExpiringReply(Message, frozen=True):
     """The rollouts that are still waited for; `clear`: none."""
 
     clear: bool
     running: list[str]
 
 
-class DroppedRollout(Message):
+class DroppedRollout(Message, frozen=True):
     """A rollout that the trainer received and will not train."""
 
     rollout_id: Name
@@ -225,7 +225,7 @@ class DroppedRollout(Message):
     return_prompt: bool
 
 
-class ConsumedReport(Message):
+class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained."""
 
     version: Count
@@ -233,7 +233,7 @@ class ConsumedReport(Message):
     dropped: list[DroppedRollout]
 
 
-class GateBooks(Message):
+class GateBooks(Message, frozen=True):
     """The gate's ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
 
     submitted: int
@@ -250,14 +250,14 @@ class GateBooks(Message):
         return self.submitted == left + self.running + self.finished_untrained
 
 
-class Books(GateBooks, kw_only=True):
+class Books(GateBooks, frozen=True, kw_only=True):
     """The ledger with the versions it belongs to: the one served, and the trainer's."""
 
     version: int
     trained_version: int
 
 
-class GateState(Books, kw_only=True):
+class GateState(Books, frozen=True, kw_only=True):
     """The gate: its books, how many rollouts it allows, and for how many seconds it was closed so far."""
 
     limit: int
@@ -265,8 +265,8 @@ class GateState(Books, kw_only=True):
     closed_s: float
 
 
-class ServerStatus(Message):
-    """A generation server: its state (`ServerState`), versions served and aimed at, and what the router placed on it."""
+class ServerStatus(Message, frozen=True):
+    """A generation server: its state (`ServerState`), versions served and aimed at, and what is placed on it."""
 
     index: int
     url: str
@@ -279,7 +279,7 @@ class ServerStatus(Message):
     tokens: int
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True):
     """The manager's state, for people and for the master."""
 
     gate: GateState

@@ -73,7 +73,9 @@ class _ManagerCollector(Collector):
         yield CounterMetricFamily("asyncrl_canary_alarms", "Checks above the tolerance.", canary.alarms)
 
 
-def manager_registry(service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None = None) -> CollectorRegistry:
+def manager_registry(
+    service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None = None
+) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
     registry.register(_ManagerCollector(service, fleet, canary))

@@ -209,7 +209,7 @@ class ManagerService:
         return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, closed_s=self.gate_closed_s)
 
     def routes_changed(self, served_version: int | None) -> None:
-        """The router's servers changed; `served_version` is the least that requests are sent to, None: there is none."""
+        """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
         if served_version is not None and self.gate.advance(served_version):
             self._admit()
         self._routes.notify()

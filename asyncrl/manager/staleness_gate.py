@@ -273,7 +273,7 @@ class StalenessGate:
         return None if live is None or live.finished else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
-        """How the rollout left the count, as far as that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
+        """How the rollout left the count, if that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
         retired = self._retired.get(rollout_id)
         return None if retired is None else retired.outcome
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import Batch, SampleBuffer
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
-from asyncrl.master.peers import EvaluationResult, GateStatus
+from asyncrl.master.peers import EvaluationResult
 from asyncrl.master.records import STALE
 from asyncrl.observability.metrics import MetricsWriter
 

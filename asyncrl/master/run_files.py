@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.peers import GateBooks
+from asyncrl.manager.messages import GateBooks
 from asyncrl.runtime.run_dir import METRICS_FILE, SUMMARY_FILE
 
 CHECKPOINTS_DIR, WEIGHTS_DIR, LOGS_DIR = "checkpoints", "weights", "logs"

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import Batch, SampleBuffer
 from asyncrl.master.collector import Collector
@@ -29,7 +31,7 @@ from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus, Manager, ModelWorkers, RolloutWorkers
+from asyncrl.master.peers import EvaluationResult, Manager, ModelWorkers, RolloutWorkers
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
@@ -261,11 +263,11 @@ class TrainLoop:
 
     async def _last_books(self) -> GateBooks:
         manager = self.peers.manager
-        self._untold_drops += self.buffer.pop_drops()
+        dropped = [drop.message for drop in (*self._untold_drops, *self.buffer.pop_drops())]
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
                 await manager.close_gate()
-                await manager.report_consumed(self.version, self._untold_trained, [d.message for d in self._untold_drops])
+                await manager.report_consumed(self.version, self._untold_trained, dropped)
                 return await manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error

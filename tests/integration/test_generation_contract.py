@@ -743,7 +743,9 @@ async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
     stream = await server.start(LONG)
     url = server.backend.url
     with pytest.raises(UpdateFailed):
-        await update_server(BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5)
+        await update_server(
+            BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5
+        )
     again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), "abort", frozen=True)
     await update_server(again, client, DiskDelivery(), timeout_s=LIMIT_S)
     assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"

@@ -116,8 +116,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 
 def serving(version: int, *indices: int) -> Callable[[dict[int, ServerStatus]], bool]:
     return lambda servers: all(
-        index in servers and (servers[index].state, servers[index].version) == ("serving", version)
-        for index in indices
+        index in servers and (servers[index].state, servers[index].version) == ("serving", version) for index in indices
     )
 
 

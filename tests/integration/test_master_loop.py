@@ -14,10 +14,11 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import DroppedRollout, GateBooks
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers import EvaluationResult, GateBooks, GateStatus
-from asyncrl.manager.messages import DroppedRollout
+from asyncrl.master.peers import EvaluationResult
 from asyncrl.master.run_files import BooksError
 from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
 from asyncrl.observability.metrics import read_rows

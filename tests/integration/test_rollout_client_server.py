@@ -216,7 +216,9 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
     await update_server(order, client, DiskDelivery(), timeout_s=5, checks=[check])
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
-        await update_server(replace(order, target=Target(2, "/w/v2")), client, DiskDelivery(), timeout_s=5, checks=[check])
+        await update_server(
+            replace(order, target=Target(2, "/w/v2")), client, DiskDelivery(), timeout_s=5, checks=[check]
+        )
     assert seen == [1, 2]
     assert server.paused
 

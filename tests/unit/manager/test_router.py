@@ -18,7 +18,9 @@ def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
     return router
 
 
-def request_of(name: str, *, tokens: int = 0, n: int = 1, affinity: str = "", rollout: str | None = None) -> RouteRequest:
+def request_of(
+    name: str, *, tokens: int = 0, n: int = 1, affinity: str = "", rollout: str | None = None
+) -> RouteRequest:
     return RouteRequest(0, tokens, n, request_id=name, rollout_id=rollout, affinity=affinity)
 
 
