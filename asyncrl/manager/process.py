@@ -64,7 +64,7 @@ class GserverManager(AsyncWorker):
         token = None if self.secret is None else self.secret.token
         servers_http = JsonHttp(token)
         trainer = TrainerDelivery(self.resolver, None if self.secret is None else self.secret.sockets())
-        self._fleet = FleetRunner(
+        self._fleet_runner = FleetRunner(
             self._decisions,
             self._service,
             servers_http,
@@ -86,7 +86,7 @@ class GserverManager(AsyncWorker):
                     loops.create_task(work)
                     for work in (
                         self._begin(),
-                        self._fleet.run(),
+                        self._fleet_runner.run(),
                         self._watch_versions(),
                         self._watch_registrations(),
                     )
@@ -101,9 +101,9 @@ class GserverManager(AsyncWorker):
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""
-        target = self._decisions.target
+        service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
-        return StatusReply(self._service.gate_state(), self._fleet.status(), newest, self._service.leases.workers)
+        return StatusReply(service.gate_state(), self._fleet_runner.status(), newest, service.leases.workers)
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
@@ -149,13 +149,13 @@ class GserverManager(AsyncWorker):
             self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
             return
         self._first_manifest = self._first_manifest or manifest
-        self._fleet.publish(target)
+        self._fleet_runner.publish(target)
 
     async def _watch_registrations(self) -> None:
         """Follow which generation servers and RolloutWorkers there are."""
         while True:
             servers, workers = await asyncio.to_thread(self._read_registrations)
-            self._fleet.registered(servers)
+            self._fleet_runner.registered(servers)
             self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 

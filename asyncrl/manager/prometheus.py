@@ -13,9 +13,9 @@ from asyncrl.manager.service import ManagerService
 
 
 class _ManagerCollector(Collector):
-    def __init__(self, service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None) -> None:
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None) -> None:
         self._service = service
-        self._fleet = fleet
+        self._decisions = decisions
         self._canary = canary
 
     def collect(self) -> Iterator[Metric]:
@@ -48,7 +48,7 @@ class _ManagerCollector(Collector):
 
     def _servers(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("asyncrl_servers", "Generation servers, by state.", labels=["state"])
-        lives = self._fleet.servers
+        lives = self._decisions.servers
         for state in ServerState:
             states.add_metric([state.value], sum(life.state is state for life in lives))
         yield states
@@ -74,9 +74,9 @@ class _ManagerCollector(Collector):
 
 
 def manager_registry(
-    service: ManagerService, fleet: FleetDecisions, canary: CanaryCheck | None = None
+    service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None = None
 ) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
-    registry.register(_ManagerCollector(service, fleet, canary))
+    registry.register(_ManagerCollector(service, decisions, canary))
     return registry

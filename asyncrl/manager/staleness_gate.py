@@ -196,7 +196,7 @@ class StalenessGate:
         return self.version
 
     def finish(self, rollout_id: str) -> Ticket | None:
-        """The trainer has the rollout; its ticket if that is news, else None."""
+        """The trainer has the rollout; its ticket if that was not known yet, else None."""
         live = self._live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)

@@ -86,7 +86,7 @@ class Run:
         """Wait until `condition` holds of the servers' states."""
         async with asyncio.timeout(30):
             while not condition(self.servers()):
-                await self.manager._fleet._changed.wait(0.2)
+                await self.manager._fleet_runner._changed.wait(0.2)
 
     async def close(self) -> None:
         for client in self.clients:
