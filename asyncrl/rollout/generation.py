@@ -93,13 +93,11 @@ class _Draft:
 class ClientStats:
     """What happened so far, in numbers."""
 
-    requests: int = 0
     rounds: int = 0
     interrupted: int = 0
     """Samples that came back aborted and went on in another round."""
     retried: int = 0
     """Rounds that failed."""
-    tokens: int = 0
 
 
 class RolloutClient:
@@ -187,13 +185,11 @@ class RolloutClient:
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         async with self._slots:
-            self.stats.requests += 1
             try:
                 name = affinity or rollout_id or ""
                 await self._complete(own_id, request, drafts, rollout_id, name, min_version, route)
             finally:
                 self._manager.release(own_id)
-        self.stats.tokens += sum(len(draft.token_ids) for draft in drafts)
         return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
 
     async def _complete(
