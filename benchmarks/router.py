@@ -25,12 +25,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-import orjson
+import msgspec
 import uvloop
 from aiohttp import web
 
-from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.messages import (
+    AllocateRequest,
+    ConsumedReport,
+    FinishedRollout,
+    FinishRequest,
+    Message,
+    RouteRequest,
+    ScheduleRequest,
+    WantedRollout,
+)
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 
@@ -112,29 +122,27 @@ class Load(asyncio.Protocol):
         return [f"{self._number:04d}-{self._cycle:010d}-{index}" for index in range(self._batch)]
 
     def _send(self) -> None:
-        path, body = self._call()
-        content = orjson.dumps({"worker": f"rollout_worker/{self._number}", **body})
+        path, request = self._call()
+        content = msgspec.json.encode(request)
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         self._transport.write(head.encode() + content)
 
-    def _call(self) -> tuple[str, dict[str, Any]]:
-        ids = self._rollouts()
+    def _call(self) -> tuple[str, Message]:
+        ids, worker = self._rollouts(), f"rollout_worker/{self._number}"
         if self._step == 0:
-            rollouts = [{"rollout_id": name, "prompt_id": name, "order": self._cycle} for name in ids]
-            return "/allocate_rollout", {"rollouts": rollouts, "timeout_s": 5.0, "returned_ack": 0}
+            rollouts = [WantedRollout(name, name, self._cycle) for name in ids]
+            return "/allocate_rollout", AllocateRequest(worker=worker, rollouts=rollouts, timeout_s=5.0)
         if self._step == 1:
-            requests = [
-                {"request_id": name, "rollout_id": name, "prompt_tokens": 20, "max_new_tokens": 112, "n": 8}
-                for name in ids
-            ]
-            return "/schedule_request", {"requests": requests, "timeout_s": 5.0}
+            requests = [RouteRequest(20, 112, 8, request_id=name, rollout_id=name) for name in ids]
+            return "/schedule_request", ScheduleRequest(worker=worker, requests=requests, timeout_s=5.0)
         if self._step == 2:
-            return "/finish_rollout", {"finished": [{"rollout_id": n, "accepted": True, "tokens": 320} for n in ids]}
+            finished = [FinishedRollout(name, accepted=True, tokens=320) for name in ids]
+            return "/finish_rollout", FinishRequest(worker=worker, finished=finished)
         trained, self._to_train = self._to_train, []
-        return "/report_consumed", {"version": self._version, "trained": trained, "dropped": []}
+        return "/report_consumed", ConsumedReport(self._version, trained, [])
 
 
 def serve(core: int, plain: bool, report: Connection) -> None:
@@ -156,8 +164,8 @@ async def _serve(plain: bool, report: Connection) -> None:
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
         service.begin(0)
-        registry = manager_registry(service, Fleet("interrupt", 60.0))
-        http = ManagerHttp(service, token=TOKEN, registry=registry, status=service.gate_status)
+        registry = manager_registry(service, FleetDecisions("interrupt", 60.0))
+        http = ManagerHttp(service.verbs(), token=TOKEN, registry=registry)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close
     report.send(port)
     began = await asyncio.to_thread(_mark, report)
@@ -176,7 +184,7 @@ def _mark(report: Connection) -> float:
 
 
 async def _answer_plainly(request: web.BaseRequest) -> web.Response:
-    orjson.loads(await request.read())
+    msgspec.json.decode(await request.read())
     return web.Response(body=b"{}", headers={"Content-Type": "application/json"})
 
 

@@ -1,12 +1,14 @@
-"""JSON over HTTP with a bearer token, a time limit on every call and typed failures: what all HTTP clients here build
-on."""
+"""JSON over HTTP with a bearer token, a time limit on every call and typed failures: under all HTTP clients here."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import aiohttp
-import orjson
+import msgspec
+import numpy as np
+
+T = TypeVar("T")
 
 KEEP_ALIVE_S = 4.0
 """An idle connection is closed before the server does it, which would break the next call; uvicorn does after 5 s."""
@@ -35,6 +37,14 @@ class HttpRefused(HttpError):
         self.body = body
 
 
+class HttpMalformed(HttpRefused):
+    """The peer answered with a 2xx status and something else than was expected; the message says what and where."""
+
+    def __init__(self, url: str, status: int, body: bytes, why: str) -> None:
+        super().__init__(url, status, body)
+        self.args = (f"{self}, which is not as expected: {why}",)
+
+
 class JsonHttp:
     """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
 
@@ -49,29 +59,37 @@ class JsonHttp:
         self._headers = headers
         self._session: aiohttp.ClientSession | None = None
 
-    async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> Any:
-        """Send `body` as JSON (none: no body) and return the reply, parsed if it is JSON, else None.
+    @overload
+    async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> Any: ...
+
+    @overload
+    async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: type[T]) -> T: ...
+
+    async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
+        """Send `body` as JSON (none: no body) and return the reply, which has to be of the type `reply`.
+
+        Without a type the reply is returned parsed if it is JSON, else as None.
 
         Raises:
-            HttpUnreachable, HttpTimeout, HttpRefused: see there.
+            HttpUnreachable, HttpTimeout, HttpRefused, HttpMalformed: see there.
         """
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        data = None if body is None else _encoder.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
-            async with self._open().request(method, url, data=data, timeout=timeout) as reply:
-                content = await reply.read()
+            async with self._open().request(method, url, data=data, timeout=timeout) as answer:
+                content = await answer.read()
         except TimeoutError as error:
             raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise HttpUnreachable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
-        if not 200 <= reply.status < 300:
-            raise HttpRefused(url, reply.status, content)
-        if reply.content_type != "application/json" or not content:
+        if not 200 <= answer.status < 300:
+            raise HttpRefused(url, answer.status, content)
+        if reply is None and (answer.content_type != "application/json" or not content):
             return None
         try:
-            return orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise HttpRefused(url, reply.status, content) from error
+            return msgspec.json.decode(content, type=Any if reply is None else reply)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HttpMalformed(url, answer.status, content, str(error)) from error
 
     async def close(self) -> None:
         """Close every connection; calls under way fail."""
@@ -85,3 +103,13 @@ class JsonHttp:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
+
+
+def _plain(value: object) -> object:
+    """Agents may give token ids as numpy arrays."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{value!r:.80} is a {type(value).__name__}; JSON has no such thing")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)

@@ -3,100 +3,61 @@
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
 does so with back-off until `retry_s` is over. Requests to schedule made in the same turn of the event loop travel in
 one HTTP call; what ended (rollouts and requests) travels with the worker's next call, whatever that is about, or on its
-own where none comes within `NEWS_DELAY_S`. On busy cores the number of calls is what the manager costs.
+own where none comes within `FLUSH_DELAY_S`. On busy cores the number of calls is what the manager costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from asyncrl.comm import names
+from msgspec import structs
+
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
-from asyncrl.manager.returned_prompts import ReturnedPrompt
-from asyncrl.master.peers import GateBooks, GateStatus
-from asyncrl.master.records import Drop
-from asyncrl.rollout.scheduling import RequestSize, Route, ScheduleRequest, SchedulerGone
-from asyncrl.runtime.worker import Worker
+from asyncrl.comm.retry import Backoff
+from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 60.0
-NEWS_DELAY_S = 0.01
-"""How long news waits for a call to travel with; where a rollout ends, the call for the next one follows at once."""
+FLUSH_DELAY_S = 0.01
+"""How long what ended waits for a call to travel with; where a rollout ends, the call for the next follows at once."""
 ROUTE_LIFE_S = 0.2
 """How long the server that came with an admission may be used unasked: an agent that begins at once needs less."""
 CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
-_FIRST_BACKOFF_S = 0.05
-_LAST_BACKOFF_S = 2.0
+_BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Request = TypeVar("_Request", bound=m.WorkerRequest)
 
 
-class ManagerGone(SchedulerGone):
+class ManagerGone(RuntimeError):
     """The GserverManager did not answer for as long as calls are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
-class WantedRollout:
-    """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
-
-    `first`: its first request, where it is known; the grant then has a server for it.
+class GateStatus:
+    """What the manager tells of itself: seconds the gate was closed so far, versions in use, a line for people, and
+    the rollouts dropped so far by reason.
     """
 
-    rollout_id: str
-    prompt_id: str
-    order: int
-    first: RequestSize | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GrantedRollout:
-    """A rollout that may run; every token of it will be of `version` or newer.
-
-    `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
-    server takes requests now.
-    """
-
-    rollout_id: str
-    version: int
-    route: Route | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """The gate's answer: a prefix of the wanted rollouts, prompts to try again, the served version.
-
-    `closed`: no rollout will start any more.
-    """
-
-    granted: tuple[GrantedRollout, ...]
-    returned: tuple[ReturnedPrompt, ...]
-    version: int
-    closed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRollout:
-    """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`."""
-
-    rollout_id: str
-    accepted: bool
-    reason: str = ""
-    return_prompt: bool = False
-    tokens: int = 0
+    closed_s: float
+    versions_in_use: frozenset[int]
+    description: str
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _News:
-    """What ended and the manager does not know yet: request ids, and rollouts as it wants them told."""
+class _Pending:
+    """What ended and the manager does not know yet: request ids, and rollouts."""
 
     released: list[str] = field(default_factory=list)
-    finished: list[dict[str, Any]] = field(default_factory=list)
+    finished: list[m.FinishedRollout] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.released or self.finished)
@@ -117,76 +78,53 @@ class ManagerClient:
         self._worker = worker
         self._http = JsonHttp(token)
         self._retry_s = retry_s
-        self._to_schedule: list[tuple[ScheduleRequest, asyncio.Future[Route | None]]] = []
-        self._news = _News()
-        self._news_timer: asyncio.TimerHandle | None = None
+        self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
+        self._pending = _Pending()
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def connect(cls, worker: Worker) -> ManagerClient:
-        """A client for `worker`, once the manager has registered.
-
-        Raises:
-            NameResolveTimeout: it did not within `system.start_timeout_s`.
-        """
-        limit_s = worker.config.system.start_timeout_s
-        url = await asyncio.to_thread(worker.resolver.wait, names.manager_key(), limit_s)
-        return cls(url, worker.spec.name, None if worker.secret is None else worker.secret.token)
-
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int = 0) -> Allocation:
+    async def allocate(
+        self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0
+    ) -> m.AllocateReply:
         """Ask the gate for `wanted`, in this order; waits up to `timeout_s` for there to be anything to tell.
 
         `returned_ack` is the highest `seq` of a returned prompt seen so far. What is not granted is simply asked for
-        again.
+        again, unless it is `gone`.
 
         Raises:
             ManagerGone: see there.
         """
-        rollouts = [asdict(rollout) for rollout in wanted]
-        body = {"rollouts": rollouts, "timeout_s": timeout_s, "returned_ack": returned_ack}
-        reply = await self._tell("/allocate_rollout", body, hold_s=timeout_s)
-        expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
-        return Allocation(
-            granted=tuple(
-                GrantedRollout(
-                    item["rollout_id"],
-                    item["version"],
-                    item["route"] and Route(**item["route"], expires_at=expires_at),
-                )
-                for item in reply["granted"]
-            ),
-            returned=tuple(ReturnedPrompt(item["seq"], item["prompt_id"], item["order"]) for item in reply["returned"]),
-            version=reply["version"],
-            closed=reply["closed"],
+        request = m.AllocateRequest(
+            worker=self._worker, rollouts=list(wanted), timeout_s=timeout_s, returned_ack=returned_ack
         )
-
-    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
-        self._news.finished += [
-            {
-                "rollout_id": r.rollout_id,
-                "accepted": r.accepted,
-                "reason": r.reason,
-                "return_prompt": r.return_prompt,
-                "tokens": r.tokens,
-            }
-            for r in rollouts
+        reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
+        expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
+        granted = [
+            grant
+            if grant.route is None
+            else structs.replace(grant, route=structs.replace(grant.route, expires_at=expires_at))
+            for grant in reply.granted
         ]
-        self._tell_soon()
+        return structs.replace(reply, granted=granted)
 
-    async def schedule(self, request: ScheduleRequest, timeout_s: float) -> Route | None:
+    def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
+        """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
+        self._pending.finished += rollouts
+        self._flush_soon()
+
+    async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
         """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
-        answer: asyncio.Future[Route | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[m.Route | None] = asyncio.get_running_loop().create_future()
         if not self._to_schedule:
             self._spawn(self._flush_schedules(timeout_s), self._calls)
         self._to_schedule.append((request, answer))
         return await answer
 
     def release(self, request_id: str) -> None:
-        """The request is over."""
-        self._news.released.append(request_id)
-        self._tell_soon()
+        """The request is over. May be repeated."""
+        self._pending.released.append(request_id)
+        self._flush_soon()
 
     async def flush(self) -> None:
         """Tell now what ended.
@@ -194,25 +132,21 @@ class ManagerClient:
         Raises:
             ManagerGone: see there.
         """
-        if self._news:
-            await self._tell("/finish_rollout", {})
+        if self._pending:
+            await self._call_as_worker("/finish_rollout", m.FinishRequest(worker=self._worker), m.Done)
 
-    async def lost_servers(self, after: int, timeout_s: float) -> tuple[int, list[str]]:
+    async def lost_servers(self, after: int, timeout_s: float) -> m.LostServersReply:
         """URLs of servers that left service unexpectedly since loss number `after`, and the number of the last one.
 
         Waits up to `timeout_s` for one. `after` -1: only tells the number. Also the sign of life of a worker that has
         nothing else to say.
         """
-        reply = await self._tell("/lost_servers", {"after": after, "timeout_s": timeout_s}, hold_s=timeout_s)
-        return reply["seq"], reply["urls"]
+        request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
+        return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
-    async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
-        """The optimizer consumed `trained` and is at `version`; `drops` were received and will not be trained."""
-        dropped = [
-            {"rollout_id": drop.record.rollout_id, "reason": drop.reason, "return_prompt": drop.return_prompt}
-            for drop in drops
-        ]
-        await self._call("/report_consumed", {"version": version, "trained": list(trained), "dropped": dropped})
+    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout]) -> None:
+        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained."""
+        await self._call("/report_consumed", m.ConsumedReport(version, list(trained), list(dropped)), m.Done)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
@@ -220,42 +154,37 @@ class ManagerClient:
         Returns:
             The rollouts still waited for after `timeout_s`; none: the way is clear.
         """
-        reply = await self._call("/wait_expiring", {"version": version, "timeout_s": timeout_s}, hold_s=timeout_s)
-        running: list[str] = reply["running"]
-        return running
+        request = m.WaitExpiringRequest(version, timeout_s)
+        return (await self._call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
 
     async def close_gate(self) -> None:
         """No rollout starts from now on."""
-        await self._call("/close_gate", {})
+        await self._call("/close_gate", m.Empty(), m.Done)
 
-    async def abandon(self) -> GateBooks:
+    async def abandon(self) -> m.GateBooks:
         """Give up whatever runs or waits to be trained; the final books."""
-        return _books(await self._call("/abandon", {}))
-
-    async def books(self) -> GateBooks:
-        """The gate's ledger now."""
-        return _books(await self._call("/books", None))
+        return await self._call("/abandon", m.Empty(), m.Books)
 
     async def status(self) -> GateStatus:
         """The manager's state."""
-        reply = await self._call("/status", None)
-        gate, servers = reply["gate"], reply["servers"]
-        shown = ", ".join(f"{s['index']} {s['state']} v{s['version']} ({s['sequences']} running)" for s in servers)
+        reply = await self._call("/status", None, m.StatusReply)
+        gate, servers = reply.gate, reply.servers
+        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
         description = (
-            f"gate: trained {gate['trained']} + finished {gate['finished_untrained']} + running {gate['running']} of "
-            f"{gate['limit']} allowed at served version {gate['version']}; servers: {shown or 'none'}"
+            f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
+            f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
         )
-        in_use = {s["version"] for s in servers} | {s["goal"] for s in servers}
-        return GateStatus(gate["closed_s"], frozenset(v for v in in_use if v is not None), description, gate["dropped"])
+        in_use = {version for server in servers for version in (server.version, server.goal)}
+        return GateStatus(gate.closed_s, frozenset(v for v in in_use if v is not None), description, gate.dropped)
 
     async def close(self) -> None:
         """Tell what ended and is not told yet, then close the connections."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
-        if self._news_timer is not None:
-            self._news_timer.cancel()
-        self._tell_alone()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        self._flush_now()
         if self._flushes:
             await asyncio.wait(self._flushes, timeout=CLOSE_LIMIT_S)
         for flush in self._flushes:
@@ -263,34 +192,34 @@ class ManagerClient:
         await asyncio.gather(*self._flushes, return_exceptions=True)
         await self._http.close()
 
-    async def _tell(self, path: str, body: dict[str, Any], *, hold_s: float = 0.0) -> Any:
+    async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """A call in the worker's name, which also tells what ended."""
-        news, self._news = self._news, _News()
-        told = {"worker": self._worker, "released": news.released, "finished": news.finished}
+        told, self._pending = self._pending, _Pending()
+        request = structs.replace(request, released=told.released, finished=told.finished)
         try:
-            return await self._call(path, told | body, hold_s=hold_s)
+            return await self._call(path, request, reply, hold_s=hold_s)
         except BaseException:  # perhaps told, perhaps not: telling it again does no harm
-            self._news = _News(news.released + self._news.released, news.finished + self._news.finished)
+            since = self._pending
+            self._pending = _Pending(told.released + since.released, told.finished + since.finished)
             raise
 
-    async def _call(self, path: str, body: Any, *, hold_s: float = 0.0) -> Any:
-        """POST `body` (GET where it is None), again and again while the manager does not answer."""
-        method = "GET" if body is None else "POST"
+    async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
+        """POST `request` (GET where it is None), again and again while the manager does not answer."""
+        method, url, limit_s = "GET" if request is None else "POST", self._url + path, hold_s + CALL_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
-        backoff_s = _FIRST_BACKOFF_S
+        failures = 0
         while True:
             try:
-                return await self._http.call(method, self._url + path, body, timeout_s=hold_s + CALL_TIMEOUT_S)
-            except HttpRefused as error:
-                if error.status < 500:
-                    raise
-                last: HttpError = error
+                return await self._http.call(method, url, request, timeout_s=limit_s, reply=reply)
             except HttpError as error:
+                if isinstance(error, HttpRefused) and error.status < 500:
+                    raise
                 last = error
-            if asyncio.get_running_loop().time() + backoff_s > deadline:
+            failures += 1
+            delay_s = _BACKOFF.delay(failures)
+            if asyncio.get_running_loop().time() + delay_s > deadline:
                 raise ManagerGone(f"GserverManager {path}: {last}; given up after {self._retry_s:g} s") from last
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+            await asyncio.sleep(delay_s)
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call`, which begins in the loop's next turn: what this turn still adds travels with it."""
@@ -301,27 +230,17 @@ class ManagerClient:
     async def _flush_schedules(self, timeout_s: float) -> None:
         batch, self._to_schedule = self._to_schedule, []
         answers = {request.request_id: answer for request, answer in batch}
-        body = {
-            "requests": [
-                {
-                    "request_id": r.request_id,
-                    "rollout_id": r.rollout_id,
-                    "prompt_tokens": r.prompt_tokens,
-                    "max_new_tokens": r.max_new_tokens,
-                    "n": r.n,
-                    "affinity": r.affinity,
-                    "min_version": r.min_version,
-                }
-                for r, _ in batch
-            ],
-            "timeout_s": timeout_s,
-        }
+        request = m.ScheduleRequest(
+            worker=self._worker, requests=[request for request, _ in batch], timeout_s=timeout_s
+        )
         try:
-            reply = await self._tell("/schedule_request", body, hold_s=timeout_s)
-            for item in reply["scheduled"]:
-                answer = answers.pop(item["request_id"])
-                if not answer.done():
-                    answer.set_result(Route(item["url"], item["version"]))
+            reply = await self._call_as_worker("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
+            for placed in reply.scheduled:
+                answer = answers.pop(placed.request_id)
+                if answer.done():  # nobody waits any more, and the release came before there was anything to release
+                    self.release(placed.request_id)
+                else:
+                    answer.set_result(m.Route(placed.url, placed.version))
             for answer in answers.values():
                 if not answer.done():
                     answer.set_result(None)
@@ -334,29 +253,18 @@ class ManagerClient:
                 if not answer.done():
                     answer.set_exception(error)
 
-    def _tell_soon(self) -> None:
-        if self._news_timer is None:
-            self._news_timer = asyncio.get_running_loop().call_later(NEWS_DELAY_S, self._tell_alone)
+    def _flush_soon(self) -> None:
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_DELAY_S, self._flush_now)
 
-    def _tell_alone(self) -> None:
-        """No call came that could have taken the news along."""
-        self._news_timer = None
-        if self._news:
+    def _flush_now(self) -> None:
+        """No call came that could have told what ended."""
+        self._flush_timer = None
+        if self._pending:
             self._spawn(self._flush_in_background(), self._flushes)
 
     async def _flush_in_background(self) -> None:
         try:
             await self.flush()
-        except (HttpError, ManagerGone) as error:  # kept for the next call, and whoever makes that hears of it
+        except (HttpError, ManagerGone) as error:  # kept for the next call, and whoever makes that is told
             _log.warning("the manager was not told what ended: %s", error)
-
-
-def _books(reply: Any) -> GateBooks:
-    return GateBooks(
-        submitted=reply["submitted"],
-        trained=reply["trained"],
-        dropped=reply["dropped"],
-        abandoned=reply["abandoned"],
-        running=reply["running"],
-        finished_untrained=reply["finished_untrained"],
-    )

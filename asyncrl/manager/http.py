@@ -1,4 +1,4 @@
-"""HTTP around `ManagerService`: JSON in and out, bearer token, one small handler for everything.
+"""The manager's verbs over HTTP: JSON in and out, bearer token, one small handler for everything.
 
 aiohttp's low-level server is used without its router and middleware: at thousands of calls per second on one core
 they cost a fifth.
@@ -6,65 +6,59 @@ they cost a fifth.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from typing import Any
 
-import orjson
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from asyncrl.manager.service import BadRequest, ManagerService
+from asyncrl.manager.messages import BadRequest, Message, Verb
 
 MAX_BODY_BYTES = 16 * 2**20
 """A call for ten thousand requests is under two megabytes; more than this is not one of this system's."""
 
 _JSON = {"Content-Type": "application/json"}
-_OPEN = frozenset({"/health", "/metrics"})
 
-Json = dict[str, Any]
-
+_encoder = msgspec.json.Encoder()
 _log = logging.getLogger(__name__)
 
 
 class ManagerHttp:
-    """The server. `status` gives the reply of `/status`.
+    """The server.
 
     A call without the run's token is refused with 401 and counted; each address is logged once.
+
+    Args:
+        verbs: by path, the type of the request and what answers it.
+        token: bearer token of every verb; None where the run has no secret.
+        registry: what `/metrics` shows, to anybody.
     """
 
-    def __init__(
-        self, service: ManagerService, *, token: str | None, registry: CollectorRegistry, status: Callable[[], Json]
-    ) -> None:
+    def __init__(self, verbs: Mapping[str, Verb], *, token: str | None, registry: CollectorRegistry) -> None:
+        self._verbs = {path: (msgspec.json.Decoder(kind), handler) for path, (kind, handler) in verbs.items()}
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._registry = registry
-        self._held: dict[str, Callable[[Json], Awaitable[Json]]] = {
-            "/allocate_rollout": service.allocate_rollout,
-            "/schedule_request": service.schedule_request,
-            "/wait_expiring": service.wait_expiring,
-            "/lost_servers": service.lost_servers,
-        }
-        self._quick: dict[str, Callable[[Json], Json]] = {
-            "/finish_rollout": service.finish_rollout,
-            "/report_consumed": service.report_consumed,
-            "/close_gate": service.close_gate,
-            "/abandon": service.abandon,
-        }
-        self._views: dict[str, Callable[[], Json]] = {"/books": service.books, "/status": status}
         self._runner: web.ServerRunner | None = None
         self._refused_from: set[str] = set()
         self.unauthorized = 0
 
-    async def start(self, host: str, port: int = 0) -> str:
-        """Listen; returns the URL. Port 0 takes a free one."""
-        server = web.Server(self._handle, access_log=None, handler_cancellation=True)
+    async def start(self, host: str) -> str:
+        """Listen at a free port; returns the URL."""
+        loop = asyncio.get_running_loop()
+
+        def with_body_limit(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            """aiohttp's own limit is 1 MiB."""
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
+
+        server = web.Server(self._handle, request_factory=with_body_limit, access_log=None, handler_cancellation=True)
         self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        address = self._runner.addresses[0]
-        return f"http://{host}:{address[1]}"
+        await web.TCPSite(self._runner, host, 0).start()
+        return f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """Stop listening; calls that are held end."""
@@ -74,40 +68,29 @@ class ManagerHttp:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        if path in _OPEN:
-            return self._open(path)
-        if self._expected is not None and not self._authorized(request):
-            return _error(401, "missing or wrong bearer token")
-        try:
-            if path in self._views:
-                return _reply(self._views[path]())
-            held, quick = self._held.get(path), self._quick.get(path)
-            if held is None and quick is None:
-                return _error(404, f"no such path: {path}")
-            if (request.content_length or 0) > MAX_BODY_BYTES:
-                return _error(413, f"body has {request.content_length} bytes; at most {MAX_BODY_BYTES} are taken")
-            body = orjson.loads(await request.read())
-            if not isinstance(body, dict):
-                raise BadRequest("the body is not a JSON object")
-            if held is not None:
-                return _reply(await held(body))
-            assert quick is not None
-            return _reply(quick(body))
-        except (BadRequest, orjson.JSONDecodeError) as error:
-            return _error(400, str(error))
-        except (KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s: malformed request", path, exc_info=error)
-            return _error(400, f"field {error} is missing or of the wrong type")
-
-    def _open(self, path: str) -> web.Response:
         if path == "/health":
             return _reply({"status": "ok"})
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if path == "/metrics":
+            return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if self._expected is not None and not self._authorized(request):
+            return _error(401, "missing or wrong bearer token")
+        verb = self._verbs.get(path)
+        if verb is None:
+            return _error(404, f"no such path: {path}")
+        decoder, handler = verb
+        try:
+            return _reply(await handler(decoder.decode(await request.read() or b"{}")))
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        except msgspec.ValidationError as error:
+            return _error(400, _with_path_first(str(error)))
+        except (BadRequest, msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _error(400, str(error))
 
     def _authorized(self, request: web.BaseRequest) -> bool:
         assert self._expected is not None
         header = request.headers.get("Authorization", "")
-        if hmac.compare_digest(header.encode(errors="replace"), self._expected):
+        if hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
             return True
         self.unauthorized += 1
         source = request.remote or "?"
@@ -117,9 +100,15 @@ class ManagerHttp:
         return False
 
 
-def _reply(content: Json) -> web.Response:
-    return web.Response(body=orjson.dumps(content), headers=_JSON)
+def _reply(content: Message | dict[str, str]) -> web.Response:
+    return web.Response(body=_encoder.encode(content), headers=_JSON)
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps({"error": message}), headers=_JSON)
+    return web.Response(status=status, body=_encoder.encode({"error": message}), headers=_JSON)
+
+
+def _with_path_first(message: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.order`" as "$.order: expected int, got str"."""
+    what, _, path = message.replace("`", "").partition(" - at ")
+    return f"{path or '$'}: {what[:1].lower()}{what[1:]}"

@@ -1,8 +1,9 @@
 """GserverManager: staleness gate, router and weight updates of the run, as one process. It proxies no tokens.
 
-    manager_service   the verbs, over the pure state of gate, router, leases and returned prompts
-    manager_http      HTTP around them
-    server_fleet      carries out what `weight_update` decides for each generation server
+    service           the verbs, over the pure state of gate, router, leases and returned prompts
+    http              HTTP around them, with the types in `messages`
+    fleet/decisions   what each generation server should do next, to get the newest weights
+    fleet/runner      does it, and tells the router
 
 This file finds out what happens elsewhere, in name resolution: which servers and workers there are, and which weights
 were published.
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
-from asyncrl.manager.fleet.decisions import Fleet, Target
-from asyncrl.manager.fleet.runner import ServerFleet
+from asyncrl.manager.fleet.decisions import FleetDecisions, Target
+from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.messages import Empty, StatusReply
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -48,7 +49,7 @@ class GserverManager(AsyncWorker):
             lease_s=config.manager.rollout_lease_s,
             place_first=config.manager.update_mode != UpdateMode.finish,
         )
-        self._decisions = Fleet(config.manager.update_mode, config.manager.update_timeout_s)
+        self._decisions = FleetDecisions(config.manager.update_mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
@@ -59,7 +60,7 @@ class GserverManager(AsyncWorker):
         token = None if self.secret is None else self.secret.token
         servers_http = JsonHttp(token)
         trainer = TrainerDelivery(self.resolver, None if self.secret is None else self.secret.sockets())
-        self._fleet = ServerFleet(
+        self._fleet_runner = FleetRunner(
             self._decisions,
             self._service,
             servers_http,
@@ -70,7 +71,8 @@ class GserverManager(AsyncWorker):
             log=self.log,
         )
         registry = manager_registry(self._service, self._decisions, self._canary)
-        http = ManagerHttp(self._service, token=token, registry=registry, status=self.status)
+        verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
+        http = ManagerHttp(verbs, token=token, registry=registry)
         try:
             url = await http.start(self.config.system.host)
             self.resolver.add(names.manager_key(), url, lease_s=self.config.system.heartbeat_s, replace=True)
@@ -80,7 +82,7 @@ class GserverManager(AsyncWorker):
                     loops.create_task(work)
                     for work in (
                         self._begin(),
-                        self._fleet.run(),
+                        self._fleet_runner.run(),
                         self._watch_versions(),
                         self._watch_registrations(),
                     )
@@ -93,15 +95,14 @@ class GserverManager(AsyncWorker):
             await servers_http.close()
             trainer.close()
 
-    def status(self) -> dict[str, Any]:
-        """The reply of `/status`."""
-        target = self._decisions.target
-        return {
-            "gate": self._service.gate_status(),
-            "servers": self._fleet.status(),
-            "newest_version": None if target is None else target.version,
-            "workers": self._service.leases.workers,
-        }
+    def status(self) -> StatusReply:
+        """Gate, servers, newest published version and the workers that live."""
+        service, target = self._service, self._decisions.target
+        newest = None if target is None else target.version
+        return StatusReply(service.gate_state(), self._fleet_runner.status(), newest, service.leases.workers)
+
+    async def _answer_status(self, request: Empty) -> StatusReply:
+        return self.status()
 
     async def _begin(self) -> None:
         """Open the gate once the master says where the run stands.
@@ -133,9 +134,7 @@ class GserverManager(AsyncWorker):
                 continue
 
     async def _take(self, target: Target) -> None:
-        """Check `target` and make it the servers' goal; a torn or mismatching one is refused, the old version keeps
-        serving.
-        """
+        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving."""
         try:
             manifest = await asyncio.to_thread(verify, Path(target.path))
             if self._first_manifest is not None:
@@ -146,13 +145,13 @@ class GserverManager(AsyncWorker):
             self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
             return
         self._first_manifest = self._first_manifest or manifest
-        self._fleet.publish(target)
+        self._fleet_runner.publish(target)
 
     async def _watch_registrations(self) -> None:
         """Follow which generation servers and RolloutWorkers there are."""
         while True:
             servers, workers = await asyncio.to_thread(self._read_registrations)
-            self._fleet.registered(servers)
+            self._fleet_runner.registered(servers)
             self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 

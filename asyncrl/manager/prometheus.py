@@ -8,14 +8,14 @@ from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Gauge
 from prometheus_client.registry import Collector
 
 from asyncrl.manager.fleet.canary_check import CanaryCheck
-from asyncrl.manager.fleet.decisions import Fleet, ServerState
+from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.service import ManagerService
 
 
 class _ManagerCollector(Collector):
-    def __init__(self, service: ManagerService, fleet: Fleet, canary: CanaryCheck | None) -> None:
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None) -> None:
         self._service = service
-        self._fleet = fleet
+        self._decisions = decisions
         self._canary = canary
 
     def collect(self) -> Iterator[Metric]:
@@ -48,7 +48,7 @@ class _ManagerCollector(Collector):
 
     def _servers(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("asyncrl_servers", "Generation servers, by state.", labels=["state"])
-        lives = self._fleet.servers
+        lives = self._decisions.servers
         for state in ServerState:
             states.add_metric([state.value], sum(life.state is state for life in lives))
         yield states
@@ -73,8 +73,10 @@ class _ManagerCollector(Collector):
         yield CounterMetricFamily("asyncrl_canary_alarms", "Checks above the tolerance.", canary.alarms)
 
 
-def manager_registry(service: ManagerService, fleet: Fleet, canary: CanaryCheck | None = None) -> CollectorRegistry:
+def manager_registry(
+    service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None = None
+) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
-    registry.register(_ManagerCollector(service, fleet, canary))
+    registry.register(_ManagerCollector(service, decisions, canary))
     return registry

@@ -1,5 +1,4 @@
-"""Prompts on their way back: a dropped rollout's prompt is told to the worker that had it until that worker runs it
-again.
+"""Prompts on their way back: a dropped rollout's prompt is told to its worker until that worker runs it again.
 
 A returned prompt gets a number. It is in every reply to its worker until the worker acknowledges the number, so a
 lost reply loses no prompt. Acknowledged prompts are remembered until their next rollout is allocated: if the worker
@@ -10,14 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class ReturnedPrompt:
-    """`prompt_id` is to be tried again; `seq` grows with every return to one worker."""
-
-    seq: int
-    prompt_id: str
-    order: int
+from asyncrl.manager.messages import ReturnedPrompt
 
 
 @dataclass(slots=True)

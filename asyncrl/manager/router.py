@@ -23,31 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncrl.manager.messages import RouteRequest
+
 AFFINITIES_KEPT = 65_536
 """Conversations whose server `prefix_affine` remembers; the one unused for longest goes first. About 200 bytes each."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """A request for `n` continuations.
-
-    `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; a server must be at
-    `min_version` or newer.
-    """
-
-    request_id: str
-    worker: str
-    rollout_id: str | None = None
-    prompt_tokens: int = 0
-    max_new_tokens: int = 0
-    n: int = 1
-    affinity: str = ""
-    min_version: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens to prefill and to generate at most."""
-        return self.prompt_tokens + self.n * self.max_new_tokens
 
 
 @dataclass(slots=True)
@@ -63,13 +42,12 @@ class ServerView:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request runs; `version` is the server's when it was placed."""
+class _Placement:
+    """Which request of which worker runs where."""
 
     request: RouteRequest
+    worker: str
     server: int
-    url: str
-    version: int
 
 
 class Policy(Protocol):
@@ -144,7 +122,7 @@ class Router:
             raise ValueError(f"manager.routing is {policy!r}; choose one of {', '.join(POLICIES)}")
         self._policy = POLICIES[policy]()
         self._servers: dict[int, ServerView] = {}
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[str, _Placement] = {}
         self._of_rollout: dict[str, set[str]] = {}
         self._of_worker: dict[str, set[str]] = {}
 
@@ -158,15 +136,14 @@ class Router:
         """Requests that are placed."""
         return len(self._placements)
 
-    def update(self, index: int, url: str, version: int, routable: bool) -> list[str]:
+    def update(self, index: int, url: str, version: int, routable: bool) -> None:
         """Add a server or change what is known of it.
 
-        A new `url` is a new server process: what was placed on the old one is forgotten. Returns those request ids.
+        A new `url` is a new server process: what was placed on the old one is forgotten.
         """
         view = self._servers.get(index)
-        lost: list[str] = []
         if view is not None and view.url != url:
-            lost = self.remove(index)
+            self.remove(index)
             view = None
         if view is None:
             self._servers[index] = ServerView(index, url, version, routable)
@@ -174,53 +151,52 @@ class Router:
         else:
             view.version = version
             view.routable = routable
-        return lost
 
-    def remove(self, index: int) -> list[str]:
-        """The server is gone; returns the request ids that were placed on it."""
-        lost = [key for key, placement in self._placements.items() if placement.server == index]
-        for request_id in lost:
+    def remove(self, index: int) -> None:
+        """The server is gone, and what was placed on it is forgotten."""
+        for request_id in [key for key, placement in self._placements.items() if placement.server == index]:
             self.release(request_id)
         self._servers.pop(index, None)
-        return lost
 
-    def schedule(self, request: RouteRequest) -> Placement | None:
-        """Place `request`, moving it if it is placed already; None where no server may have it now."""
+    def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
+        """Place `request` of `worker` on a server at `min_version` or newer, moving it if it is placed already; None
+        where no server may have it now.
+        """
         self.release(request.request_id)
-        candidates = [view for view in self._servers.values() if view.routable and view.version >= request.min_version]
+        candidates = [view for view in self._servers.values() if view.routable and view.version >= min_version]
         if not candidates:
             return None
         view = self._policy.choose(candidates, request)
         view.sequences += request.n
         view.tokens += request.tokens
-        placement = Placement(request, view.index, view.url, view.version)
-        self._placements[request.request_id] = placement
-        self._of_worker.setdefault(request.worker, set()).add(request.request_id)
+        self._placements[request.request_id] = _Placement(request, worker, view.index)
+        self._of_worker.setdefault(worker, set()).add(request.request_id)
         if request.rollout_id is not None:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
-        return placement
+        return view
 
-    def release(self, request_id: str) -> bool:
-        """The request no longer runs; whether it was placed."""
+    def release(self, request_id: str) -> None:
+        """The request no longer runs."""
         placement = self._placements.pop(request_id, None)
         if placement is None:
-            return False
+            return
         request = placement.request
         view = self._servers[placement.server]
         view.sequences -= request.n
         view.tokens -= request.tokens
-        _discard(self._of_worker, request.worker, request_id)
+        _discard(self._of_worker, placement.worker, request_id)
         if request.rollout_id is not None:
             _discard(self._of_rollout, request.rollout_id, request_id)
-        return True
 
-    def release_rollout(self, rollout_id: str) -> int:
-        """The rollout is over; number of requests released."""
-        return sum(self.release(request_id) for request_id in list(self._of_rollout.get(rollout_id, ())))
+    def release_rollout(self, rollout_id: str) -> None:
+        """The rollout is over, and its requests with it."""
+        for request_id in list(self._of_rollout.get(rollout_id, ())):
+            self.release(request_id)
 
-    def release_worker(self, worker: str) -> int:
-        """The worker is gone; number of requests released."""
-        return sum(self.release(request_id) for request_id in list(self._of_worker.get(worker, ())))
+    def release_worker(self, worker: str) -> None:
+        """The worker is gone, and its requests with it."""
+        for request_id in list(self._of_worker.get(worker, ())):
+            self.release(request_id)
 
 
 def _discard(index: dict[str, set[str]], key: str, request_id: str) -> None:

@@ -1,8 +1,7 @@
 """The GserverManager's state and verbs: gate, router, leases and returned prompts as one, without HTTP around them.
 
-A verb takes the JSON of its request as a dict and returns that of the reply. A worker's call is also its sign of life,
-and tells in `released` and `finished` which of its requests and rollouts ended. Verbs that may have to wait are
-coroutines and look again whenever something changed that they depend on:
+A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
+whenever something changed that they depend on:
 
     allocate_rollout   waits for room at the gate, or for prompts that are given back
     schedule_request   waits for a server that takes requests at the wanted version
@@ -20,12 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from msgspec import structs
+
+from asyncrl.manager import messages as m
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.returned_prompts import ReturnedPrompts
-from asyncrl.manager.router import Router, RouteRequest
-from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.router import Router, ServerView
+from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate, Ticket
 from asyncrl.manager.wakeup import Signal
 
 MAX_HOLD_S = 60.0
@@ -34,28 +35,14 @@ FIRST_ASK_S = 10.0
 """How long the first admission waits for a worker that has not asked yet."""
 LOSSES_KEPT = 256
 
-Json = dict[str, Any]
-
-
-class BadRequest(ValueError):
-    """The request is not one of this interface; the message says which field is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A rollout that waits, and the size of its first request where it is known."""
-
-    ticket: Ticket
-    first: Json | None
-
 
 @dataclass(slots=True, eq=False)
 class _AtGate:
     """An allocation that waits: what it wants and what it got."""
 
     worker: str
-    wanted: list[_Wanted]
-    granted: list[Json] = field(default_factory=list)
+    wanted: list[m.WantedRollout]
+    granted: list[m.GrantedRollout] = field(default_factory=list)
 
 
 class ManagerService:
@@ -105,133 +92,124 @@ class ManagerService:
         """Seconds in which no rollout could have started."""
         return self._closed_s + (0.0 if self._closed_since is None else self._clock() - self._closed_since)
 
-    async def allocate_rollout(self, body: Json) -> Json:
-        """Admit a prefix of `rollouts`; holds for up to `timeout_s` where there is nothing to tell."""
-        worker = self._hear(body)
-        wanted = [
-            _Wanted(Ticket(item["rollout_id"], worker, item["prompt_id"], item["order"]), item.get("first"))
-            for item in body["rollouts"]
-        ]
-        ids = [each.ticket.rollout_id for each in wanted]
-        used = next((rollout_id for rollout_id in ids if self.gate.has_left(rollout_id)), None)
-        if used is not None:
-            raise BadRequest(f"rollout_id {used!r} was used before; give each attempt an id of its own")
-        self.returned.acknowledge(worker, body.get("returned_ack", 0))
-        deadline = self._deadline(body)
+    def verbs(self) -> dict[str, m.Verb]:
+        """What it answers: by path the request's type and the handler."""
+        return {
+            "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
+            "/schedule_request": (m.ScheduleRequest, self.schedule_request),
+            "/lost_servers": (m.LostServersRequest, self.lost_servers),
+            "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
+            "/finish_rollout": (m.FinishRequest, self.finish_rollout),
+            "/report_consumed": (m.ConsumedReport, self.report_consumed),
+            "/close_gate": (m.Empty, self.close_gate),
+            "/abandon": (m.Empty, self.abandon),
+            "/books": (m.Empty, self.books),
+        }
+
+    async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
+        """Admit a prefix of the wanted rollouts; holds where there is nothing to tell.
+
+        A call that finds the gate closed is held like any other, or workers would ask again without a pause.
+        """
+        self._note_call(request)
+        worker, deadline = request.worker, self._deadline(request.timeout_s)
+        wanted: list[m.WantedRollout] = []
+        gone: list[str] = []
+        for rollout in request.rollouts:
+            if self._was_given_up(rollout.rollout_id):
+                gone.append(rollout.rollout_id)
+            else:
+                wanted.append(rollout)
+        self.returned.acknowledge(worker, request.returned_ack)
         self._absent.discard(worker)
         waiting = _AtGate(worker, wanted)
-        while wanted and self.gate.is_live(wanted[0].ticket.rollout_id):  # the reply to this call was lost once
+        while wanted and self.gate.is_live(wanted[0].rollout_id):  # the reply to this call was lost once
             self._start(waiting)
         self._at_gate.append(waiting)
+        closed_before = self.gate.closed
         try:
             self._admit()
-            while not (waiting.granted or self.gate.closed or self.returned.pending(worker)):
+            while not (waiting.granted or gone or self.returned.pending(worker) or self.gate.closed != closed_before):
                 if not await self._room.wait(deadline - self._clock()):
                     break
         finally:
             self._at_gate.remove(waiting)
-        return {
-            "granted": waiting.granted,
-            "returned": [
-                {"seq": prompt.seq, "prompt_id": prompt.prompt_id, "order": prompt.order}
-                for prompt in self.returned.pending(worker)
-            ],
-            "version": self.gate.version,
-            "closed": self.gate.closed,
-        }
+        returned = self.returned.pending(worker)
+        return m.AllocateReply(waiting.granted, returned, self.gate.version, self.gate.closed, gone)
 
-    async def schedule_request(self, body: Json) -> Json:
-        """Place `requests`; holds for up to `timeout_s` while none of them can be."""
-        worker = self._hear(body)
-        requests = [self._route_request(worker, item) for item in body["requests"]]
-        deadline = self._deadline(body)
+    async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
+        """Place the requests; holds while none of them can be."""
+        self._note_call(request)
+        worker, deadline = request.worker, self._deadline(request.timeout_s)
         while True:
             self.leases.renew(worker, self._clock())
-            scheduled = []
-            for request in requests:
-                placement = self.router.schedule(request)
-                if placement is not None:
-                    scheduled.append(
-                        {
-                            "request_id": request.request_id,
-                            "server": placement.server,
-                            "url": placement.url,
-                            "version": placement.version,
-                        }
-                    )
-            if scheduled or not requests or not await self._routes.wait(deadline - self._clock()):
-                return {"scheduled": scheduled}
+            placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
+            scheduled = [
+                m.ScheduledRequest(request_id, server.index, server.url, server.version)
+                for request_id, server in placed
+                if server is not None
+            ]
+            if scheduled or not request.requests or not await self._routes.wait(deadline - self._clock()):
+                return m.ScheduleReply(scheduled)
 
-    def finish_rollout(self, body: Json) -> Json:
+    async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
         """Take in what ended, where no other call tells it."""
-        self._hear(body)
-        return {"ok": True}
+        self._note_call(request)
+        return m.Done()
 
-    def report_consumed(self, body: Json) -> Json:
+    async def report_consumed(self, request: m.ConsumedReport) -> m.Done:
         """The optimizer consumed rollouts, and dropped others."""
-        for item in body["dropped"]:
-            self._drop(item["rollout_id"], item["reason"], item["return_prompt"])
-        for rollout_id in body["trained"]:
+        for dropped in request.dropped:
+            self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
+        for rollout_id in request.trained:
             self.router.release_rollout(rollout_id)
-        self.gate.train(body["version"], body["trained"])
+        self.gate.train(request.version, request.trained)
         self._admit()
         self.progress.notify()
-        return {"ok": True}
+        return m.Done()
 
-    async def wait_expiring(self, body: Json) -> Json:
-        """Hold until step `version` can be taken without making a running rollout expire, up to `timeout_s`."""
-        deadline = self._deadline(body)
+    async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
+        """Hold until the step can be taken without making a running rollout expire."""
+        deadline = self._deadline(request.timeout_s)
         while True:
-            running = self.gate.blocking(body["version"])
+            running = self.gate.blocking(request.version)
             if not running or not await self.progress.wait(deadline - self._clock()):
-                return {"clear": not running, "running": running}
+                return m.WaitExpiringReply(not running, running)
 
-    async def lost_servers(self, body: Json) -> Json:
-        """Hold until a server leaves service unexpectedly after loss `after`, up to `timeout_s`."""
-        worker = self._hear(body)
-        after = body["after"]
-        deadline = self._deadline(body)
+    async def lost_servers(self, request: m.LostServersRequest) -> m.LostServersReply:
+        """Hold until a server leaves service unexpectedly."""
+        self._note_call(request)
+        after, deadline = request.after, self._deadline(request.timeout_s)
         while True:
-            self.leases.renew(worker, self._clock())
+            self.leases.renew(request.worker, self._clock())
             urls = [] if after < 0 else [url for seq, url in self._losses if seq > after]
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
-                return {"seq": self._loss_seq, "urls": urls}
+                return m.LostServersReply(self._loss_seq, urls)
 
-    def close_gate(self, body: Json) -> Json:
+    async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
         self.gate.close()
         self._room.notify()
-        return {"ok": True}
+        return m.Done()
 
-    def abandon(self, body: Json) -> Json:
+    async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
         self.gate.abandon()
         self._room.notify()
         self.progress.notify()
-        return self.books()
+        return self.gate.books()
 
-    def books(self) -> Json:
+    async def books(self, request: m.Empty) -> m.Books:
         """The gate's ledger."""
-        books = self.gate.books()
-        return {
-            "submitted": books.submitted,
-            "trained": books.trained,
-            "dropped": books.dropped,
-            "abandoned": books.abandoned,
-            "running": books.running,
-            "finished_untrained": books.finished_untrained,
-            "version": books.version,
-            "trained_version": books.trained_version,
-        }
+        return self.gate.books()
 
-    def gate_status(self) -> Json:
-        """Counters of the gate, and for how long it was closed, in seconds."""
-        return {**self.books(), "limit": self.gate.limit, "closed": self.gate.closed, "closed_s": self.gate_closed_s}
+    def gate_state(self) -> m.GateState:
+        """Counters of the gate, and for how long it was closed."""
+        books = structs.asdict(self.gate.books())
+        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, closed_s=self.gate_closed_s)
 
     def routes_changed(self, served_version: int | None) -> None:
-        """The router's servers changed; `served_version` is the least that requests are sent to, None where there is
-        none.
-        """
+        """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
         if served_version is not None and self.gate.advance(served_version):
             self._admit()
         self._routes.notify()
@@ -262,7 +240,7 @@ class ManagerService:
         self.router.release_worker(worker)
         self.returned.worker_died(worker)
         for rollout_id in self.gate.running_of(worker):
-            self._drop(rollout_id, WORKER_LOST, return_prompt=True)
+            self._left(rollout_id, self.gate.give_up(rollout_id), return_prompt=True)
         self._admit()
         self.progress.notify()
 
@@ -280,7 +258,10 @@ class ManagerService:
         self._admit()
 
     def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> None:
-        ticket = self.gate.drop(rollout_id, reason)
+        self._left(rollout_id, self.gate.drop(rollout_id, reason), return_prompt)
+
+    def _left(self, rollout_id: str, ticket: Ticket | None, return_prompt: bool) -> None:
+        """The rollout has left the count; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
         if ticket is not None and return_prompt:
             self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order)
@@ -299,7 +280,7 @@ class ManagerService:
 
     def _admit_waiting(self) -> None:
         """Each call gets a prefix of its list; among the calls, the lowest order goes first."""
-        heads = [(call.wanted[0].ticket.order, number) for number, call in enumerate(self._at_gate) if call.wanted]
+        heads = [(call.wanted[0].order, number) for number, call in enumerate(self._at_gate) if call.wanted]
         heapq.heapify(heads)
         admitted = False
         while heads and self.gate.capacity:
@@ -308,71 +289,70 @@ class ManagerService:
             self._start(waiting)
             admitted = True
             if waiting.wanted:
-                heapq.heappush(heads, (waiting.wanted[0].ticket.order, number))
+                heapq.heappush(heads, (waiting.wanted[0].order, number))
         if admitted:
             self._room.notify()
 
     def _start(self, waiting: _AtGate) -> None:
         """Admit the first rollout of a waiting call, unless another call of the same worker saw it to its end."""
         wanted = waiting.wanted.pop(0)
-        ticket = wanted.ticket
-        if self.gate.has_left(ticket.rollout_id):
+        rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
+        if self.gate.outcome(rollout_id) is not None:
             return
-        version = self.gate.start(ticket)
+        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order))
         assert version is not None, "admitted without room"
-        route = self._place(ticket, wanted.first) if wanted.first is not None and self._place_first else None
-        waiting.granted.append({"rollout_id": ticket.rollout_id, "version": version, "route": route})
-        self.returned.running_again(ticket.owner, ticket.prompt_id)
+        route = None
+        if first is not None and self._place_first:
+            size = (first.prompt_tokens, first.max_new_tokens, first.n)
+            request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
+            server = self._place(request, worker)
+            route = None if server is None else m.Route(server.url, server.version)
+        waiting.granted.append(m.GrantedRollout(rollout_id, version, route))
+        self.returned.running_again(worker, wanted.prompt_id)
 
-    def _place(self, ticket: Ticket, first: Json) -> Json | None:
-        """A server for the first request of a rollout just admitted; None where there is none now."""
-        named = {"request_id": ticket.rollout_id, "rollout_id": ticket.rollout_id, "affinity": ticket.rollout_id}
-        placement = self.router.schedule(self._route_request(ticket.owner, first | named))
-        return None if placement is None else {"url": placement.url, "version": placement.version}
+    def _was_given_up(self, rollout_id: str) -> bool:
+        """Whether the rollout was granted, and given up before its worker knew.
 
-    def _hear(self, body: Json) -> str:
-        """A worker calls: it lives, and tells which of its requests and rollouts ended. Returns its name."""
-        worker: str = body["worker"]
-        if not isinstance(worker, str):
-            raise BadRequest(f"worker is {worker!r}; give the caller's name, for example 'rollout_worker/0'")
-        self.leases.renew(worker, self._clock())
-        released, finished = body.get("released", ()), body.get("finished", ())
-        for request_id in released:
+        Raises:
+            BadRequest: it was seen to its end.
+        """
+        outcome = self.gate.outcome(rollout_id)
+        if outcome in (None, WORKER_LOST, ABANDONED):
+            return outcome is not None
+        raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
+
+    def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
+        """A server for the request; None where there is none now, or its rollout is over: nothing would release it."""
+        min_version = request.min_version or 0
+        if request.rollout_id is not None:
+            if self.gate.has_ended(request.rollout_id):
+                return None
+            min_version = max(min_version, self.gate.admitted_at(request.rollout_id) or 0)
+        return self.router.schedule(request, worker, min_version)
+
+    def _note_call(self, request: m.WorkerRequest) -> None:
+        """A worker calls: it lives, and tells which of its requests and rollouts ended."""
+        self.leases.renew(request.worker, self._clock())
+        for request_id in request.released:
             self.router.release(request_id)
-        for item in finished:
-            self._finish(item)
-        if finished:
+        for finished in request.finished:
+            self._finish(finished)
+        if request.finished:
             self._admit()
-        if released or finished:
+        if request.released or request.finished:
             self.progress.notify()
-        return worker
 
-    def _finish(self, item: Json) -> None:
+    def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
-        rollout_id = item["rollout_id"]
-        self.router.release_rollout(rollout_id)
-        if not item["accepted"]:
-            self._drop(rollout_id, item.get("reason") or "rejected", item.get("return_prompt", False))
+        rollout_id = finished.rollout_id
+        if not finished.accepted:
+            self._drop(rollout_id, finished.reason or "rejected", finished.return_prompt)
             return
+        self.router.release_rollout(rollout_id)
         ticket = self.gate.finish(rollout_id)
         if ticket is not None:
             self.returned.running_again(ticket.owner, ticket.prompt_id)
-            self.tokens_finished += item.get("tokens", 0)
+            self.tokens_finished += finished.tokens
 
-    def _route_request(self, worker: str, item: Json) -> RouteRequest:
-        rollout_id = item["rollout_id"]
-        admitted_at = None if rollout_id is None else self.gate.admitted_at(rollout_id)
-        return RouteRequest(
-            item["request_id"],
-            worker,
-            rollout_id,
-            item["prompt_tokens"],
-            item["max_new_tokens"],
-            item["n"],
-            item.get("affinity") or "",
-            max(item.get("min_version") or 0, admitted_at or 0),
-        )
-
-    def _deadline(self, body: Json) -> float:
-        hold_s: float = body.get("timeout_s", 0.0)
+    def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

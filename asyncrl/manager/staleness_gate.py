@@ -17,7 +17,9 @@ Life cycle::
 Messages about one rollout come from two sides (its worker, the trainer) and may overtake or repeat each other.
 ``train`` wins over every other state, since what the optimizer has consumed is a fact: it may come before ``finish``,
 and after the rollout was given up as lost. A rollout given up because its worker fell silent comes back if it
-finishes after all. Everything else about a rollout that has left the count is ignored.
+finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it received of a rollout
+that was given up before the worker's report of its end arrives; coming back then, it would keep its place for ever.
+Everything else about a rollout that has left the count is ignored.
 
 Worked example
 --------------
@@ -69,9 +71,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.manager.messages import Books
 
+TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
-"""Reason of a drop that the rollout's own late report undoes."""
+"""Reason of a rollout that was given up, which its own late report undoes."""
 
 RETIRED_KEPT = 65_536
 """Rollouts that left the count and are still remembered, so that a late or repeated message about them changes nothing.
@@ -91,26 +95,6 @@ class Ticket:
     order: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Books:
-    """The ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
-
-    submitted: int
-    trained: int
-    dropped: dict[str, int]
-    abandoned: int
-    running: int
-    finished_untrained: int
-    version: int
-    trained_version: int
-
-    @property
-    def balanced(self) -> bool:
-        """Whether every submitted rollout is accounted for."""
-        left = self.trained + sum(self.dropped.values()) + self.abandoned
-        return self.submitted == left + self.running + self.finished_untrained
-
-
 @dataclass(slots=True)
 class _Live:
     ticket: Ticket
@@ -124,8 +108,8 @@ class _Retired:
     lost: _Live | None = None
 
 
-_TRAINED = _Retired("trained")
-_ABANDONED = _Retired("abandoned")
+_TRAINED = _Retired(TRAINED)
+_ABANDONED = _Retired(ABANDONED)
 
 
 class StalenessGate:
@@ -213,7 +197,7 @@ class StalenessGate:
         return self.version
 
     def finish(self, rollout_id: str) -> Ticket | None:
-        """The trainer has the rollout; its ticket if that is news, else None."""
+        """The trainer has the rollout; its ticket if that was not known yet, else None."""
         live = self._live.get(rollout_id)
         if live is None:
             retired = self._retired.get(rollout_id)
@@ -229,15 +213,19 @@ class StalenessGate:
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> Ticket | None:
-        """The rollout leaves the count for `reason`; its ticket if it was live, else None."""
-        live = self._live.pop(rollout_id, None)
-        if live is None:
-            return None
-        self._leave(live)
-        self._dropped[reason] += 1
-        recallable = reason == WORKER_LOST and not live.finished
-        self._retire(rollout_id, _Retired(reason, live if recallable else None))
-        return live.ticket
+        """The rollout leaves the count for `reason`, for good; its ticket if it was live, else None."""
+        live = self._live.get(rollout_id)
+        if live is not None:
+            return self._drop(live, _Retired(reason))
+        retired = self._retired.get(rollout_id)
+        if retired is not None and retired.lost is not None:  # it was given up, and now does not come back any more
+            self._retired[rollout_id] = _Retired(retired.outcome)
+        return None
+
+    def give_up(self, rollout_id: str) -> Ticket | None:
+        """The rollout's worker is silent: it leaves the count until it finishes after all; its ticket if it ran."""
+        live = self._live.get(rollout_id)
+        return None if live is None or live.finished else self._drop(live, _Retired(WORKER_LOST, live))
 
     def train(self, version: int, rollout_ids: list[str]) -> None:
         """The optimizer consumed `rollout_ids`; the trainer's policy is now `version`.
@@ -250,7 +238,7 @@ class StalenessGate:
             live = self._live.pop(rollout_id, None)
             if live is not None:
                 self._leave(live)
-            elif not self._untrain_outcome(rollout_id, repeated):
+            elif not self._undo_outcome(rollout_id, repeated):
                 continue
             self._trained += 1
             self._retire(rollout_id, _TRAINED)
@@ -285,9 +273,18 @@ class StalenessGate:
             live = None if retired is None else retired.lost
         return None if live is None or live.finished else live.version
 
-    def has_left(self, rollout_id: str) -> bool:
-        """Whether the rollout was in the count once and is not any more, as far as that is remembered."""
-        return rollout_id in self._retired
+    def outcome(self, rollout_id: str) -> str | None:
+        """How the rollout left the count, if that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
+        retired = self._retired.get(rollout_id)
+        return None if retired is None else retired.outcome
+
+    def has_ended(self, rollout_id: str) -> bool:
+        """Whether the rollout finished or left the count, and will not come back."""
+        live = self._live.get(rollout_id)
+        if live is not None:
+            return live.finished
+        retired = self._retired.get(rollout_id)
+        return retired is not None and retired.lost is None
 
     def is_live(self, rollout_id: str) -> bool:
         """Whether the rollout runs, or is finished and not yet trained."""
@@ -332,6 +329,13 @@ class StalenessGate:
         if not live.finished:
             self._running -= 1
 
+    def _drop(self, live: _Live, retired: _Retired) -> Ticket:
+        del self._live[live.ticket.rollout_id]
+        self._leave(live)
+        self._dropped[retired.outcome] += 1
+        self._retire(live.ticket.rollout_id, retired)
+        return live.ticket
+
     def _recall(self, rollout_id: str, retired: _Retired) -> _Live:
         live = retired.lost
         assert live is not None
@@ -340,7 +344,7 @@ class StalenessGate:
         self._live[rollout_id] = live
         return live
 
-    def _untrain_outcome(self, rollout_id: str, repeated: bool) -> bool:
+    def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
         """Undo how a rollout left before it is counted as trained; False where it must not be counted (again)."""
         retired = self._retired.pop(rollout_id, None)
         if retired is None:

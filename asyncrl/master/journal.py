@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
-from asyncrl.master.peers import GateStatus
 from asyncrl.observability.metrics import MetricsWriter
 from asyncrl.rollout.messages import EvaluationResult
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.master.records import Drop
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import DroppedRollout, GateBooks
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 
 EVALUATION_GRACE_S = 5.0
@@ -45,34 +45,10 @@ async def evaluate(workers: Sequence[CalledWorker], version: int, timeout_s: flo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GateBooks:
-    """The gate's ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
-
-    submitted: int
-    trained: int
-    dropped: Mapping[str, int]
-    abandoned: int
-    running: int = 0
-    finished_untrained: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions in use, a line for people, and
-    the rollouts dropped so far by reason.
-    """
-
-    closed_s: float
-    versions_in_use: frozenset[int]
-    description: str
-    dropped: Mapping[str, int] = field(default_factory=dict)
-
-
 class Manager(Protocol):
     """The GserverManager."""
 
-    async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
+    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout]) -> None:
         """Tell the gate what was trained and what was dropped; the trainer is at `version` now."""
         ...
 

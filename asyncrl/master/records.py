@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.manager.messages import DroppedRollout
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -14,3 +15,8 @@ class Drop:
     record: RolloutRecord
     reason: str
     return_prompt: bool
+
+    @property
+    def message(self) -> DroppedRollout:
+        """What the manager is told of it."""
+        return DroppedRollout(self.record.rollout_id, self.reason, self.return_prompt)

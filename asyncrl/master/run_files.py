@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.peers import GateBooks
+from asyncrl.manager.messages import GateBooks
 from asyncrl.runtime.run_dir import (
     CHECKPOINTS_DIR,
     DATA_STATE_FILE,
@@ -53,7 +52,7 @@ def write_summary(
     summary = {
         "steps": steps,
         "total_steps": total_steps,
-        "books": {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(books).items()},
+        "books": {name: getattr(books, name) for name in GateBooks.__struct_fields__},
         "eval": dict(accuracies),
         "evaluations": list(evaluations),
         "evaluations_failed": list(evaluations_failed),

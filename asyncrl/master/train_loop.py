@@ -24,6 +24,8 @@ from typing import Any, Protocol, TypeVar
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
@@ -31,7 +33,7 @@ from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.peers import CalledWorker, GateBooks, GateStatus, Manager, evaluate
+from asyncrl.master.peers import CalledWorker, Manager, evaluate
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
@@ -255,7 +257,8 @@ class TrainLoop:
         trained, drops = self._unreported_trained, self._unreported_drops
         if not trained and not drops:
             return
-        await or_stop(self.peers.manager.report_consumed(self.version, trained, drops), self.stop, self._limit_s)
+        dropped = [drop.message for drop in drops]
+        await or_stop(self.peers.manager.report_consumed(self.version, trained, dropped), self.stop, self._limit_s)
         self._unreported_trained, self._unreported_drops = [], []
         for head in sorted({drop.record.head for drop in drops}):
             discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
@@ -287,11 +290,11 @@ class TrainLoop:
 
     async def _last_books(self) -> GateBooks:
         manager = self.peers.manager
-        self._unreported_drops += self.buffer.pop_drops()
+        dropped = [drop.message for drop in (*self._unreported_drops, *self.buffer.pop_drops())]
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
                 await manager.close_gate()
-                await manager.report_consumed(self.version, self._unreported_trained, self._unreported_drops)
+                await manager.report_consumed(self.version, self._unreported_trained, dropped)
                 return await manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error

@@ -39,16 +39,17 @@ from typing import Any, Self
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.retry import Backoff
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, ServerCompletion, wire_rid
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.inference.sglang.preflight import check_tokens
-from asyncrl.rollout.scheduling import Route, Scheduler, ScheduleRequest, SchedulerGone
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.manager.messages import Route, RouteRequest
 
 SCHEDULE_HOLD_S = 5.0
 """How long one call waits at the manager for a server before it is made again."""
 LOSS_HOLD_S = 5.0
-_FIRST_BACKOFF_S = 0.1
-_LAST_BACKOFF_S = 5.0
+_BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -92,20 +93,18 @@ class _Draft:
 class ClientStats:
     """What happened so far, in numbers."""
 
-    requests: int = 0
     rounds: int = 0
     interrupted: int = 0
     """Samples that came back aborted and went on in another round."""
     retried: int = 0
     """Rounds that failed."""
-    tokens: int = 0
 
 
 class RolloutClient:
     """See the module's docstring. An asynchronous context manager; use it in one event loop.
 
     Args:
-        scheduler: the GserverManager.
+        manager: chooses the servers.
         token: bearer token of the servers; None where the run has no secret.
         max_concurrent: requests under way at a time.
         request_timeout_s: limit of one HTTP call to a server.
@@ -116,7 +115,7 @@ class RolloutClient:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        manager: ManagerClient,
         *,
         token: str | None,
         max_concurrent: int,
@@ -125,7 +124,7 @@ class RolloutClient:
         max_failures: int = 8,
         vocab_size: int | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._manager = manager
         self._http = JsonHttp(token)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
@@ -171,14 +170,13 @@ class RolloutClient:
             request: what to generate.
             rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
             affinity: name of the conversation, for routing to the server with its cache; default: the rollout.
-            min_version: every token is of this policy version or newer; a rollout's own admission version counts
-            anyway.
+            min_version: every token is of this policy version or newer; a rollout's admission version counts anyway.
             route: the server that the manager gave the rollout for its first request, which this is; once it has
                 expired the manager is asked for another.
 
         Raises:
             GenerationFailed: refused, or failed too often.
-            SchedulerGone: the manager does not answer.
+            ManagerGone: the manager does not answer.
             UnknownToken: the prompt holds a token outside the vocabulary.
         """
         if self._vocab_size is not None:
@@ -187,13 +185,11 @@ class RolloutClient:
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         async with self._slots:
-            self.stats.requests += 1
             try:
                 name = affinity or rollout_id or ""
                 await self._complete(own_id, request, drafts, rollout_id, name, min_version, route)
             finally:
-                self._scheduler.release(own_id)
-        self.stats.tokens += sum(len(draft.token_ids) for draft in drafts)
+                self._manager.release(own_id)
         return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
 
     async def _complete(
@@ -229,12 +225,12 @@ class RolloutClient:
                         f"request {request.request_id!r} failed {failures} times in a row, last: {error}"
                     ) from error
                 _log.warning("request %s: %s; trying again", request.request_id, error)
-                await asyncio.sleep(_backoff_s(failures))
+                await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             failures = 0
             idle = 0 if sum(len(draft.token_ids) for draft in drafts) > before else idle + 1
             if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
-                await asyncio.sleep(_backoff_s(idle - 1))
+                await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
     async def _route(
         self,
@@ -248,17 +244,17 @@ class RolloutClient:
         """A server for the next round; waits while there is none."""
         longest = max(len(draft.token_ids) for draft in open_drafts)
         shortest = min(len(draft.token_ids) for draft in open_drafts)
-        wanted = ScheduleRequest(
-            request_id=own_id,
-            rollout_id=rollout_id,
+        wanted = RouteRequest(
             prompt_tokens=len(request.input_ids) + longest,
             max_new_tokens=self._ask(request.sampling, shortest),
             n=len(open_drafts),
+            request_id=own_id,
+            rollout_id=rollout_id,
             affinity=affinity,
             min_version=min_version,
         )
         while True:
-            route = await self._scheduler.schedule(wanted, SCHEDULE_HOLD_S)
+            route = await self._manager.schedule(wanted, SCHEDULE_HOLD_S)
             if route is not None:
                 return route
 
@@ -286,9 +282,7 @@ class RolloutClient:
     async def _call(
         self, server: GenerationServerClient, own_id: str, items: list[GenerateItem], sampling: SamplingParams
     ) -> list[ServerCompletion]:
-        """One HTTP call that ends early where the manager says the server is lost, and is aborted where it is not
-        awaited.
-        """
+        """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits."""
         call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
@@ -311,15 +305,17 @@ class RolloutClient:
 
     async def _watch_losses(self) -> None:
         """Follow which servers the manager gives up, and end the calls to them; also this worker's sign of life."""
-        after = -1
+        after, failures = -1, 0
         while True:
             try:
-                after, lost = await self._scheduler.lost_servers(after, LOSS_HOLD_S)
-            except (HttpError, SchedulerGone) as error:  # shows where its answers are needed
+                lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
+            except (HttpError, ManagerGone) as error:  # shows where its answers are needed
+                failures += 1
                 _log.warning("not told of lost servers: %s", error)
-                await asyncio.sleep(_LAST_BACKOFF_S)
+                await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
-            for url in lost:
+            after, failures = lost.seq, 0
+            for url in lost.urls:
                 for call in list(self._calls_to.get(url.rstrip("/"), ())):
                     call.cancel()
 
@@ -348,7 +344,3 @@ def _may_pass(error: HttpError) -> bool:
     if isinstance(error, HttpRefused):
         return error.status >= 500
     return isinstance(error, HttpUnreachable | HttpTimeout | ServerLost)
-
-
-def _backoff_s(failures: int) -> float:
-    return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (failures - 1))

@@ -27,9 +27,8 @@ from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.manager.client import Allocation, FinishedRollout, WantedRollout
+from asyncrl.manager.messages import AllocateReply, FinishedRollout, RequestSize, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
-from asyncrl.rollout.scheduling import RequestSize, Route
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -46,7 +45,7 @@ MAX_FAILURES_IN_A_ROW = 16
 class Gate(Protocol):
     """The part of the GserverManager that the loop needs."""
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
         """Ask to start `wanted`; some, the first of them, are granted."""
         ...
 
@@ -154,7 +153,8 @@ class RolloutLoop:
         for returned in reply.returned:
             self._take_back(returned.seq, returned.prompt_id)
         routes = {grant.rollout_id: grant.route for grant in reply.granted}
-        self._candidates = [item for item in self._candidates if item.rollout_id not in routes]
+        settled = routes.keys() | set(reply.gone)
+        self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
         granted = [item for item in asked if item.rollout_id in routes]
         for item in granted:
             item.route = routes[item.rollout_id]

@@ -33,7 +33,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
 from asyncrl.inference.sglang.preflight import IncompatibleWeights, check_weights, read_signature
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
-from asyncrl.manager.fleet.update import carry_out
+from asyncrl.manager.fleet.update import update_server
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.delivery import DiskDelivery
 from asyncrl.weights.transports.transfer import (
@@ -727,7 +727,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         for _ in range(RUNNING)
     ]
     order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause=mode)
-    await carry_out(order, client, DiskDelivery(), timeout_s=LIMIT_S)
+    await update_server(order, client, DiskDelivery(), timeout_s=LIMIT_S)
     for stream in running:
         spans = (await stream.result())["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["0", "1"]
@@ -743,9 +743,11 @@ async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
     stream = await server.start(LONG)
     url = server.backend.url
     with pytest.raises(UpdateFailed):
-        await carry_out(BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5)
+        await update_server(
+            BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5
+        )
     again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), "abort", frozen=True)
-    await carry_out(again, client, DiskDelivery(), timeout_s=LIMIT_S)
+    await update_server(again, client, DiskDelivery(), timeout_s=LIMIT_S)
     assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
     output = await server.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})
     assert output["meta_info"]["weight_version"] == "2"

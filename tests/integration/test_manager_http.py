@@ -10,14 +10,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.http import HttpRefused
-from asyncrl.manager.client import FinishedRollout, ManagerClient, ManagerGone, WantedRollout
-from asyncrl.manager.fleet.decisions import Fleet
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.manager.messages import (
+    DroppedRollout,
+    Empty,
+    FinishedRollout,
+    GateBooks,
+    RequestSize,
+    RouteRequest,
+    StatusReply,
+    WantedRollout,
+)
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import FIRST_ASK_S, ManagerService
-from asyncrl.master.records import Drop
-from asyncrl.rollout.scheduling import RequestSize, Route, ScheduleRequest
-from asyncrl.trainer.messages import RolloutRecord
 
 TOKEN = "a-token"
 
@@ -39,11 +46,9 @@ class Manager:
         self.service = ManagerService(
             batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=self.clock
         )
+        registry = manager_registry(self.service, FleetDecisions("interrupt", 1.0))
         self.http = ManagerHttp(
-            self.service,
-            token=TOKEN,
-            registry=manager_registry(self.service, Fleet("interrupt", 1.0)),
-            status=lambda: {"gate": self.service.gate_status(), "servers": []},
+            self.service.verbs() | {"/status": (Empty, self.status)}, token=TOKEN, registry=registry
         )
         self.url = ""
         self.clients: list[ManagerClient] = []
@@ -51,6 +56,12 @@ class Manager:
     def client(self, worker: str = "rollout_worker/0", token: str = TOKEN, retry_s: float = 5.0) -> ManagerClient:
         self.clients.append(ManagerClient(self.url, worker, token, retry_s=retry_s))
         return self.clients[-1]
+
+    async def status(self, request: Empty) -> StatusReply:
+        return StatusReply(self.service.gate_state(), [], None, [])
+
+    def books(self) -> GateBooks:
+        return self.service.gate.books()
 
     def serve(self, version: int, index: int = 0) -> None:
         self.service.router.update(index, f"http://server{index}", version, True)
@@ -73,13 +84,8 @@ def wanted(*names: str, first: int = 0) -> list[WantedRollout]:
     return [WantedRollout(name, f"p-{name}", first + number) for number, name in enumerate(names)]
 
 
-def request_of(name: str, rollout: str | None = None, min_version: int | None = None) -> ScheduleRequest:
-    return ScheduleRequest(name, rollout, 10, 20, 4, "", min_version)
-
-
-def drop_of(name: str, reason: str, return_prompt: bool) -> Drop:
-    record = RolloutRecord(name, f"p-{name}", 0, 0, 0, {}, (), (), (), ())
-    return Drop(record, reason, return_prompt)
+def request_of(name: str, rollout: str | None = None, min_version: int | None = None) -> RouteRequest:
+    return RouteRequest(10, 20, 4, request_id=name, rollout_id=rollout, min_version=min_version)
 
 
 async def accept(client: ManagerClient, *names: str) -> None:
@@ -98,7 +104,7 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
     client = manager.client()
     first = await client.allocate(wanted(*"abcde"), timeout_s=5)
     assert [(grant.rollout_id, grant.version) for grant in first.granted] == [(name, 0) for name in "abcd"]
-    assert (first.version, first.closed, first.returned) == (0, False, ())
+    assert (first.version, first.closed, first.returned) == (0, False, [])
     second = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate))
     await accept(client, "a", "b")
@@ -113,7 +119,7 @@ async def test_a_repeated_allocation_is_answered_as_before_even_without_room(man
     await client.allocate(wanted(*"abcd"), timeout_s=5)
     again = await client.allocate(wanted(*"abcde"), timeout_s=5)
     assert [grant.rollout_id for grant in again.granted] == list("abcd")
-    assert (await client.books()).submitted == 4
+    assert manager.books().submitted == 4
 
 
 async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager) -> None:
@@ -161,12 +167,12 @@ async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(mana
     await client.allocate(wanted("a"), timeout_s=5)
     waiting = asyncio.create_task(client.allocate([], timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate))
-    await other.report_consumed(0, [], [drop_of("a", "stale", True)])
+    await other.report_consumed(0, [], [DroppedRollout("a", "stale", True)])
     (prompt,) = (await waiting).returned
     assert (prompt.prompt_id, prompt.order) == ("p-a", 0)
-    assert (await client.allocate([], timeout_s=0)).returned == (prompt,)
-    assert (await client.allocate([], timeout_s=0, returned_ack=prompt.seq)).returned == ()
-    assert (await client.books()).dropped == {"stale": 1}
+    assert (await client.allocate([], timeout_s=0)).returned == [prompt]
+    assert (await client.allocate([], timeout_s=0, returned_ack=prompt.seq)).returned == []
+    assert manager.books().dropped == {"stale": 1}
 
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
@@ -204,7 +210,8 @@ async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Mana
     client = manager.client()
     await client.schedule(request_of("q"), 5)
     client.release("q")
-    await held(manager, lambda: manager.service.router.placed, 0)
+    assert manager.service.router.placed == 1
+    await held(manager, lambda: manager.service.router.placed == 0)
 
 
 async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Manager) -> None:
@@ -212,7 +219,7 @@ async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Ma
     await client.schedule(request_of("q"), 5)
     client.release("q")
     rightful, client._worker = client._worker, 7  # type: ignore[assignment]
-    with pytest.raises(HttpRefused, match="worker is 7"):
+    with pytest.raises(HttpRefused, match=r"\$\.worker: expected str, got int"):
         await client.flush()
     client._worker = rightful
     assert manager.service.router.placed == 1
@@ -226,7 +233,8 @@ async def test_an_admission_brings_a_server_for_the_first_request_where_its_size
     size = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
     asked = [WantedRollout(name, f"p-{name}", order, size) for order, name in enumerate("ab")]
     granted = (await client.allocate([*asked, *wanted("c", first=2)], timeout_s=5)).granted
-    assert [grant.route for grant in granted] == [Route("http://server0", 0), Route("http://server1", 0), None]
+    urls = [grant.route and grant.route.url for grant in granted]
+    assert urls == ["http://server0", "http://server1", None]
     views = manager.service.router.servers
     assert [(view.sequences, view.tokens) for view in views] == [(4, 90), (4, 90)]
     again = (await client.allocate(asked, timeout_s=5)).granted  # as if the reply had been lost
@@ -313,7 +321,7 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
     manager.clock.now = 31.0
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     assert manager.service.router.placed == 0
-    books = await client.books()
+    books = manager.books()
     assert (books.dropped, books.running, books.finished_untrained) == ({"worker_died": 1}, 0, 1)
     (prompt,) = (await client.allocate([], timeout_s=0)).returned
     assert prompt.prompt_id == "p-a"
@@ -325,8 +333,73 @@ async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Man
     manager.clock.now = 31.0
     manager.service.expire_workers()
     await accept(client, "a")
-    assert (await client.allocate([], timeout_s=0)).returned == ()
-    assert (await client.books()).dropped == {}
+    assert (await client.allocate([], timeout_s=0)).returned == []
+    assert manager.books().dropped == {}
+
+
+async def test_a_drop_by_the_trainer_is_final_though_the_worker_reports_the_end_later(manager: Manager) -> None:
+    """The lease runs out, the prompt is run again, the trainer drops the first attempt, then its report arrives."""
+    client, master = manager.client(), manager.client("master_worker/0")
+    await client.allocate(wanted("a"), timeout_s=5)
+    manager.clock.now = 31.0
+    manager.service.expire_workers()
+    await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt", False)])
+    await accept(client, "a")
+    books = manager.books()
+    assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"worker_died": 1})
+    assert len((await client.allocate(wanted(*"bcdef"), timeout_s=5)).granted) == manager.service.gate.limit
+
+
+async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    manager.service.router.update(0, "http://server0", 0, False)
+    waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
+    await held(manager, lambda: len(manager.service._routes._waiters))
+    other = manager.client("rollout_worker/1")
+    await accept(other, "a")
+    manager.serve(0)
+    assert await other.schedule(request_of("later"), 5) is not None
+    assert not waiting.done()
+    assert manager.service.router.placed == 1
+
+
+async def test_what_is_placed_for_a_request_that_nobody_waits_for_any_more_is_released(manager: Manager) -> None:
+    """An evaluation belongs to no rollout whose end would release it."""
+    client = manager.client()
+    manager.service.router.update(0, "http://server0", 0, False)
+    waiting = asyncio.create_task(client.schedule(request_of("q"), 30))
+    await held(manager, lambda: len(manager.service._routes._waiters))
+    waiting.cancel()
+    client.release("q")
+    await client.flush()
+    manager.serve(0)
+    await held(manager, lambda: manager.service.router.placed)
+    await held(manager, lambda: manager.service.router.placed == 0)
+
+
+async def test_a_worker_that_was_silent_while_a_grant_was_under_way_asks_for_others(manager: Manager) -> None:
+    """The reply came too late, so the call is repeated; what it granted was given up meanwhile."""
+    client = manager.client()
+    await client.allocate(wanted("a"), timeout_s=5)
+    manager.clock.now = 31.0
+    manager.service.expire_workers()
+    reply = await client.allocate(wanted("a", "b"), timeout_s=5)
+    assert reply.gone == ["a"]
+    assert [grant.rollout_id for grant in reply.granted] == ["b"]
+    assert [prompt.prompt_id for prompt in reply.returned] == ["p-a"]
+    await client.abandon()
+    assert (await client.allocate(wanted("b"), timeout_s=5)).gone == ["b"]
+
+
+async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
+    """Workers would ask again at once, hundreds of times a second, until the run ends."""
+    client, master = manager.client(), manager.client("master_worker/0")
+    await master.close_gate()
+    asking = asyncio.create_task(client.allocate(wanted("a"), timeout_s=30))
+    await held(manager, lambda: len(manager.service._room._waiters))
+    assert not asking.done()
+    assert (await manager.client().allocate([], timeout_s=0)).closed
 
 
 async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
@@ -336,7 +409,7 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     await held(manager, lambda: len(manager.service._at_gate))
     await master.close_gate()
     reply = await waiting
-    assert (reply.closed, reply.granted) == (True, ())
+    assert (reply.closed, reply.granted) == (True, [])
 
 
 async def test_abandoning_balances_the_books(manager: Manager) -> None:
@@ -349,12 +422,13 @@ async def test_abandoning_balances_the_books(manager: Manager) -> None:
 
 async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> None:
     client = manager.client()
-    seq, urls = await client.lost_servers(-1, 5)
-    assert urls == []
-    waiting = asyncio.create_task(client.lost_servers(seq, 30))
+    before = await client.lost_servers(-1, 5)
+    assert before.urls == []
+    waiting = asyncio.create_task(client.lost_servers(before.seq, 30))
     await held(manager, lambda: len(manager.service._loss._waiters))
     manager.service.server_lost("http://server0")
-    assert await waiting == (seq + 1, ["http://server0"])
+    lost = await waiting
+    assert (lost.seq, lost.urls) == (before.seq + 1, ["http://server0"])
 
 
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
@@ -369,36 +443,80 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
 async def test_strangers_are_refused_and_counted(manager: Manager) -> None:
     for _ in range(2):
         with pytest.raises(HttpRefused, match="401"):
-            await manager.client(token="wrong").books()
+            await manager.client(token="wrong").status()
     assert manager.http.unauthorized == 2
-    assert (await manager.client().books()).submitted == 0
 
 
-async def test_malformed_calls_are_answered_and_change_nothing(manager: Manager) -> None:
+async def test_a_header_that_is_no_utf_8_is_a_strangers_too(manager: Manager) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(manager.url.rpartition(":")[2]))
+    writer.write(b"GET /books HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xed\xa0\x80\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+    assert manager.http.unauthorized == 1
+
+
+WORKER = '"worker": "rollout_worker/0"'
+REQUEST = '"request_id": "q", "rollout_id": null, "prompt_tokens": 1, "max_new_tokens": 1'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error"),
+    [
+        ("/allocate_rollout", "{", 400, "Input data was truncated"),
+        ("/allocate_rollout", "[]", 400, "$: expected object, got array"),
+        ("/allocate_rollout", "{}", 400, "$: object missing required field worker"),
+        (
+            "/allocate_rollout",
+            f'{{{WORKER}, "rollouts": [{{"rollout_id": "a", "prompt_id": "p", "order": "1"}}]}}',
+            400,
+            "$.rollouts[0].order: expected int, got str",
+        ),
+        ("/allocate_rollout", f'{{{WORKER}, "rolouts": []}}', 400, "$: object contains unknown field rolouts"),
+        ("/finish_rollout", '{"worker": 3}', 400, "$.worker: expected str, got int"),
+        (
+            "/finish_rollout",
+            f'{{{WORKER}, "finished": [{{"rollout_id": "a"}}]}}',
+            400,
+            "$.finished[0]: object missing required field accepted",
+        ),
+        (
+            "/schedule_request",
+            f'{{{WORKER}, "requests": [{{{REQUEST}, "n": -1}}]}}',
+            400,
+            "$.requests[0].n: expected int",
+        ),
+        ("/report_consumed", '{"version": 1, "trained": [], "dropped": [[]]}', 400, "$.dropped[0]: expected object"),
+        ("/wait_expiring", '{"version": 1, "timeout_s": "5"}', 400, "$.timeout_s: expected float, got str"),
+        ("/lost_servers", f"{{{WORKER}}}", 400, "$: object missing required field after"),
+        ("/nowhere", "{}", 404, "no such path: /nowhere"),
+        ("/allocate_rollout", " " * (MAX_BODY_BYTES + 1), 413, "the body has more than 16777216 bytes"),
+    ],
+)
+async def test_a_malformed_call_is_refused_with_what_is_wrong_and_changes_nothing(
+    manager: Manager, path: str, body: str, status: int, error: str
+) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    calls = [
-        ("/allocate_rollout", b"{", 400),
-        ("/allocate_rollout", b"[]", 400),
-        ("/allocate_rollout", b"{}", 400),
-        ("/finish_rollout", b'{"worker": 3}', 400),
-        ("/schedule_request", b'{"worker": "w", "requests": [{"request_id": 1}]}', 400),
-        ("/nowhere", b"{}", 404),
-        ("/allocate_rollout", b" " * (MAX_BODY_BYTES + 1), 413),
-    ]
     async with aiohttp.ClientSession(headers=headers) as session:
-        for path, body, status in calls:
-            async with session.post(manager.url + path, data=body) as reply:
-                assert reply.status == status, path
+        async with session.post(manager.url + path, data=body) as reply:
+            assert reply.status == status
+            assert (await reply.json())["error"].startswith(error)
         async with session.get(manager.url + "/health") as reply:
             assert reply.status == 200
-    assert (await manager.client().books()).submitted == 0
+    assert manager.books().submitted == 0
+    assert manager.service.router.placed == 0
+
+
+async def test_a_report_of_twenty_thousand_drops_is_taken(manager: Manager) -> None:
+    drops = [DroppedRollout(f"{number:032x}", "stale", True) for number in range(20_000)]
+    await manager.client("master_worker/0").report_consumed(1, [], drops)
+    assert manager.service.gate.trained_version == 1
 
 
 async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manager) -> None:
     client = manager.client(retry_s=0.2)
     await manager.http.close()
     with pytest.raises(ManagerGone, match=r"given up after 0.2 s"):
-        await client.books()
+        await client.status()
 
 
 async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
@@ -429,7 +547,7 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands() 
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
     client = manager.client()
-    assert (await client.allocate(wanted("a"), timeout_s=0.01)).granted == ()
+    assert (await client.allocate(wanted("a"), timeout_s=0.01)).granted == []
     waiting = asyncio.create_task(client.allocate(wanted(*"abcde"), timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate))
     manager.service.begin(6)

@@ -18,7 +18,8 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine import Engine
 from asyncrl.inference.embedded.server import serve
-from asyncrl.manager.client import FinishedRollout, ManagerClient, WantedRollout
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import FinishedRollout, GateBooks, ServerStatus, WantedRollout
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.rollout.generation import RolloutClient
@@ -74,14 +75,17 @@ class Run:
         value = names.PublishedVersion(version, str(folder or self.weights(version))).encode()
         self.resolver.add(names.model_version_key("actor"), value, replace=True)
 
-    def servers(self) -> dict[int, dict[str, Any]]:
-        return {server["index"]: server for server in self.manager.status()["servers"]}
+    def servers(self) -> dict[int, ServerStatus]:
+        return {server.index: server for server in self.manager.status().servers}
 
-    async def until(self, condition: Callable[[dict[int, dict[str, Any]]], bool]) -> None:
+    def books(self) -> GateBooks:
+        return self.manager._service.gate.books()
+
+    async def until(self, condition: Callable[[dict[int, ServerStatus]], bool]) -> None:
         """Wait until `condition` holds of the servers' states."""
         async with asyncio.timeout(30):
             while not condition(self.servers()):
-                await self.manager._fleet._changed.wait(0.2)
+                await self.manager._fleet_runner._changed.wait(0.2)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -109,10 +113,9 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     await run.close()
 
 
-def serving(version: int, *indices: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
+def serving(version: int, *indices: int) -> Callable[[dict[int, ServerStatus]], bool]:
     return lambda servers: all(
-        index in servers and (servers[index]["state"], servers[index]["version"]) == ("serving", version)
-        for index in indices
+        index in servers and (servers[index].state, servers[index].version) == ("serving", version) for index in indices
     )
 
 
@@ -160,8 +163,8 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: 
         run.publish(1)
         await run.until(serving(1, 3))
         results = await asyncio.gather(*calls)
-        await run.until(lambda servers: all(servers[index]["failures"] > 0 for index in (0, 1, 2)))
-        states = {index: server["state"] for index, server in run.servers().items()}
+        await run.until(lambda servers: all(servers[index].failures > 0 for index in (0, 1, 2)))
+        states = {index: server.state for index, server in run.servers().items()}
         assert "serving" not in (states[0], states[1], states[2])
         assert states[3] == "serving"
     reference = results[0].completions
@@ -170,7 +173,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: 
         assert all(len(c.token_ids) == 6 and c.versions == sorted(c.versions) for c in result.completions)
     client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
     await client.flush()
-    books = await client.books()
+    books = run.books()
     assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0
     refusing.update = "ok"
@@ -184,7 +187,7 @@ async def test_a_restarted_server_gets_the_newest_weights_before_requests(run: R
     await run.until(serving(1, 0))
     await first.kill()
     run.register(0, second)
-    await run.until(lambda servers: servers[0]["url"] == second.url and serving(1, 0)(servers))
+    await run.until(lambda servers: servers[0].url == second.url and serving(1, 0)(servers))
     assert second.calls.index("update_weights_from_disk") < second.calls.index("continue_generation")
     assert "generate" not in second.calls
 
@@ -200,7 +203,7 @@ async def test_a_server_that_was_started_again_at_its_address_is_brought_back(
         run.publish(1)
     await run.until(serving(int(published), 0))
     server.version = "0" if published else "7"
-    await run.until(lambda servers: "was it started again" in servers[0]["reason"])
+    await run.until(lambda servers: "was it started again" in servers[0].reason)
     if not published:
         run.publish(1)
     await run.until(serving(1, 0))
@@ -246,7 +249,7 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     run.begin()
     reply = await early
     assert [grant.version for grant in reply.granted] == [9] * 4
-    assert (await client.books()).trained == 18
+    assert run.books().trained == 18
 
 
 async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run, start_fake_server: Any) -> None:
@@ -260,9 +263,9 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
         while not run.manager._pids:
             await run.manager._service.progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
-        while (await client.books()).running:
+        while run.books().running:
             await run.manager._service.progress.wait(0.05)
-    assert (await client.books()).dropped == {"worker_died": 1}
+    assert run.books().dropped == {"worker_died": 1}
 
 
 async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path, start_fake_server: Any) -> None:
@@ -276,7 +279,7 @@ async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path
         call = asyncio.create_task(rollouts.generate(request_of("q")))
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
-        await run.until(lambda servers: servers[0]["state"] == "draining")
+        await run.until(lambda servers: servers[0].state == "draining")
         assert not {"pause_generation", "update_weights_from_disk"} & set(server.calls)
         await server.release()
         result = await call
@@ -322,7 +325,7 @@ async def test_a_canary_that_differs_later_takes_a_server_out_though_its_request
     await run.until(serving(1, 0))
     server.stale = "1"
     run.publish(2, run.weights(2, canary=canary_of(2)))
-    await run.until(lambda servers: servers[0]["failures"] > 1)  # the first time by the late check, then at once
+    await run.until(lambda servers: servers[0].failures > 1)  # the first time by the late check, then at once
     await server.until(lambda: server.paused)
     server.stale = None
     await run.until(serving(2, 0))
@@ -391,8 +394,8 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     stale.stale = "1"
     with caplog.at_level(logging.ERROR):
         run.publish(2, run.weights(2, canary=canary_of(2)))
-        await run.until(lambda servers: servers[0]["failures"] > 1)
-    assert run.servers()[0]["state"] == "quarantined"
+        await run.until(lambda servers: servers[0].failures > 1)
+    assert run.servers()[0].state == "quarantined"
     assert stale.paused
     assert serving(2, 1)(run.servers())
     assert check.alarms == 2
@@ -411,7 +414,7 @@ async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run,
     server.logprobs = {"1": [0.0] * (len(CANARY_IDS) + 1)}  # for other tokens than were asked: it fails on them
     run.register(0, server)
     run.publish(1, run.weights(1, canary=canary_of(1)))
-    await run.until(lambda servers: 0 in servers and servers[0]["failures"] > 0)
+    await run.until(lambda servers: 0 in servers and servers[0].failures > 0)
     check = run.manager._canary
     assert check is not None
     assert check.alarms == 0

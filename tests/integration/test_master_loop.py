@@ -15,11 +15,11 @@ import pytest
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import DroppedRollout, GateBooks
 from asyncrl.master.connections import placement_of
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers import GateBooks, GateStatus
-from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError
 from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
 from asyncrl.observability.metrics import read_rows
@@ -152,19 +152,19 @@ class FakeManager:
     submitted: int = 0
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    reports: list[tuple[int, list[str], list[Drop]]] = field(default_factory=list)
+    reports: list[tuple[int, list[str], list[DroppedRollout]]] = field(default_factory=list)
     expiring: list[list[str]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     closed: bool = False
     lost: int = 0
     dead: bool = False
 
-    async def report_consumed(self, version: int, trained: Sequence[str], drops: Sequence[Drop]) -> None:
+    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout]) -> None:
         if self.dead:
             raise ConnectionError("the manager is gone")
-        self.reports.append((version, list(trained), list(drops)))
+        self.reports.append((version, list(trained), list(dropped)))
         self.trained += len(trained)
-        for drop in drops:
+        for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
@@ -374,7 +374,7 @@ async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_p
         await task
     assert run.workers.discarded == ["late8"]
     drops = [drop for _, _, drops in run.manager.reports for drop in drops]
-    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [("late8", "stale", True)]
+    assert [(drop.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [("late8", "stale", True)]
     assert "e0-8" not in run.loop.buffer.used
     assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
     assert max(row["staleness/max"] for row in run.rows()) <= 1

@@ -11,20 +11,20 @@ import pytest
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.inference.seeds import derive_seed
+from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation import GenerationFailed, RolloutClient
-from asyncrl.rollout.scheduling import Route, ScheduleRequest
 
 
-class FixedScheduler:
+class FixedManager:
     """Routes to the servers in turn; remembers what it was asked."""
 
     def __init__(self, *servers: Any) -> None:
         self.servers = list(servers)
-        self.scheduled: list[ScheduleRequest] = []
+        self.scheduled: list[RouteRequest] = []
         self.released: list[str] = []
         self.losses: asyncio.Queue[str] = asyncio.Queue()
 
-    async def schedule(self, request: ScheduleRequest, timeout_s: float) -> Route | None:
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route | None:
         self.scheduled.append(request)
         server = self.servers[(len(self.scheduled) - 1) % len(self.servers)]
         return Route(server.url, int(server.version))
@@ -32,16 +32,16 @@ class FixedScheduler:
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
 
-    async def lost_servers(self, after: int, timeout_s: float) -> tuple[int, list[str]]:
+    async def lost_servers(self, after: int, timeout_s: float) -> LostServersReply:
         if after < 0:
-            return 0, []
-        return after + 1, [await self.losses.get()]
+            return LostServersReply(0, [])
+        return LostServersReply(after + 1, [await self.losses.get()])
 
 
 @asynccontextmanager
-async def client_of(scheduler: FixedScheduler, **settings: Any) -> AsyncIterator[RolloutClient]:
+async def client_of(manager: FixedManager, **settings: Any) -> AsyncIterator[RolloutClient]:
     settings = {"token": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
-    async with RolloutClient(scheduler, **settings) as client:
+    async with RolloutClient(manager, **settings) as client:
         yield client
 
 
@@ -51,15 +51,15 @@ def request_of(n: int = 2, tokens: int = 6, stop: tuple[int, ...] = (), name: st
 
 async def answers(server: Any, request: GenerationRequest) -> list[list[int]]:
     """What an uninterrupted server says to `request`."""
-    async with client_of(FixedScheduler(server)) as client:
+    async with client_of(FixedManager(server)) as client:
         result = await client.generate(request)
     return [completion.token_ids for completion in result.completions]
 
 
 async def test_a_group_is_one_call_with_a_stream_for_each_sample(start_fake_server: Any) -> None:
     server = await start_fake_server()
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         result = await client.generate(request_of(n=3), "r1", affinity="talk", min_version=2)
     assert result.request_id == "q"
     assert len(server.requests) == 1
@@ -67,10 +67,10 @@ async def test_a_group_is_one_call_with_a_stream_for_each_sample(start_fake_serv
     assert seeds == [derive_seed(11, index) for index in range(3)]
     assert len({tuple(completion.token_ids) for completion in result.completions}) == 3
     assert all(completion.finish_reason == "length" for completion in result.completions)
-    (wanted,) = scheduler.scheduled
+    (wanted,) = manager.scheduled
     assert (wanted.rollout_id, wanted.affinity, wanted.min_version) == ("r1", "talk", 2)
     assert (wanted.n, wanted.prompt_tokens, wanted.max_new_tokens) == (3, 3, 6)
-    assert scheduler.released == [wanted.request_id]
+    assert manager.released == [wanted.request_id]
 
 
 async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versions(start_fake_server: Any) -> None:
@@ -78,8 +78,8 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
     expected = await answers(server, request_of())
     server.requests.clear()
     server.generated_tokens, server.hold_after = 0, 2
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await server.until(lambda: server.generated_tokens == 4)
         await server.interrupt()
@@ -95,38 +95,38 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
     assert [params["custom_params"] for params in again["sampling_params"]] == [{"seed_offset": 2}] * 2
     assert [params["max_new_tokens"] for params in again["sampling_params"]] == [4, 4]
     assert not set(again["rid"]) & set(server.requests[0]["rid"])
-    assert scheduler.scheduled[0].request_id == scheduler.scheduled[1].request_id
+    assert manager.scheduled[0].request_id == manager.scheduled[1].request_id
 
 
 async def test_a_route_that_came_with_the_admission_is_taken_once(start_fake_server: Any) -> None:
     server, other = await start_fake_server(), await start_fake_server()
     server.hold_after = 2
-    scheduler = FixedScheduler(other)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(other)
+    async with client_of(manager) as client:
         call = asyncio.create_task(client.generate(request_of(), "r1", route=Route(server.url, 0)))
         await server.until(lambda: server.generated_tokens == 4)
-        assert scheduler.scheduled == []
+        assert manager.scheduled == []
         await server.interrupt()
         await call
-    assert [(wanted.request_id, wanted.rollout_id) for wanted in scheduler.scheduled] == [("r1", "r1")]
+    assert [(wanted.request_id, wanted.rollout_id) for wanted in manager.scheduled] == [("r1", "r1")]
     assert len(other.requests) == 1
-    assert scheduler.released == ["r1"]
+    assert manager.released == ["r1"]
 
 
 async def test_a_route_that_has_expired_is_asked_for_again_under_the_same_id(start_fake_server: Any) -> None:
     server = await start_fake_server()
-    scheduler = FixedScheduler(server)
+    manager = FixedManager(server)
     late = Route("http://127.0.0.1:1", 0, expires_at=asyncio.get_running_loop().time() - 0.1)
-    async with client_of(scheduler) as client:
+    async with client_of(manager) as client:
         await client.generate(request_of(), "r1", route=late)
         assert client.stats.retried == 0
-    assert [wanted.request_id for wanted in scheduler.scheduled] == ["r1"]
+    assert [wanted.request_id for wanted in manager.scheduled] == ["r1"]
 
 
 async def test_a_route_to_a_server_that_has_gone_is_given_up(start_fake_server: Any) -> None:
     server = await start_fake_server()
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         result = await client.generate(request_of(), "r1", route=Route("http://127.0.0.1:1", 0))
         assert client.stats.retried == 1
     assert len(result.completions) == 2
@@ -138,7 +138,7 @@ async def test_a_sample_that_stopped_before_the_interruption_is_not_sent_again(s
     stop = next(token for token in expected[0][:2] if token not in expected[1])
     server.requests.clear()
     server.generated_tokens, server.hold_after = 0, 3
-    async with client_of(FixedScheduler(server)) as client:
+    async with client_of(FixedManager(server)) as client:
         call = asyncio.create_task(client.generate(request_of(stop=(stop,))))
         await server.until(lambda: len(server.running) == 1 and server.generated_tokens >= 4)
         await server.abort_running()
@@ -156,7 +156,7 @@ async def test_a_stop_token_after_the_interruption_ends_the_sample(start_fake_se
     stop = expected[4]
     assert stop not in expected[:4]
     server.generated_tokens, server.hold_after = 0, 2
-    async with client_of(FixedScheduler(server)) as client:
+    async with client_of(FixedManager(server)) as client:
         call = asyncio.create_task(client.generate(request_of(n=1, stop=(stop,))))
         await server.until(lambda: server.generated_tokens == 2)
         await server.abort_running()
@@ -170,7 +170,7 @@ async def test_a_request_aborted_in_the_queue_is_sent_again_whole(start_fake_ser
     server = await start_fake_server()
     expected = await answers(server, request_of())
     server.busy = True
-    async with client_of(FixedScheduler(server)) as client:
+    async with client_of(FixedManager(server)) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await server.until(lambda: len(server.running) == 2)
         await server.abort_running()
@@ -185,7 +185,7 @@ async def test_chunks_give_the_same_answer(start_fake_server: Any) -> None:
     server = await start_fake_server()
     expected = await answers(server, request_of(tokens=7))
     server.requests.clear()
-    async with client_of(FixedScheduler(server), new_tokens_per_chunk=3) as client:
+    async with client_of(FixedManager(server), new_tokens_per_chunk=3) as client:
         result = await client.generate(request_of(tokens=7))
     assert [completion.token_ids for completion in result.completions] == expected
     asked = [[params["max_new_tokens"] for params in sent["sampling_params"]] for sent in server.requests]
@@ -197,7 +197,7 @@ async def test_the_answer_survives_the_death_of_its_server(start_fake_server: An
     dying, healthy = await start_fake_server(), await start_fake_server()
     expected = await answers(healthy, request_of())
     dying.hold_after = 1
-    async with client_of(FixedScheduler(dying, healthy)) as client:
+    async with client_of(FixedManager(dying, healthy)) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await dying.until(lambda: dying.generated_tokens == 2)
         await dying.kill()
@@ -209,11 +209,11 @@ async def test_the_answer_survives_the_death_of_its_server(start_fake_server: An
 async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_server: Any) -> None:
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
-    scheduler = FixedScheduler(hanging, healthy)
-    async with client_of(scheduler, request_timeout_s=600.0) as client:
+    manager = FixedManager(hanging, healthy)
+    async with client_of(manager, request_timeout_s=600.0) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await hanging.until(lambda: "generate" in hanging.calls)
-        scheduler.losses.put_nowait(hanging.url)
+        manager.losses.put_nowait(hanging.url)
         result = await call
     assert len(result.completions) == 2
 
@@ -221,7 +221,7 @@ async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_serv
 async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any) -> None:
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
-    async with client_of(FixedScheduler(hanging, healthy), request_timeout_s=0.2) as client:
+    async with client_of(FixedManager(hanging, healthy), request_timeout_s=0.2) as client:
         result = await client.generate(request_of())
     assert len(result.completions) == 2
 
@@ -229,41 +229,41 @@ async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any
 async def test_a_request_that_fails_everywhere_says_so_at_last(start_fake_server: Any) -> None:
     server = await start_fake_server()
     await server.kill()
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler, max_failures=3) as client:
+    manager = FixedManager(server)
+    async with client_of(manager, max_failures=3) as client:
         with pytest.raises(GenerationFailed, match=r"failed 3 times in a row, last: .* cannot be reached"):
             await client.generate(request_of())
-    assert len(scheduler.scheduled) == 3
-    assert len(scheduler.released) == 1
+    assert len(manager.scheduled) == 3
+    assert len(manager.released) == 1
 
 
 async def test_a_refused_request_is_not_repeated(start_fake_server: Any) -> None:
     server = await start_fake_server(token="secret")
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         with pytest.raises(GenerationFailed, match="401"):
             await client.generate(request_of())
-    assert len(scheduler.scheduled) == 1
+    assert len(manager.scheduled) == 1
 
 
 async def test_a_request_that_is_given_up_is_aborted_and_released(start_fake_server: Any) -> None:
     server = await start_fake_server()
     server.hold_after = 1
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await server.until(lambda: server.generated_tokens == 2)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         await server.until(lambda: "abort_request" in server.calls)
-    assert len(scheduler.released) == 1
+    assert len(manager.released) == 1
 
 
 async def test_no_more_requests_than_allowed_are_under_way(start_fake_server: Any) -> None:
     server = await start_fake_server()
     server.hold_after = 1
-    async with client_of(FixedScheduler(server), max_concurrent=2) as client:
+    async with client_of(FixedManager(server), max_concurrent=2) as client:
         calls = [asyncio.create_task(client.generate(request_of(n=1, name=str(i)))) for i in range(5)]
         await server.until(lambda: server.generated_tokens == 2)
         assert len(server.requests) == 2
@@ -274,7 +274,7 @@ async def test_no_more_requests_than_allowed_are_under_way(start_fake_server: An
 
 async def test_evaluation_belongs_to_no_rollout(start_fake_server: Any) -> None:
     server = await start_fake_server()
-    scheduler = FixedScheduler(server)
-    async with client_of(scheduler) as client:
+    manager = FixedManager(server)
+    async with client_of(manager) as client:
         await client.generate(request_of(), min_version=3)
-    assert (scheduler.scheduled[0].rollout_id, scheduler.scheduled[0].min_version) == (None, 3)
+    assert (manager.scheduled[0].rollout_id, manager.scheduled[0].min_version) == (None, 3)

@@ -21,7 +21,7 @@ from asyncrl.inference.client import (
     wire_rid,
 )
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
-from asyncrl.manager.fleet.update import carry_out
+from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.delivery import DiskDelivery
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -214,9 +214,11 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
 
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
-    await carry_out(order, client, DiskDelivery(), timeout_s=5, checks=[check])
+    await update_server(order, client, DiskDelivery(), timeout_s=5, checks=[check])
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
-        await carry_out(replace(order, target=Target(2, "/w/v2")), client, DiskDelivery(), timeout_s=5, checks=[check])
+        await update_server(
+            replace(order, target=Target(2, "/w/v2")), client, DiskDelivery(), timeout_s=5, checks=[check]
+        )
     assert seen == [1, 2]
     assert server.paused
 
@@ -227,7 +229,7 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     server.update = "refuse"
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
-        await carry_out(
+        await update_server(
             BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"), client, DiskDelivery(), timeout_s=5
         )
     with pytest.raises(HttpTimeout):

@@ -17,7 +17,7 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
-from asyncrl.manager.fleet.update import carry_out
+from asyncrl.manager.fleet.update import update_server
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import sender as weight_sender
 from asyncrl.weights.transports.delivery import TrainerDelivery
@@ -160,19 +160,19 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place")
-    await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+    await update_server(order, client, delivery, timeout_s=LIMIT_S)
     assert trainer.calls == [SendWeights(3, server.url, 1, keep_cache=True, timeout_s=LIMIT_S)]
     assert (server.version, server.paused) == ("1", False)
     assert "update_weights_from_disk" not in server.calls
 
     trainer.refuse = True
     with pytest.raises(UpdateFailed, match=r"could not send v1 .* NotHeld: v1 is not held"):
-        await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+        await update_server(order, client, delivery, timeout_s=LIMIT_S)
     assert server.paused, "its weights are unknown"
 
     trainer.resolver.delete(names.worker_key("model_worker", 0))
     with pytest.raises(UpdateFailed, match="did not send v1"):
-        await carry_out(order, client, delivery, timeout_s=LIMIT_S)
+        await update_server(order, client, delivery, timeout_s=LIMIT_S)
     delivery.close()
     await http.close()
     trainer.close()

@@ -39,7 +39,7 @@ def canary_tolerance(config: ExperimentConfig) -> float:
 
 
 class CanaryCheck:
-    """A `ServedCheck`: raises `CanaryDiffers` where a token's log-probability is off by more than the tolerance.
+    """An `UpdateCheck`: raises `CanaryDiffers` where a token's log-probability is off by more than the tolerance.
 
     Weights without a canary pass: they are not of asyncrl's trainer.
 

@@ -1,5 +1,4 @@
-"""Bringing each generation server to the newest weights, on its own: what to do next, decided without sockets or
-clocks.
+"""What each generation server should do next, to get the newest weights on its own: decided without sockets or clocks.
 
 States of a server::
 
@@ -37,8 +36,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
+from asyncrl.comm.retry import Backoff
 from asyncrl.inference.client import PauseMode
 from asyncrl.manager.settings import UpdateMode
 
@@ -49,13 +49,13 @@ _PAUSES: dict[UpdateMode, PauseMode] = {
     UpdateMode.finish: "abort",  # of a drained server: what arrived in spite of it
 }
 
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 30.0
+BACKOFF = Backoff(0.5, 30.0)
+"""How long a server stays in quarantine."""
 HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row after which a server is still served: a busy one may answer late."""
 
 
-class ServerState(Enum):
+class ServerState(StrEnum):
     """Where a server is in its life; see the module's docstring."""
 
     SERVING = "serving"
@@ -119,9 +119,7 @@ Order = BeginUpdate | CancelUpdate | CheckHealth
 
 @dataclass(slots=True)
 class ServerLife:
-    """One server. `version` is what it serves; None while nobody knows. `due` is when its state has to change, in
-    seconds.
-    """
+    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change."""
 
     index: int
     url: str
@@ -136,9 +134,8 @@ class ServerLife:
     checking: bool = False
 
 
-class Fleet:
-    """All servers. The caller reports events, then carries out what `poll` orders; times are the caller's clock, in
-    seconds.
+class FleetDecisions:
+    """Decides for all servers. The caller reports events, then does what `poll` orders; times are its clock's, in s.
 
     Args:
         mode: what an update does to running requests.
@@ -169,7 +166,7 @@ class Fleet:
             self.target = target
 
     def register(self, index: int, url: str, version: int, now: float) -> bool:
-        """The server at `url` is there with `version`; whether this is news. Its other lives are over."""
+        """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over."""
         known = self._servers.get(index)
         if known is not None and known.url == url:
             return False
@@ -294,9 +291,7 @@ class Fleet:
         return self.target is not None and life.version != self.target.version
 
     def _may_leave(self, life: ServerLife) -> bool:
-        """Whether a server may stop serving for an update: draining takes long, so the last one waits for those under
-        way.
-        """
+        """Whether a server may stop serving for an update. Draining takes long: the last waits for those under way."""
         if self._mode != UpdateMode.finish or len(self._serving()) > 1:
             return True
         under_way = (ServerState.DRAINING, ServerState.UPDATING)
@@ -332,5 +327,5 @@ class Fleet:
         life.goal = None
         life.checking = False
         life.health_failures = 0
-        life.due = now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**life.failures)
         life.failures += 1
+        life.due = now + BACKOFF.delay(life.failures)

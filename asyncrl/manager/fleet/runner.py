@@ -1,4 +1,4 @@
-"""Runs what `weight_update.Fleet` orders: updates, health checks, and what the router learns of the servers' states.
+"""Does what `FleetDecisions` orders: updates, health checks, and telling the router of the servers' states.
 
 The caller tells what it finds in name resolution (`registered`) and which weights are published (`publish`); `run`
 does the rest. Each server's update and health check is a task of its own, so that none waits for another.
@@ -17,8 +17,9 @@ from typing import Any
 
 from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, Fleet, ServerState, Target
-from asyncrl.manager.fleet.update import ServedCheck, carry_out
+from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
+from asyncrl.manager.fleet.update import UpdateCheck, update_server
+from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.wakeup import Signal
 from asyncrl.weights.transports.delivery import WeightDelivery
@@ -34,11 +35,11 @@ class WeightsChanged(HttpError):
     """The server has other weights than the last update gave it."""
 
 
-class ServerFleet:
+class FleetRunner:
     """See the module's docstring.
 
     Args:
-        fleet: the decisions.
+        decisions: what each server should do next.
         service: whose router and gate are kept up to date.
         http: connections to the servers.
         delivery: how they get weights.
@@ -50,7 +51,7 @@ class ServerFleet:
 
     def __init__(
         self,
-        fleet: Fleet,
+        decisions: FleetDecisions,
         service: ManagerService,
         http: JsonHttp,
         delivery: WeightDelivery,
@@ -58,10 +59,10 @@ class ServerFleet:
         health_interval_s: float,
         update_timeout_s: float,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
-        checks: Sequence[ServedCheck] = (),
+        checks: Sequence[UpdateCheck] = (),
         log: logging.Logger,
     ) -> None:
-        self.fleet = fleet
+        self._decisions = decisions
         self._service = service
         self._http = http
         self._delivery = delivery
@@ -79,22 +80,22 @@ class ServerFleet:
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
         """Name resolution has these servers now: index to (URL, version at registration)."""
-        news = False
-        for life in self.fleet.servers:
+        changed = False
+        for life in self._decisions.servers:
             if life.index not in servers:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
-                news |= self.fleet.deregister(life.index)
+                changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            if self.fleet.register(index, url, version, time.monotonic()):
+            if self._decisions.register(index, url, version, time.monotonic()):
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
-                news = True
-        if news:
+                changed = True
+        if changed:
             self._show()
             self._changed.notify()
 
     def publish(self, target: Target) -> None:
         """Newer weights were published and checked."""
-        self.fleet.publish(target)
+        self._decisions.publish(target)
         self._changed.notify()
 
     async def run(self) -> None:
@@ -108,31 +109,28 @@ class ServerFleet:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> list[ServerStatus]:
         """What `/status` tells of each server."""
         views = {view.index: view for view in self._service.router.servers}
-        rows = []
-        for life in self.fleet.servers:
-            view = views.get(life.index)
-            rows.append(
-                {
-                    "index": life.index,
-                    "url": life.url,
-                    "state": life.state.value,
-                    "version": life.version,
-                    "goal": None if life.goal is None else life.goal.version,
-                    "reason": life.reason,
-                    "failures": life.failures,
-                    "sequences": 0 if view is None else view.sequences,
-                    "tokens": 0 if view is None else view.tokens,
-                }
+        return [
+            ServerStatus(
+                index=life.index,
+                url=life.url,
+                state=life.state,
+                version=life.version,
+                goal=None if life.goal is None else life.goal.version,
+                reason=life.reason,
+                failures=life.failures,
+                sequences=views[life.index].sequences if life.index in views else 0,
+                tokens=views[life.index].tokens if life.index in views else 0,
             )
-        return rows
+            for life in self._decisions.servers
+        ]
 
     async def _follow_orders(self) -> None:
         while True:
             running = {view.index: view.sequences for view in self._service.router.servers}
-            for order in self.fleet.poll(time.monotonic(), running):
+            for order in self._decisions.poll(time.monotonic(), running):
                 match order:
                     case BeginUpdate():
                         self._end_late_check(order.server)
@@ -142,24 +140,24 @@ class ServerFleet:
                     case CheckHealth():
                         self._spawn(self._check(order.server, order.url))
             self._show()
-            await self._wait_for_news()
+            await self._wait_for_change()
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Until something changed, the next deadline, or (while a server is drained) a request ended."""
-        due = self.fleet.next_due()
+        due = self._decisions.next_due()
         limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - time.monotonic()))
-        news = {self._changed.next()}
-        if any(life.state is ServerState.DRAINING for life in self.fleet.servers):
-            news.add(self._service.progress.next())
-        await asyncio.wait(news, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        for waiter in news:
+        changes = {self._changed.next()}
+        if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
+            changes.add(self._service.progress.next())
+        await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiter in changes:
             waiter.cancel()
 
     async def _update(self, order: BeginUpdate) -> None:
         began = time.monotonic()
         client = GenerationServerClient(self._http, order.url)
         try:
-            await carry_out(
+            await update_server(
                 order,
                 client,
                 self._delivery,
@@ -167,10 +165,10 @@ class ServerFleet:
                 checks=() if order.keeps_requests else self._checks,
             )
         except HttpError as error:
-            if self.fleet.failed(order.server, order.attempt, str(error), time.monotonic()):
+            if self._decisions.failed(order.server, order.attempt, str(error), time.monotonic()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         else:
-            if self.fleet.succeeded(order.server, order.attempt):
+            if self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (time.monotonic() - began)
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
@@ -188,7 +186,7 @@ class ServerFleet:
         except HttpTimeout as error:
             self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
         except HttpError as error:
-            if self.fleet.contradicted(order.server, order.attempt, str(error), time.monotonic()):
+            if self._decisions.contradicted(order.server, order.attempt, str(error), time.monotonic()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._show()
                 self._changed.notify()
@@ -211,26 +209,26 @@ class ServerFleet:
 
     async def _watch_health(self) -> None:
         while True:
-            for life in self.fleet.servers:
+            for life in self._decisions.servers:
                 if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._checking:
                     self._spawn(self._check(life.index, life.url))
             await asyncio.sleep(self._health_interval_s)
 
     async def _check(self, server: int, url: str) -> None:
         self._checking.add(url)
-        expected = self.fleet.expected_version(server, url)
+        expected = self._decisions.expected_version(server, url)
         client = GenerationServerClient(self._http, url)
         try:
             await client.ready(timeout_s=self._health_timeout_s)
             served = await client.served_version()
-            if expected is not None and expected == self.fleet.expected_version(server, url) != served:
+            if expected is not None and expected == self._decisions.expected_version(server, url) != served:
                 raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")
         except HttpError as error:
             gone = isinstance(error, (HttpUnreachable, WeightsChanged))
-            if self.fleet.unhealthy(server, url, str(error), time.monotonic(), gone=gone):
+            if self._decisions.unhealthy(server, url, str(error), time.monotonic(), gone=gone):
                 self._log.warning("generation server %d gets no requests for now: %s", server, error)
         else:
-            if self.fleet.healthy(server, url):
+            if self._decisions.healthy(server, url):
                 self._log.info("generation server %d gets requests again", server)
         finally:
             self._checking.discard(url)
@@ -239,7 +237,7 @@ class ServerFleet:
 
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
-        lives = {life.index: life for life in self.fleet.servers}
+        lives = {life.index: life for life in self._decisions.servers}
         for index, (url, in_use) in list(self._shown.items()):
             life = lives.get(index)
             if life is None or life.url != url:
@@ -252,7 +250,7 @@ class ServerFleet:
             self._shown[index] = (life.url, life.state is not ServerState.QUARANTINED)
             version = UNKNOWN_VERSION if life.version is None else life.version
             self._service.router.update(index, life.url, version, life.state is ServerState.SERVING)
-        self._service.routes_changed(self.fleet.served_version)
+        self._service.routes_changed(self._decisions.served_version)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""Carrying out one weight update on one generation server: the steps, in order, each with a check."""
+"""One weight update of one generation server: the steps, in order, each with a check."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.weights.transports.delivery import WeightDelivery
 
-ServedCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
-"""Looks at the server with this index, which has new weights and to which none is routed yet; raises `HttpError` where
-they are not what they should be.
+UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
+"""Looks at the server with this index, which has the target's weights and gets no requests yet; raises `HttpError`
+where they are not what they should be.
 """
 
 
-async def carry_out(
+async def update_server(
     order: BeginUpdate,
     client: GenerationServerClient,
     delivery: WeightDelivery,
     *,
     timeout_s: float,
-    checks: Sequence[ServedCheck] = (),
+    checks: Sequence[UpdateCheck] = (),
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
 

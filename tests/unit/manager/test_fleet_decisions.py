@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.manager.fleet.decisions import (
-    FIRST_BACKOFF_S,
-    LAST_BACKOFF_S,
+    BACKOFF,
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
-    Fleet,
+    FleetDecisions,
     Order,
     ServerLife,
     ServerState,
@@ -25,14 +24,14 @@ LIMIT_S = 10.0
 NOTHING: dict[int, int] = {}
 
 
-def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0) -> Fleet:
-    fleet = Fleet(mode, LIMIT_S)
+def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0) -> FleetDecisions:
+    fleet = FleetDecisions(mode, LIMIT_S)
     for index in range(servers):
         fleet.register(index, f"http://{index}", version, 0.0)
     return fleet
 
 
-def life_of(fleet: Fleet, index: int = 0) -> ServerLife:
+def life_of(fleet: FleetDecisions, index: int = 0) -> ServerLife:
     return next(life for life in fleet.servers if life.index == index)
 
 
@@ -95,7 +94,7 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
         waits.append(due - now)
         now = due
         assert updates(fleet.poll(now, NOTHING))[0].pause == "abort"
-    assert waits == pytest.approx([min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**k) for k in range(9)])
+    assert waits == pytest.approx([BACKOFF.delay(failures) for failures in range(1, 10)])
 
 
 def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
@@ -103,7 +102,7 @@ def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
     fleet.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
     fleet.publish(target(2))
-    order = updates(fleet.poll(FIRST_BACKOFF_S, NOTHING))[0]
+    order = updates(fleet.poll(BACKOFF.first_s, NOTHING))[0]
     assert order.target.version == 2
     fleet.succeeded(0, order.attempt)
     assert fleet.served_version == 2
@@ -128,7 +127,7 @@ def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
     assert life_of(fleet).reason == "update took longer than 10 s"
     assert fleet.succeeded(0, order.attempt) is False
     assert fleet.served_version is None
-    again = updates(fleet.poll(LIMIT_S + FIRST_BACKOFF_S, NOTHING))[0]
+    again = updates(fleet.poll(LIMIT_S + BACKOFF.first_s, NOTHING))[0]
     assert fleet.failed(0, order.attempt, "late", 20.0) is False
     assert fleet.succeeded(0, again.attempt)
 
@@ -181,11 +180,11 @@ def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy
     fleet = fleet_of()
     assert fleet.unhealthy(0, "http://0", "refused", 0.0, gone=True)
     assert fleet.served_version is None
-    (check,) = fleet.poll(FIRST_BACKOFF_S, NOTHING)
+    (check,) = fleet.poll(BACKOFF.first_s, NOTHING)
     assert isinstance(check, CheckHealth)
-    assert fleet.poll(FIRST_BACKOFF_S, NOTHING) == []
+    assert fleet.poll(BACKOFF.first_s, NOTHING) == []
     fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
-    (check,) = fleet.poll(1.0 + 2 * FIRST_BACKOFF_S, NOTHING)
+    (check,) = fleet.poll(1.0 + 2 * BACKOFF.first_s, NOTHING)
     assert fleet.healthy(0, "http://0")
     assert fleet.served_version == 0
 
@@ -195,7 +194,7 @@ def test_an_unhealthy_server_comes_back_through_a_whole_update_where_weights_are
     fleet.publish(target(1))
     fleet.succeeded(0, updates(fleet.poll(0.0, NOTHING))[0].attempt)
     fleet.unhealthy(0, "http://0", "refused", 1.0, gone=True)
-    order = updates(fleet.poll(1.0 + FIRST_BACKOFF_S, NOTHING))[0]
+    order = updates(fleet.poll(1.0 + BACKOFF.first_s, NOTHING))[0]
     assert order.pause == "abort"
     fleet.succeeded(0, order.attempt)
     assert fleet.served_version == 1
@@ -223,7 +222,7 @@ def test_nothing_is_kept_of_a_server_whose_weights_are_unknown(mode: UpdateMode)
     fleet = fleet_of(mode=mode)
     fleet.publish(target(1))
     fleet.failed(0, updates(fleet.poll(0.0, {0: 5}))[0].attempt, "no", 0.0)
-    again = updates(fleet.poll(FIRST_BACKOFF_S, {0: 5}))[0]
+    again = updates(fleet.poll(BACKOFF.first_s, {0: 5}))[0]
     assert (again.pause, again.frozen) == ("abort", mode == "in_place")
 
 
@@ -285,7 +284,7 @@ class AnyFaults(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]))
     def begin(self, mode: UpdateMode) -> None:
-        self.fleet = Fleet(mode, LIMIT_S)
+        self.fleet = FleetDecisions(mode, LIMIT_S)
         self.now = 0.0
         self.version = 0
         self.lives = 0
@@ -355,12 +354,12 @@ class AnyFaults(RuleBasedStateMachine):
     def something_is_due_for_every_server_that_is_behind(self) -> None:
         for life in self.fleet.servers:
             if life.state in (ServerState.UPDATING, ServerState.QUARANTINED) and not life.checking:
-                assert life.due - self.now <= max(LIMIT_S, LAST_BACKOFF_S)
+                assert life.due - self.now <= max(LIMIT_S, BACKOFF.last_s)
 
     def teardown(self) -> None:
         """Once all updates succeed, every server serves the newest version."""
         for _ in range(20):
-            self.now += LAST_BACKOFF_S
+            self.now += BACKOFF.last_s
             for order in self.fleet.poll(self.now, NOTHING):
                 if isinstance(order, BeginUpdate):
                     self.fleet.succeeded(order.server, order.attempt)

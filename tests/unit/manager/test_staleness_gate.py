@@ -1,10 +1,10 @@
-"""The staleness gate, example by example; `test_gate_properties.py` has the interleavings."""
+"""The staleness gate, example by example; `test_staleness_gate_properties.py` has the interleavings."""
 
 from __future__ import annotations
 
 import pytest
 
-from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import TRAINED, WORKER_LOST, StalenessGate, Ticket
 
 
 def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:
@@ -70,7 +70,8 @@ def test_a_train_report_may_overtake_the_finish() -> None:
 def test_a_rollout_of_a_silent_worker_comes_back_when_it_finishes() -> None:
     gate = StalenessGate(batch_size=1, max_staleness=1)
     start(gate, "a")
-    gate.drop("a", WORKER_LOST)
+    assert gate.give_up("a") == Ticket("a", "w0", prompt_id="p-a")
+    assert gate.books().dropped == {WORKER_LOST: 1}
     assert gate.finish("a") == Ticket("a", "w0", prompt_id="p-a")
     books = gate.books()
     assert books.dropped == {}
@@ -78,11 +79,12 @@ def test_a_rollout_of_a_silent_worker_comes_back_when_it_finishes() -> None:
     assert books.balanced
 
 
-@pytest.mark.parametrize("reason", [WORKER_LOST, "stale"])
-def test_what_the_optimizer_consumed_is_trained_whatever_was_said_before(reason: str) -> None:
+@pytest.mark.parametrize("before", [["give_up"], ["drop"], ["give_up", "drop"]])
+def test_what_the_optimizer_consumed_is_trained_whatever_was_said_before(before: list[str]) -> None:
     gate = StalenessGate(batch_size=1, max_staleness=1)
     start(gate, "a")
-    gate.drop("a", reason)
+    for what in before:
+        _ = gate.give_up("a") if what == "give_up" else gate.drop("a", "stale")
     gate.train(1, ["a"])
     books = gate.books()
     assert (books.trained, books.dropped, books.submitted) == (1, {}, 1)
@@ -94,6 +96,38 @@ def test_a_rollout_dropped_by_the_trainer_does_not_come_back() -> None:
     gate.drop("a", "stale")
     assert gate.finish("a") is None
     assert gate.books().dropped == {"stale": 1}
+
+
+def test_a_drop_of_a_rollout_that_was_given_up_is_final() -> None:
+    """The trainer drops what it got of it before the worker's report arrives: nobody would take it out again."""
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    start(gate, "a")
+    gate.give_up("a")
+    assert gate.drop("a", "duplicate_prompt") is None
+    assert gate.finish("a") is None
+    assert gate.books().finished_untrained == 0
+    assert start(gate, "b") == [0]
+
+
+def test_a_drop_of_what_was_trained_changes_nothing() -> None:
+    gate = StalenessGate(batch_size=1, max_staleness=0)
+    start(gate, "a")
+    gate.train(1, ["a"])
+    assert gate.drop("a", "stale") is None
+    gate.train(1, ["a"])
+    assert (gate.books().trained, gate.outcome("a")) == (1, TRAINED)
+
+
+def test_a_rollout_has_ended_once_it_finished_or_left_for_good() -> None:
+    gate = StalenessGate(batch_size=4, max_staleness=0)
+    start(gate, "a", "b", "c")
+    assert not any(map(gate.has_ended, ["a", "b", "c", "unknown"]))
+    gate.finish("a")
+    gate.drop("b", "rejected")
+    gate.give_up("c")
+    assert [gate.has_ended(name) for name in "abc"] == [True, True, False]
+    gate.drop("c", "stale")
+    assert gate.has_ended("c")
 
 
 def test_a_repeated_train_report_counts_once() -> None:

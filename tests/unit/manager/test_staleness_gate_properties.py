@@ -65,17 +65,26 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     def reject(self, pick: int) -> None:
         name = sorted(self.running)[pick % len(self.running)]
         del self.running[name]
-        assert self.gate.drop(name, "rejected") is not None
+        was_live = self.gate.is_live(name)
+        assert (self.gate.drop(name, "rejected") is not None) == was_live
         self.history.append(name)
 
-    @rule(worker=st.sampled_from(["w0", "w1"]))
-    def worker_dies(self, worker: str) -> None:
+    @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.booleans())
+    def lease_runs_out(self, worker: str, dead: bool) -> None:
+        """A worker that is not dead goes on with what it had."""
         for name in self.gate.running_of(worker):
-            self.gate.drop(name, WORKER_LOST)
-        for name in [name for name in self.running if self.owner[name] == worker]:
+            self.gate.give_up(name)
+        for name in [name for name in self.running if dead and self.owner[name] == worker]:
             del self.running[name]
             self.history.append(name)
-        self.unreported = [name for name in self.unreported if self.owner[name] != worker]
+
+    @precondition(lambda self: self.delivered)
+    @rule(pick=PICK)
+    def trainer_drops(self, pick: int) -> None:
+        """For example as a duplicate; the worker's own report may be on its way, and its lease may have run out."""
+        name = sorted(self.delivered)[pick % len(self.delivered)]
+        del self.delivered[name]
+        self.gate.drop(name, "duplicate_prompt")
 
     @rule()
     def train_step(self) -> None:
@@ -135,11 +144,16 @@ class TrainerAndWorkers(RuleBasedStateMachine):
         assert books.running + books.finished_untrained + lost >= len(self.running) + len(self.delivered)
 
     @invariant()
+    def no_place_is_lost(self) -> None:
+        """What is counted as finished is at the trainer."""
+        assert self.gate.books().finished_untrained <= len(self.delivered)
+
+    @invariant()
     def never_deadlocks(self) -> None:
         """If nothing runs, the servers are at the trainer's version and it lacks a batch, a rollout may start."""
         books = self.gate.books()
         if books.running == 0 and self.gate.version == self.trained_version:
-            assert books.finished_untrained >= self.gate.batch_size or self.gate.capacity > 0
+            assert len(self.delivered) >= self.gate.batch_size or self.gate.capacity > 0
 
 
 class ReportsArrive(TrainerAndWorkers):
@@ -152,6 +166,10 @@ class ReportsArrive(TrainerAndWorkers):
         self.delivered[name] = self.running.pop(name)
         self.gate.finish(name)
         self.history.append(name)
+
+    @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.just(True))
+    def lease_runs_out(self, worker: str, dead: bool) -> None:
+        super().lease_runs_out(worker, dead)
 
     @invariant()
     def nothing_expires(self) -> None:

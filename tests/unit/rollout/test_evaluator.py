@@ -54,9 +54,7 @@ def evaluator(client: FakeClient, agent: Agent, **share: int) -> Evaluator:
 
 
 @pytest.mark.parametrize(("index", "size", "rows"), [(0, 9, [0, 2, 4]), (1, 9, [1, 3]), (1, 2, [1])])
-async def test_each_worker_answers_its_share_under_that_version(
-    index: int, size: int, rows: list[int]
-) -> None:
+async def test_each_worker_answers_its_share_under_that_version(index: int, size: int, rows: list[int]) -> None:
     client = FakeClient()
     agent = SingleTurnAgent(tokenizer=CharTokenizer())
     await evaluator(client, agent, index=index, workers=2, size=size).evaluate(7)

@@ -24,11 +24,16 @@ from asyncrl.api import (
 from asyncrl.api.generation import Completion
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.manager.client import Allocation, FinishedRollout, GrantedRollout, WantedRollout
-from asyncrl.manager.returned_prompts import ReturnedPrompt
+from asyncrl.manager.messages import (
+    AllocateReply,
+    FinishedRollout,
+    GrantedRollout,
+    ReturnedPrompt,
+    Route,
+    WantedRollout,
+)
 from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GenerateFor, RolloutLoop
-from asyncrl.rollout.scheduling import Route
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -93,7 +98,7 @@ class FakeGate:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     goal: int = 0
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
         self.acks.append(returned_ack)
         granted = wanted[: self.admit]
         self.admit -= len(granted)
@@ -101,13 +106,13 @@ class FakeGate:
             self.asked.append(rollout.prompt_id)
             self.prompts[rollout.rollout_id] = rollout.prompt_id
             self.running.add(rollout.rollout_id)
-        pending = tuple(item for item in self.returned if item.seq > returned_ack)
+        pending = [item for item in self.returned if item.seq > returned_ack]
         if not granted and not pending:
             await asyncio.Event().wait()
-        grants = tuple(
+        grants = [
             GrantedRollout(r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None) for r in granted
-        )
-        return Allocation(grants, pending, 0, False)
+        ]
+        return AllocateReply(grants, pending, 0, False)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
@@ -256,7 +261,7 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     again.goal = 5
     original = again.allocate
 
-    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> Allocation:
+    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
         if len(again.asked) == 4 and not again.returned:
             again.returned = [ReturnedPrompt(1, again.asked[0], 0), ReturnedPrompt(1, again.asked[0], 0)]
             again.admit = 64
@@ -266,6 +271,25 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     await run(again, always(1.0, 0.0))
     assert again.asked.count(again.asked[0]) == 2
     assert max(again.acks) == 1
+
+
+async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_again_but_its_prompt_is() -> None:
+    gate = FakeGate(admit=3)
+    original = gate.allocate
+    gone: list[str] = []
+
+    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+        if not gone:
+            lost = wanted[0]
+            gone.append(lost.rollout_id)
+            returned = [ReturnedPrompt(1, lost.prompt_id, lost.order)]
+            return AllocateReply([], returned, 0, False, gone)
+        assert not {rollout.rollout_id for rollout in wanted} & set(gone)
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+
+    gate.allocate = allocate  # type: ignore[method-assign]
+    pushed = await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1))
+    assert sorted(trajectory.order for trajectory in pushed) == [0, 1, 2]
 
 
 async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts() -> None:

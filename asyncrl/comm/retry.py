@@ -1,0 +1,24 @@
+"""How long to wait before something that failed is tried again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DOUBLINGS = 64
+"""Beyond any limit, and far below where a float overflows: something may fail for days."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waits that double with every failure in a row, from `first_s` up to `last_s` seconds.
+
+    >>> [Backoff(0.5, 3.0).delay(failures) for failures in (1, 2, 3, 4, 5)]
+    [0.5, 1.0, 2.0, 3.0, 3.0]
+    """
+
+    first_s: float
+    last_s: float
+
+    def delay(self, failures: int) -> float:
+        """Seconds to wait after `failures` (1 or more) in a row."""
+        return min(self.last_s, self.first_s * 2.0 ** min(failures - 1, _DOUBLINGS))

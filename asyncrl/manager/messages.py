@@ -1,0 +1,288 @@
+"""The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
+
+    POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room, or a prompt given back
+    POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
+    POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
+    POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
+    POST /finish_rollout     FinishRequest         Done
+    POST /report_consumed    ConsumedReport        Done
+    POST /close_gate         Empty                 Done
+    POST /abandon            Empty                 Books
+    GET  /books              Empty                 Books
+    GET  /status             Empty                 StatusReply
+
+Both ends use these types. What arrives and is not of its type is refused with 400, with the field's path and what was
+expected of it, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
+
+A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` is also the caller's sign of life, and tells
+which of its requests and rollouts ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class BadRequest(ValueError):
+    """The request is of its type and still not one that can be answered; the message says what is wrong."""
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+Verb = tuple[type[Message], Callable[[Any], Awaitable[Message]]]
+"""A request's type and what answers it."""
+
+
+class Empty(Message, frozen=True):
+    """A request that says nothing but its verb."""
+
+
+class Done(Message, frozen=True):
+    """The reply to a verb that has nothing to tell."""
+
+    ok: bool = True
+
+
+class RequestSize(Message, frozen=True):
+    """What a request for `n` continuations of at most `max_new_tokens` each will ask of a server."""
+
+    prompt_tokens: Count
+    max_new_tokens: Count
+    n: Count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to prefill and to generate at most."""
+        return self.prompt_tokens + self.n * self.max_new_tokens
+
+
+class RouteRequest(RequestSize, frozen=True, kw_only=True):
+    """A request that wants a server. The same `request_id` again moves it.
+
+    `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; None as `min_version`
+    leaves the version to the rollout's admission.
+    """
+
+    request_id: Name
+    rollout_id: str | None
+    affinity: str = ""
+    min_version: int | None = None
+
+
+class Route(Message, frozen=True, omit_defaults=True):
+    """The server that was chosen, and the policy version it served at that time.
+
+    `expires_at` is the client's own knowledge and never sent: later than this, in seconds of its event loop's clock, it
+    asks again, as the server may have left service.
+    """
+
+    url: str
+    version: int
+    expires_at: float = math.inf
+
+
+class FinishedRollout(Message, frozen=True):
+    """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`."""
+
+    rollout_id: Name
+    accepted: bool
+    reason: str = ""
+    return_prompt: bool = False
+    tokens: Count = 0
+
+
+class WorkerRequest(Message, frozen=True, kw_only=True):
+    """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts."""
+
+    worker: Name
+    released: list[str] = []
+    finished: list[FinishedRollout] = []
+
+
+class FinishRequest(WorkerRequest, frozen=True):
+    """What ended, where no other call tells it."""
+
+
+class WantedRollout(Message, frozen=True):
+    """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
+
+    `first`: its first request, where it is known; the grant then has a server for it.
+    """
+
+    rollout_id: Name
+    prompt_id: str
+    order: int
+    first: RequestSize | None = None
+
+
+class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
+    """Ask to start `rollouts`, in this order. `returned_ack`: the highest `seq` of a returned prompt seen so far."""
+
+    rollouts: list[WantedRollout]
+    timeout_s: Seconds = 0.0
+    returned_ack: int = 0
+
+
+class GrantedRollout(Message, frozen=True):
+    """A rollout that may run; every token of it will be of `version` or newer.
+
+    `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
+    server takes requests now.
+    """
+
+    rollout_id: str
+    version: int
+    route: Route | None = None
+
+
+class ReturnedPrompt(Message, frozen=True):
+    """`prompt_id` is to be tried again; `seq` grows with every return to one worker."""
+
+    seq: int
+    prompt_id: str
+    order: int
+
+
+class AllocateReply(Message, frozen=True):
+    """A prefix of the wanted rollouts, prompts to try again, the served version.
+
+    `closed`: no rollout will start any more. `gone`: those of the wanted rollouts that were granted once, in a reply
+    that came late or never, and were given up since; what is to be tried again of their prompts is in `returned`.
+    """
+
+    granted: list[GrantedRollout]
+    returned: list[ReturnedPrompt]
+    version: int
+    closed: bool
+    gone: list[str] = []
+
+
+class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
+    """Place `requests`."""
+
+    requests: list[RouteRequest]
+    timeout_s: Seconds = 0.0
+
+
+class ScheduledRequest(Message, frozen=True):
+    """Where a request goes: the server's index, URL and version."""
+
+    request_id: str
+    server: int
+    url: str
+    version: int
+
+
+class ScheduleReply(Message, frozen=True):
+    """The requests that have a server now."""
+
+    scheduled: list[ScheduledRequest]
+
+
+class LostServersRequest(WorkerRequest, frozen=True, kw_only=True):
+    """Ask for the servers that left service unexpectedly since loss number `after`; -1: only for the number."""
+
+    after: int
+    timeout_s: Seconds = 0.0
+
+
+class LostServersReply(Message, frozen=True):
+    """URLs of the servers that were lost, and the number of the last loss."""
+
+    seq: int
+    urls: list[str]
+
+
+class WaitExpiringRequest(Message, frozen=True):
+    """Wait until the step at policy version `version` makes no running rollout expire."""
+
+    version: Count
+    timeout_s: Seconds = 0.0
+
+
+class WaitExpiringReply(Message, frozen=True):
+    """The rollouts that are still waited for; `clear`: none."""
+
+    clear: bool
+    running: list[str]
+
+
+class DroppedRollout(Message, frozen=True):
+    """A rollout that the trainer received and will not train."""
+
+    rollout_id: Name
+    reason: Name
+    return_prompt: bool
+
+
+class ConsumedReport(Message, frozen=True):
+    """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained."""
+
+    version: Count
+    trained: list[str]
+    dropped: list[DroppedRollout]
+
+
+class GateBooks(Message, frozen=True):
+    """The gate's ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
+
+    submitted: int
+    trained: int
+    dropped: dict[str, int]
+    abandoned: int
+    running: int = 0
+    finished_untrained: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every submitted rollout is accounted for."""
+        left = self.trained + sum(self.dropped.values()) + self.abandoned
+        return self.submitted == left + self.running + self.finished_untrained
+
+
+class Books(GateBooks, frozen=True, kw_only=True):
+    """The ledger with the versions it belongs to: the one served, and the trainer's."""
+
+    version: int
+    trained_version: int
+
+
+class GateState(Books, frozen=True, kw_only=True):
+    """The gate: its books, how many rollouts it allows, and for how many seconds it was closed so far."""
+
+    limit: int
+    closed: bool
+    closed_s: float
+
+
+class ServerStatus(Message, frozen=True):
+    """A generation server: its state (`ServerState`), versions served and aimed at, and what is placed on it."""
+
+    index: int
+    url: str
+    state: str
+    version: int | None
+    goal: int | None
+    reason: str
+    failures: int
+    sequences: int
+    tokens: int
+
+
+class StatusReply(Message, frozen=True):
+    """The manager's state, for people and for the master."""
+
+    gate: GateState
+    servers: list[ServerStatus]
+    newest_version: int | None
+    workers: list[str]

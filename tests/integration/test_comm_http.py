@@ -1,0 +1,69 @@
+"""JSON over HTTP: what is sent, and what is made of the reply."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+
+from asyncrl.comm.http import HttpMalformed, HttpRefused, JsonHttp
+
+
+class Answer(msgspec.Struct):
+    values: list[int]
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[str]:
+    """URL of a server that answers `/json` with the body as JSON, `/text` with it as text."""
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        kind = "application/json" if request.path == "/json" else "text/plain"
+        return web.Response(body=await request.read(), content_type=kind)
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[JsonHttp]:
+    http = JsonHttp(None)
+    yield http
+    await http.close()
+
+
+async def test_a_reply_is_decoded_into_the_type_asked_for(echo: str, http: JsonHttp) -> None:
+    assert await http.call("POST", f"{echo}/json", {"values": [1]}, timeout_s=5, reply=Answer) == Answer([1])
+    assert await http.call("POST", f"{echo}/json", Answer([1]), timeout_s=5) == {"values": [1]}
+
+
+async def test_a_reply_of_another_type_says_where_and_what_was_expected(echo: str, http: JsonHttp) -> None:
+    with pytest.raises(HttpMalformed, match=r"not as expected: Expected `int`, got `str` - at `\$.values\[1\]`"):
+        await http.call("POST", f"{echo}/json", {"values": [1, "2"]}, timeout_s=5, reply=Answer)
+    with pytest.raises(HttpMalformed, match="truncated"):
+        await http.call("GET", f"{echo}/text", timeout_s=5, reply=Answer)
+
+
+async def test_what_is_no_json_is_none_where_no_type_was_asked_for(echo: str, http: JsonHttp) -> None:
+    assert await http.call("POST", f"{echo}/text", "words", timeout_s=5) is None
+    assert await http.call("GET", f"{echo}/json", timeout_s=5) is None
+
+
+async def test_numpy_arrays_are_lists_and_other_objects_are_refused(echo: str, http: JsonHttp) -> None:
+    body = {"ids": np.array([1, 2], np.int32), "one": np.int64(3)}
+    assert await http.call("POST", f"{echo}/json", body, timeout_s=5) == {"ids": [1, 2], "one": 3}
+    with pytest.raises(TypeError, match="JSON has no such thing"):
+        await http.call("POST", f"{echo}/json", {"what": object()}, timeout_s=5)
+
+
+def test_a_malformed_reply_is_not_asked_for_again() -> None:
+    """Those who repeat what failed look at the status: below 500 it would fail again."""
+    error = HttpMalformed("http://x", 200, b"{}", "Object missing required field `a`")
+    assert isinstance(error, HttpRefused)
+    assert error.status < 500
