@@ -12,11 +12,11 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
-from asyncrl.comm.shards import ModelShardID, RoutingTable
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.peers import EvaluationResult
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.trainer.settings import WorkerGrid
 
 EVALUATION_GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
@@ -108,13 +108,12 @@ class NameBoard:
 
 
 def placement_of(graph: Graph, ranks: int) -> dict[str, list[int]]:
-    """For every role of `graph` the ModelWorkers that host it: shard dp of each role lives on worker dp.
+    """For every role of `graph` the ModelWorkers that host it.
 
     Raises:
         RoutingError: a role's name is no identifier.
     """
-    shards = {ModelShardID(role, dp): dp for role in graph.roles() for dp in range(ranks)}
-    table = RoutingTable(shards, tuple(range(ranks)))
+    table = WorkerGrid(data=ranks).routing_table(graph.roles())
     return {role: sorted(set(table.shards_of(role).values())) for role in graph.roles()}
 
 

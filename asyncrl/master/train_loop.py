@@ -35,6 +35,7 @@ from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, w
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_clock import VersionClock
 from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -320,7 +321,7 @@ class TrainLoop:
     @property
     def _wants_folder(self) -> bool:
         """Whether servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
-        return self.config.manager.weight_transport == "disk" or self._checkpoint_is_due
+        return weight_transport(self.config.manager.weight_transport).needs_folders or self._checkpoint_is_due
 
     @property
     def _complete(self) -> bool:

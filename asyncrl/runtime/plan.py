@@ -3,12 +3,11 @@ start."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.runtime.hardware import count_gpus
 from asyncrl.runtime.launchers.local import WorkerPlan
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
@@ -24,7 +23,7 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
     turn.
     """
     gpus = count_gpus() if gpus is None else gpus
-    ranks = data_parallel_ranks(config.trainer.parallel)
+    ranks = worker_grid(config).workers
     trainer_gpus = gpus if config.trainer.device != Device.cpu else 0
     niceness = 0 if trainer_gpus else SHARED_CPU_NICENESS
     plans = [
@@ -50,11 +49,6 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
     on_cpu = [("rollout_worker", index) for index in range(config.rollout.workers)]
     on_cpu += [("gserver_manager", 0), ("master_worker", 0)]
     return plans + [WorkerPlan(kind, index, 1, (), niceness) for kind, index in on_cpu]
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that are visible to it, without importing torch."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _share(index: int, each: int, first: int, gpus: int) -> tuple[int, ...]:

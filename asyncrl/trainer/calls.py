@@ -1,4 +1,4 @@
-"""Model function calls: what a function gets, how it is registered, how one is found by name.
+"""Model function calls: what a function gets and how it is registered; `function_registry` finds one by name.
 
 A model function is `fn(ctx: CallContext, batch: StepBatch) -> dict[str, float]`. It runs on every rank that hosts its
 role, reads and writes columns of its rank's batch, and returns statistics that are equal on all ranks (`ctx.reduce`). A
@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import load_plugin
-from asyncrl.trainer.engines.flat import Engine, PolicyEngine, ValueEngine
+from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.train_state import TrainState
@@ -29,7 +28,9 @@ class CallContext:
 
     Attributes:
         name, role, reads, writes, args: as in the graph's `Call`.
-        engines: every role this rank hosts; `state` what is kept from step to step beside the models.
+        engines: every role this rank hosts.
+        ranks: the data-parallel ranks, which have other samples of the same batch.
+        state: what is kept from step to step beside the models.
     """
 
     name: str
@@ -38,7 +39,7 @@ class CallContext:
     writes: tuple[str, ...]
     args: Mapping[str, Any]
     config: ExperimentConfig
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, TrainingEngine]
     ranks: Ranks
     state: TrainState
 
@@ -70,7 +71,7 @@ class CallContext:
         """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""
         return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
 
-    def _engine(self, role: str) -> Engine:
+    def _engine(self, role: str) -> TrainingEngine:
         try:
             return self.engines[role]
         except KeyError:
@@ -80,35 +81,18 @@ class CallContext:
 
 ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
 
-_REGISTERED: dict[str, ModelFunction] = {}
+REGISTERED: dict[str, ModelFunction] = {}
+"""The built-in functions, once their modules are imported; ask `function_registry.find_function`."""
 
 
 def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
     """Registers a built-in model function under `name`."""
 
     def register(function: ModelFunction) -> ModelFunction:
-        _REGISTERED[name] = function
+        REGISTERED[name] = function
         return function
 
     return register
-
-
-def find_function(name: str) -> ModelFunction:
-    """The registered function `name`, or the one at the import path `name`.
-
-    Raises:
-        PluginError: the import path leads nowhere.
-        ValueError: no function is registered under `name`.
-    """
-    if ":" in name:
-        function: ModelFunction = load_plugin(name)
-        return function
-    import asyncrl.trainer.functions.library  # noqa: F401  # registers the built-in functions
-
-    if name not in _REGISTERED:
-        known = ", ".join(sorted(_REGISTERED))
-        raise ValueError(f"no model function {name!r}; known: {known}; your own: package.module:function")
-    return _REGISTERED[name]
 
 
 def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> StatValues:

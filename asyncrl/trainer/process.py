@@ -33,19 +33,20 @@ from asyncrl.inference.engine_host import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.run_files import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
-from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
-from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.calls import CallContext, ModelFunction, run_call
+from asyncrl.trainer.engines.base import PolicyEngine
+from asyncrl.trainer.function_registry import find_function
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.redistribute import Move, redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.world import training_world
-from asyncrl.weights import checkpoints, publishing
+from asyncrl.weights import publishing
 from asyncrl.weights.canary import Canary, canary_tokens
 from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.transports.delivery import SENDER
-from asyncrl.weights.transports.sender import HeldWeights, WeightSender
+from asyncrl.weights.transports import weight_transport
+from asyncrl.weights.transports.base import TrainerEnd
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
@@ -72,10 +73,10 @@ class ModelWorker(Worker):
         torch.manual_seed(config.seed)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = choose_device(config.trainer.device)
-        ranks = self._open.enter_context(
+        self._place = self._open.enter_context(
             training_world(
-                rank=self.index,
-                world=data_parallel_ranks(config.trainer.parallel),
+                worker=self.index,
+                grid=worker_grid(config),
                 device=device,
                 host=config.system.host,
                 run_dir=self.run_dir,
@@ -87,7 +88,7 @@ class ModelWorker(Worker):
         )
         graph = load_graph(config)
         self._device = device
-        self._rank: TrainingRank = build_rank(config, graph, ranks, device)
+        self._rank: TrainingRank = build_rank(config, graph, self._place, device)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
@@ -117,8 +118,6 @@ class ModelWorker(Worker):
             "save_checkpoint": self._save_checkpoint,
             "load_checkpoint": self._load_checkpoint,
         }
-        self._held = HeldWeights()
-        self._sender: WeightSender | None = None
         self._server = RequestServer(
             system.host,
             security,
@@ -131,16 +130,20 @@ class ModelWorker(Worker):
             queued={name: _as_method(name, handler) for name, handler in queued.items()},
         )
         self._open.callback(self._server.close)
-        if self.index == SENDER and self.config.manager.weight_transport != "disk":
+        self._to_servers = TrainerEnd()
+        if self._place.publishes:
             token = None if self.secret is None else self.secret.token
-            self._sender = WeightSender(self.config, self._held, token, self._device)
-            self._open.callback(self._close_sender, self._sender)
+            transport = weight_transport(self.config.manager.weight_transport)
+            self._to_servers = transport.trainer_end(self.config, token, self._device)
+            self._open.callback(self._close_connections)
         self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
         self._open.callback(self._puller.close)
         address = json.dumps({"endpoint": self._server.endpoint, "pid": os.getpid()})
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
-        self.resolver.add(names.puller_key(self.index), self._puller.endpoint, lease_s=lease_s, replace=True)
+        if self._place.takes_trajectories:
+            puller = names.puller_key(self._place.coordinates.data)
+            self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
 
@@ -192,10 +195,8 @@ class ModelWorker(Worker):
 
     async def _send_weights(self, request: Message) -> Message:
         """Bring a paused server to a version that is held in memory."""
-        if self._sender is None:
-            raise RuntimeError("this process sends no weights; set manager.weight_transport, and ask model_worker/0")
         meta = request.meta
-        await self._sender.send(
+        await self._to_servers.send(
             meta["server"],
             meta["url"],
             meta["version"],
@@ -206,8 +207,8 @@ class ModelWorker(Worker):
 
     # The main thread.
 
-    def _close_sender(self, sender: WeightSender) -> None:
-        closing = asyncio.run_coroutine_threadsafe(sender.close(), self._server.loop)
+    def _close_connections(self) -> None:
+        closing = asyncio.run_coroutine_threadsafe(self._to_servers.close(), self._server.loop)
         try:
             closing.result(_CLOSE_S)
         except TimeoutError:
@@ -217,11 +218,12 @@ class ModelWorker(Worker):
         """Bring this rank's rollouts of the step here and pack them."""
         assignment = meta["assignment"]
         moves = [Move(entry["rollout_id"], entry["src"], entry["dst"]) for entry in assignment]
-        leaving = [move.rollout_id for move in moves if move.src == self.index]
-        trajectories = redistribute(moves, self._inbox.get(leaving), self._rank.ranks)
+        here = self._place.coordinates.data
+        leaving = [move.rollout_id for move in moves if move.src == here]
+        trajectories = redistribute(moves, self._inbox.get(leaving), self._place.data)
         self._batch = build_step_batch(
             trajectories,
-            [entry["minibatch"] for entry in assignment if entry["dst"] == self.index],
+            [entry["minibatch"] for entry in assignment if entry["dst"] == here],
             version=meta["version"],
             num_minibatches=meta["num_minibatches"],
             min_version=meta["min_version"],
@@ -241,7 +243,7 @@ class ModelWorker(Worker):
             args=meta["args"],
             config=self.config,
             engines=self._rank.engines,
-            ranks=self._rank.ranks,
+            ranks=self._place.data,
             state=self._rank.state,
         )
         return {"stats": run_call(self._functions[meta["function"]], context, self._batch)}
@@ -252,29 +254,30 @@ class ModelWorker(Worker):
 
     def _publish(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
-        role, version, ranks = meta["role"], meta["version"], self._rank.ranks
+        role, version, ranks = meta["role"], meta["version"], self._place.everyone
         policy = self._rank.policy(role)
         canary = self._canary(policy)
-        if self._sender is not None:
-            self._held.hold(version, publishing.published_tensors(policy.model))
+        self._to_servers.hold(version, policy.published_tensors())
         if meta["to_disk"]:
             published = publishing.publish(
-                policy.model,
+                policy.published_tensors(),
                 self.run_dir / WEIGHTS_DIR,
                 role=role,
                 version=version,
                 ranks=ranks,
-                shared=self._shared.setdefault(role, SharedFiles(policy.model, self._assets)),
+                shared=self._shared.setdefault(role, SharedFiles(policy.model_config, self._assets)),
                 canary=canary,
             )
         else:
             root = self.run_dir / ANNOUNCED_DIR
-            published = publishing.announce(policy.model, root, role=role, version=version, ranks=ranks, canary=canary)
+            published = publishing.announce(
+                policy.published_tensors(), root, role=role, version=version, ranks=ranks, canary=canary
+            )
         return {"path": str(published.path), "bytes": published.bytes, "seconds": published.seconds}
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
-        model_config = policy.model.config
+        model_config = policy.model_config
         context = context_length(self.config, model_config.to_dict())
         tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
         if not tokens or self.config.manager.canary_tolerance == 0:
@@ -283,15 +286,14 @@ class ModelWorker(Worker):
 
     def _collect_weights(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         removed: list[int] = []
-        if self.index == 0:
+        if self._place.publishes:
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 removed += publishing.collect(self.run_dir / root, meta["role"], meta["keep"])
-            self._held.keep(meta["keep"])
+            self._to_servers.keep(meta["keep"])
         return {"removed": removed}
 
     def _save_checkpoint(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        checkpoints.save(
-            self._rank,
+        self._rank.save_checkpoint(
             Path(meta["path"]),
             version=meta["version"],
             master_state=meta["master_state"],
@@ -300,7 +302,7 @@ class ModelWorker(Worker):
         return {"path": meta["path"]}
 
     def _load_checkpoint(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        return {"master_state": checkpoints.load(self._rank, Path(meta["path"]))}
+        return {"master_state": self._rank.load_checkpoint(Path(meta["path"]))}
 
 
 def choose_device(setting: Device) -> torch.device:

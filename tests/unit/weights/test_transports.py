@@ -1,10 +1,12 @@
+"""Weight transports: one registry, no torch before the trainer's end is used, buckets within their limit."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.weights.transports.transfer import into_buckets
+from asyncrl.weights.transports.from_memory import into_buckets
 
 
 def tensors(*sizes: int) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,59 @@
+"""What this machine has, asked without torch: GPUs and network interfaces."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from itertools import takewhile
+from pathlib import Path
+
+import psutil
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The NVIDIA GPUs that a run may use, by CUDA's names: all of this machine, or those in CUDA_VISIBLE_DEVICES.
+
+    As in CUDA itself, that list ends before its first entry that names no GPU.
+    """
+    count = len(list(_GPUS.glob("*")))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not count:
+        return tuple(map(str, range(count)))
+
+    def is_gpu(name: str) -> bool:
+        return int(name) < count if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+
+    return tuple(takewhile(is_gpu, (name.strip() for name in chosen.split(","))))
+
+
+def count_gpus() -> int:
+    """Number of GPUs that a run may use."""
+    return len(visible_gpus())
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has `host`, the `system.host` of a run: an IPv4 address or a name of one.
+
+    Raises:
+        ValueError: no interface of this machine has it; the message names the addresses that they have.
+    """
+    entries = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+    interfaces = {entry.address: name for name, entry in entries if entry.family == socket.AF_INET}
+    known = ", ".join(f"{address} ({name})" for address, name in sorted(interfaces.items()))
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        raise ValueError(f"system.host={host!r}: not an IPv4 address, nor a name of one; use one of {known}") from None
+    if address in interfaces:
+        return interfaces[address]
+    parsed, loopback = ipaddress.IPv4Address(address), interfaces.get("127.0.0.1")
+    if parsed.is_loopback and loopback is not None:  # the interface has the whole of 127.0.0.0/8
+        return loopback
+    if parsed.is_unspecified:
+        why = "it stands for every interface, so no process could be told where to reach another"
+    else:
+        why = "no interface of this machine has that address"
+    raise ValueError(f"system.host={host!r}: {why}; use one of {known}")
