@@ -171,11 +171,11 @@ async def served(
         published_tensors(model).items(), root, role="actor", version=version, ranks=Ranks(), shared=shared
     )
     after_publish = time.perf_counter()
-    verify(published.path)
+    verify(published)
     after_check = time.perf_counter()
-    await server.update_weights(str(published.path), version, timeout_s=UPDATE_S)
+    await server.update_weights(str(published), version, timeout_s=UPDATE_S)
     end = time.perf_counter()
-    shutil.rmtree(published.path)
+    shutil.rmtree(published)
     return after_publish - start, after_check - after_publish, end - after_check
 
 

@@ -16,7 +16,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.master.peers import EvaluationResult
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
-from asyncrl.trainer.settings import WorkerGrid
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 EVALUATION_GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""

@@ -273,7 +273,7 @@ class ModelWorker(Worker):
             published = publishing.announce(
                 policy.published_tensors(), root, role=role, version=version, ranks=ranks, canary=canary
             )
-        return {"path": str(published.path), "bytes": published.bytes, "seconds": published.seconds}
+        return {"path": str(published)}
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""

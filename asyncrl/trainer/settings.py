@@ -113,7 +113,7 @@ class CriticConfig:
 
 
 @dataclass
-class ReferenceConfig:
+class ReferenceModelConfig:
     """The reference model, where a KL term asks for one."""
 
     mode: ReferenceMode = setting(ReferenceMode.frozen, "frozen, or an exponential moving average of the actor")
@@ -156,7 +156,7 @@ class AlgorithmConfig:
         minimum=0.0,
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceModelConfig = field(default_factory=ReferenceConfig)
 
 
 @dataclass

@@ -20,7 +20,6 @@ the generation servers read it.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,15 +51,6 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Where a version lies, the size of its tensors and how long writing took."""
-
-    path: Path
-    bytes: int
-    seconds: float
-
-
 def version_dir(root: Path, role: str, version: int) -> Path:
     """Directory of `version` of `role`."""
     return root / role / f"v{version}"
@@ -76,8 +66,9 @@ def publish(
     shared: SharedFiles,
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Published:
-    """Write a model's tensors as `version` of `role`. Called by all ranks; returns on all once it is visible.
+) -> Path:
+    """Write a model's tensors as `version` of `role`. Called by all ranks; returns its folder on all once it is
+    visible.
 
     A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
     after it (`collect`): steps that are taken again asynchronously lead to other weights.
@@ -91,7 +82,6 @@ def publish(
         PeerFailed: another rank could not write its part.
         OSError: this rank could not.
     """
-    started = time.perf_counter()
     final = version_dir(root, role, version)
     tensors = dict(named_tensors)
     whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
@@ -101,7 +91,7 @@ def publish(
         ranks.together(writing.begin, f"creating {final}")
         ranks.together(writing.write, f"writing {final}")
         ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
-    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+    return final
 
 
 def announce(
@@ -112,15 +102,14 @@ def announce(
     version: int,
     ranks: Collectives,
     canary: Canary | None,
-) -> Published:
+) -> Path:
     """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
-    which names no weight files, and the canary. Called by all ranks; returns on all once it is visible.
+    which names no weight files, and the canary. Called by all ranks; returns its folder on all once it is visible.
 
     Raises:
         PeerFailed: the leading rank could not write it.
         OSError: this rank could not.
     """
-    started = time.perf_counter()
     final = version_dir(root, role, version)
     tensors = dict(named_tensors)
 
@@ -138,7 +127,7 @@ def announce(
             atomic_dir.commit(final)
 
     ranks.together(write, f"announcing {final}")
-    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+    return final
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

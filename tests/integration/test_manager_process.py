@@ -357,7 +357,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
             published = publish(
                 tensors, run.dir / "weights", role="actor", version=version, ranks=Ranks(), shared=shared
             )
-            run.publish(version, published.path)
+            run.publish(version, published)
             await run.until(serving(version, 0, 1))
         results = await asyncio.gather(*calls)
         assert (rollouts.stats.interrupted > 0) == (mode == "interrupt")
@@ -462,7 +462,7 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
         folder = run.dir / "weights"
         shared, tensors = SharedFiles(model.config), published_tensors(model).items()
         published = publish(tensors, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)
-        run.publish(version, published.path)
+        run.publish(version, published)
         await run.until(serving(version, 0))
         assert check.differences[0] <= bound
     assert check.alarms == 0

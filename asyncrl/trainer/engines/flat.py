@@ -1,6 +1,7 @@
 """The flat engine: every rank has the whole model, its gradients and its optimizer, and trains its own samples.
 
-All trainable values lie in one vector (`flat_adamw`), so that a step is one all-reduce, one norm and one kernel.
+All trainable values lie in one vector (`flat_adamw`), so that a step is one all-reduce, one norm and one kernel. What
+is not documented here is in `base`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ class FlatEngine(TrainingEngine):
 
     @property
     def trained(self) -> bool:
-        """See `TrainingEngine`."""
         return self._optimizer is not None
 
     @property
@@ -85,11 +85,9 @@ class FlatEngine(TrainingEngine):
 
     @property
     def lr(self) -> float:
-        """See `TrainingEngine`."""
         return self.optimizer.lr
 
     def step(self) -> StepOutcome:
-        """See `TrainingEngine`."""
         self._ranks.all_reduce_sum(self.optimizer.grad)
         return self.optimizer.step()
 
@@ -98,7 +96,6 @@ class FlatEngine(TrainingEngine):
         return (dict(self.module.state_dict()), {}) if self._optimizer is None else self._optimizer.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         if self._optimizer is None:
             self.module.load_state_dict(dict(tensors))
         else:
@@ -159,7 +156,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @property
     def model_config(self) -> PretrainedConfig:
-        """See `PolicyEngine`."""
         config: PretrainedConfig = self._model.config
         return config
 
@@ -186,8 +182,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         entropy: EntropyMode = EntropyMode.none,
         distributions: bool = False,
     ) -> tuple[Tensor, list[Stats]]:
-        """See `PolicyEngine`."""
-
         def share_of(micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
             return loss(micro_batch, self.score(micro_batch, entropy, distributions=distributions))
 
@@ -195,12 +189,10 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @torch.no_grad()
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
-        """See `PolicyEngine`."""
         return self._distributions(micro_batch)
 
     @torch.no_grad()
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        """See `PolicyEngine`."""
         logprobs_T = torch.zeros(batch.num_tokens, device=batch.device)
         for micro_batch in self.micro_batches(batch, wanted_T):
             logprobs_T[micro_batch.targets_N] = self.score(micro_batch).logprobs_N
@@ -208,7 +200,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `PolicyEngine`."""
         wanted = np.arange(len(token_ids)) > 0
         scored = self._one_sequence(torch.tensor(token_ids, device=self._model.device), wanted, len(token_ids) - 1)
         hidden_NH = self._hidden(scored).index_select(0, scored.predictors_N)
@@ -221,7 +212,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
 
     def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyEngine`."""
         return iter(published_tensors(self._model).items())
 
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:
@@ -266,12 +256,10 @@ class FlatValueEngine(FlatEngine, ValueEngine):
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
     ) -> tuple[Tensor, list[Stats]]:
-        """See `ValueEngine`."""
         return self._accumulate(batch, wanted_T, seqs, lambda micro_batch: loss(micro_batch, self.values(micro_batch)))
 
     @torch.no_grad()
     def outputs(self, batch: StepBatch) -> Tensor:
-        """See `ValueEngine`."""
         outputs_T = torch.zeros(batch.num_tokens, device=batch.device)
         for micro_batch in self._whole_sequences(batch):
             hidden_IH = self._hidden(micro_batch).index_select(0, micro_batch.places_I)
@@ -292,7 +280,6 @@ class FlatLoader(EngineLoader):
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
-        """See `EngineLoader`."""
         model = load_causal_lm(path, dtype, self._attention, self._device)
         # Greedy answers report their log-probabilities at temperature 1.
         temperature = self._config.rollout.sampling.temperature or 1.0
@@ -300,12 +287,10 @@ class FlatLoader(EngineLoader):
         return FlatPolicyEngine(model, temperature=temperature, optimizer=made, **self._engine)
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
-        """See `EngineLoader`."""
         critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
         return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
 
     def reward_model(self, path: str) -> FlatValueEngine:
-        """See `EngineLoader`."""
         model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
         return FlatValueEngine(model, **self._engine)
 

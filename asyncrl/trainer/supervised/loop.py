@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,17 +52,6 @@ DEMO_MODEL: Mapping[str, Any] = {
     "tie_word_embeddings": True,
 }
 """The demo's architecture: 242k parameters with the arithmetic alphabet."""
-RECORDED = (
-    "batch_size",
-    "optimizer",
-    "lr",
-    "adamw_lr",
-    "min_lr_share",
-    "warmup_steps",
-    "max_grad_norm",
-    "tokens_per_micro_batch",
-)
-"""Settings that `training.json` names beside the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +118,7 @@ def make_base_model(
     record = {
         "seed": config.seed,
         "steps": [phase.steps for phase in phases],
-        "settings": {name: getattr(config, name) for name in RECORDED},
+        "settings": asdict(config),
         "final_loss": loss,
         "seconds": round(time.monotonic() - started, 2),
     }

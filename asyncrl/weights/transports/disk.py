@@ -52,5 +52,4 @@ class DiskManagerEnd:
         keep_cache: bool,
         timeout_s: float,
     ) -> None:
-        """See `ManagerEnd`."""
         await client.update_weights(path, version, keep_cache=keep_cache, timeout_s=timeout_s)

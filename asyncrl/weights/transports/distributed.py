@@ -41,7 +41,6 @@ class DistributedTransport(MemoryTransport):
     def connection(
         self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
     ) -> ProcessGroupConnection:
-        """See `MemoryTransport`."""
         on_gpus = device.type == "cuda" and config.generation.device != Device.cpu
         return ProcessGroupConnection(
             url,

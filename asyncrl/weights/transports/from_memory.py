@@ -70,11 +70,9 @@ class MemoryTransport(WeightTransport):
         """A new connection from the trainer, which computes on `device`, to the server at `url`."""
 
     def manager_end(self, publisher: Publisher) -> ManagerEnd:
-        """See `WeightTransport`."""
         return AskPublisher(publisher)
 
     def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> MemoryTrainerEnd:
-        """See `WeightTransport`."""
         return MemoryTrainerEnd(self, config, token, device)
 
 
@@ -94,7 +92,6 @@ class AskPublisher:
         keep_cache: bool,
         timeout_s: float,
     ) -> None:
-        """See `ManagerEnd`."""
         await self._publisher.send_weights(server, client.url, version, keep_cache=keep_cache, timeout_s=timeout_s)
         served = await client.served_version()
         if served != version:
@@ -136,12 +133,10 @@ class MemoryTrainerEnd(TrainerEnd):
         self._closing: set[asyncio.Task[None]] = set()
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `TrainerEnd`."""
         copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors]
         self._held = {**self._held, version: copies}  # replaced as a whole: readers are other threads
 
     def keep(self, versions: Collection[int]) -> None:
-        """See `TrainerEnd`."""
         self._held = {version: held for version, held in self._held.items() if version in versions}
 
     def held(self, version: int) -> NamedTensors:

@@ -39,7 +39,6 @@ class TensorTransport(MemoryTransport):
     def connection(
         self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
     ) -> SharedMemoryConnection:
-        """See `MemoryTransport`."""
         ranks = config.generation.sglang.tensor_parallel
         return SharedMemoryConnection(url, http, timeout_s=timeout_s, tensor_parallel=ranks)
 

@@ -73,7 +73,7 @@ def test_the_canary_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_d
     model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
     canary = Canary((3, 1, 4), (0.0, -1.5, -2.25))
     tensors, shared = weights.published_tensors(model).items(), SharedFiles(model.config)
-    path = weights.publish(tensors, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary).path
+    path = weights.publish(tensors, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary)
     assert read_canary(path) == canary
     assert CANARY_FILE in verify(path).files
     assert CANARY_FILE not in {asset.name for asset in weights.tokenizer_assets(path)}

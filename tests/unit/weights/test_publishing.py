@@ -44,7 +44,7 @@ def publish(
         shared=SharedFiles(model.config, weights.tokenizer_assets(model_dir)),
         max_shard_bytes=max_shard_bytes,
     )
-    return published.path, model
+    return published, model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -151,10 +151,10 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
     root = tmp_path / "announced"
     tensors = weights.published_tensors(model).items()
     announced = weights.announce(tensors, root, role="actor", version=2, ranks=Ranks(), canary=canary)
-    manifest = verify(announced.path)
+    manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
     assert manifest.files.keys() == {CANARY_FILE}
-    assert read_canary(announced.path) == canary
+    assert read_canary(announced) == canary
     assert weights.collect(root, "actor", {3}) == [2]
 
 
@@ -163,7 +163,7 @@ def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_
     shared = SharedFiles(model.config, weights.tokenizer_assets(qwen_dir))
     tensors = weights.published_tensors(model)
     paths = [
-        weights.publish(tensors.items(), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared).path
+        weights.publish(tensors.items(), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared)
         for version in (1, 2)
     ]
     for name in ("config.json", "tokenizer.json"):
@@ -178,7 +178,7 @@ def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir:
     tensors = weights.published_tensors(model)
     weights.publish(tensors.items(), tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
     shutil.rmtree(tmp_path / "actor")
-    path = weights.publish(tensors.items(), tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared).path
+    path = weights.publish(tensors.items(), tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared)
     assert load_tokenizer(path).encode("1+2") == load_tokenizer(qwen_dir).encode("1+2")
 
 
