@@ -156,7 +156,7 @@ class AlgorithmConfig:
         minimum=0.0,
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceModelConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
 
 
 @dataclass
