@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
+from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.rewards.arithmetic import arithmetic_reward
-from asyncrl.trainer.supervised.__main__ import phases_of
-from asyncrl.trainer.supervised.loop import SFTPhase, SFTSettings, make_base_model
+from asyncrl.trainer.supervised.loop import SFTPhase, make_base_model, phases_of
+from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 
-ADAMW = SFTSettings(optimizer="adamw", adamw_lr=3e-3)
+ADAMW = SFTConfig(optimizer=SupervisedOptimizer.adamw, adamw_lr=3e-3)
 """The best rate found for AdamW alone."""
 
 
@@ -43,18 +43,15 @@ class Result:
     greedy_accuracy: float
 
 
-def measure(settings: SFTSettings, seed: int, threads: int, shrink: int, folder: Path) -> Result:
+def measure(settings: SFTConfig, seed: int, threads: int, shrink: int, folder: Path) -> Result:
     """Make one base model and evaluate it."""
     phases = [SFTPhase(phase.dataset, max(1, phase.steps // shrink)) for phase in phases_of(load_supervised("sft"))]
     losses: list[float] = []
     begin = time.perf_counter()
     path = make_base_model(
+        replace(settings, seed=seed, threads=threads),
         folder / f"{settings.optimizer}-{seed}",
-        tokenizer=CharTokenizer(),
         phases=phases,
-        settings=settings,
-        seed=seed,
-        threads=threads,
         progress=lambda progress: losses.append(progress.loss),
     )
     seconds = time.perf_counter() - begin
@@ -84,7 +81,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            for settings in (SFTSettings(), ADAMW):
+            for settings in (SFTConfig(), ADAMW):
                 result = measure(settings, seed, args.threads, shrink, Path(folder))
                 results.append(asdict(result))
                 print(

@@ -167,13 +167,15 @@ async def served(
 ) -> tuple[float, float, float]:
     """Seconds to publish, to check and to load."""
     start = time.perf_counter()
-    published = publish(model, root, role="actor", version=version, ranks=Ranks(), shared=shared)
+    published = publish(
+        published_tensors(model).items(), root, role="actor", version=version, ranks=Ranks(), shared=shared
+    )
     after_publish = time.perf_counter()
-    verify(published.path)
+    verify(published)
     after_check = time.perf_counter()
-    await server.update_weights(str(published.path), version, timeout_s=UPDATE_S)
+    await server.update_weights(str(published), version, timeout_s=UPDATE_S)
     end = time.perf_counter()
-    shutil.rmtree(published.path)
+    shutil.rmtree(published)
     return after_publish - start, after_check - after_publish, end - after_check
 
 
@@ -181,7 +183,7 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
     """Both ways in turn, `rounds` times after one to warm up."""
     model = make_model(size, DTYPES[dtype])
     model.save_pretrained(folder / "base")
-    shared = SharedFiles(model, tokenizer_assets(folder / "base"))
+    shared = SharedFiles(model.config, tokenizer_assets(folder / "base"))
     plains, serveds = [], []
     with serve(folder / "base", dtype, folder / "run") as (url, token):
         http = JsonHttp(token)

@@ -26,8 +26,10 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+from asyncrl.trainer.client import PublisherClient
+from asyncrl.trainer.settings import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
-from asyncrl.weights.transports.delivery import DiskDelivery, TrainerDelivery
+from asyncrl.weights.transports import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
 """How often name resolution is read for servers and workers; a server's death is noticed within this plus its lease."""
@@ -59,12 +61,13 @@ class GserverManager(AsyncWorker):
         """Serve until a stop is requested."""
         token = None if self.secret is None else self.secret.token
         servers_http = JsonHttp(token)
-        trainer = TrainerDelivery(self.resolver, None if self.secret is None else self.secret.sockets())
+        security = None if self.secret is None else self.secret.sockets()
+        publisher = PublisherClient(self.resolver, security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(
             self._decisions,
             self._service,
             servers_http,
-            DiskDelivery() if self.config.manager.weight_transport == "disk" else trainer,
+            weight_transport(self.config.manager.weight_transport).manager_end(publisher),
             health_interval_s=self.config.manager.health_interval_s,
             update_timeout_s=self.config.manager.update_timeout_s,
             checks=() if self._canary is None else (self._canary,),
@@ -93,7 +96,7 @@ class GserverManager(AsyncWorker):
         finally:
             await http.close()
             await servers_http.close()
-            trainer.close()
+            publisher.close()
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""

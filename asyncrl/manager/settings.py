@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import TYPE_CHECKING, Optional
-from urllib.parse import urlsplit
 
 from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.router import POLICIES
+from asyncrl.weights.transports import TRANSPORTS, weight_transport
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -55,7 +55,7 @@ class ManagerConfig:
         "version that is in use and writes folders only with checkpoints and at the end; tensor: shared memory, one "
         "machine; distributed: a process group of trainer and server, NCCL between GPUs, else gloo. Other than disk "
         "needs generation.backend=sglang",
-        choices=("disk", "tensor", "distributed"),
+        choices=tuple(TRANSPORTS),
     )
     update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
@@ -69,37 +69,12 @@ class ManagerConfig:
     )
 
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-_PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
-"""SGLang flags by which an engine has more ranks than `tensor_parallel`."""
-
-
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    transport, generation = config.manager.weight_transport, config.generation
-    if transport == "disk":
-        return
-    if generation.backend != GenerationBackend.sglang:
+    transport, backend = weight_transport(config.manager.weight_transport), config.generation.backend
+    if transport.needs_sglang and backend != GenerationBackend.sglang:
         yield (
-            f"manager.weight_transport={transport!r}: generation.backend={str(generation.backend)!r} takes weights "
+            f"manager.weight_transport={transport.name!r}: generation.backend={str(backend)!r} takes weights "
             "from disk only; use weight_transport=disk or backend=sglang"
         )
-    host = config.system.host
-    here = {host, *_LOOPBACK}
-    elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
-    if elsewhere and transport == "tensor":
-        yield (
-            f"manager.weight_transport='tensor': server {elsewhere[0]!r} is not on system.host={host!r}, and memory is "
-            "shared on one machine only; use distributed or disk"
-        )
-    if elsewhere and transport == "distributed" and host in _LOOPBACK:
-        yield (
-            f"manager.weight_transport='distributed': server {elsewhere[0]!r} cannot reach the trainer at "
-            f"system.host={host!r}; set it to this machine's address on their network"
-        )
-    for key, value in generation.sglang.args.items():
-        if key.lstrip("-").replace("-", "_") in _PER_ENGINE and value != 1:
-            yield (
-                f"manager.weight_transport={transport!r}: generation.sglang.args.{key}={value!r} makes ranks that are "
-                "not sent to; start more servers with generation.servers, or use weight_transport=disk"
-            )
+    yield from transport.check(config)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.request_reply import RequestClient
-from asyncrl.comm.shards import ModelShardID, RoutingTable
-from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.worker import AsyncWorker
 
 
@@ -40,15 +37,3 @@ class NameBoard:
     def announce_data_state(self, path: Path) -> None:
         """The RolloutWorkers may begin; the used prompts are in `path`."""
         self._resolver.add(names.data_state_key(), names.DataState(str(path)).encode(), replace=True)
-
-
-def placement_of(graph: Graph, layout: Sequence[tuple[int, int, int]]) -> RoutingTable:
-    """Which ModelWorkers host the roles of `graph`, and which take in trajectories.
-
-    Args:
-        layout: coordinates (dp, tp, pp) of each ModelWorker, in order of their indices. Each worker hosts a shard of
-            every role; those at tp 0, pp 0 are the data-parallel heads.
-    """
-    shards = {ModelShardID(role, *at): worker for role in graph.roles() for worker, at in enumerate(layout)}
-    heads = {dp: worker for worker, (dp, tp, pp) in enumerate(layout) if (tp, pp) == (0, 0)}
-    return RoutingTable(shards, [heads[dp] for dp in sorted(heads)])

@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, connect, placement_of
+from asyncrl.master.connections import NameBoard, connect
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 
 
 class MasterWorker(AsyncWorker):
@@ -19,7 +19,7 @@ class MasterWorker(AsyncWorker):
 
     def configure(self) -> None:
         self._graph = load_graph(self.config)
-        self._ranks = data_parallel_ranks(self.config.trainer.parallel)
+        self._grid = worker_grid(self.config)
 
     async def main(self) -> None:
         async with AsyncExitStack() as closing:
@@ -34,9 +34,9 @@ class MasterWorker(AsyncWorker):
         url = await self.registered(names.manager_key())
         manager = ManagerClient(url, self.spec.name, self.secret.token if self.secret is not None else None)
         closing.push_async_callback(manager.close)
-        trainers = await connect(self, "model_worker", self._ranks)
+        trainers = await connect(self, "model_worker", self._grid.workers)
         rollouts = await connect(self, "rollout_worker", self.config.rollout.workers)
         for client in (*trainers, *rollouts):
             closing.callback(client.close)
-        routes = placement_of(self._graph, [(dp, 0, 0) for dp in range(self._ranks)])
+        routes = self._grid.routing_table(self._graph.roles())
         return Peers(trainers, routes, manager, rollouts, NameBoard(self.resolver))

@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -32,7 +32,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         near = " or ".join(str(size) for size in (below, above) if size)
         yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
     try:
-        ranks = data_parallel_ranks(config.trainer.parallel)
+        ranks = worker_grid(config).data
     except ConfigError as error:
         yield str(error)
         return

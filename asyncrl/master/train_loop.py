@@ -49,6 +49,7 @@ from asyncrl.trainer.messages import (
     Publish,
     SaveCheckpoint,
 )
+from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -349,7 +350,7 @@ class TrainLoop:
     @property
     def _wants_folder(self) -> bool:
         """Whether servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
-        return self.config.manager.weight_transport == "disk" or self._checkpoint_is_due
+        return weight_transport(self.config.manager.weight_transport).needs_folders or self._checkpoint_is_due
 
     @property
     def _complete(self) -> bool:

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.runtime.worker_plan import Resources
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
@@ -53,10 +53,7 @@ class ProcessKind:
 def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
     """The first GPUs, one each."""
     ours = gpus if config.trainer.device != Device.cpu else ()
-    return [
-        Resources(config.trainer.threads, _share(rank, 1, ours))
-        for rank in range(data_parallel_ranks(config.trainer.parallel))
-    ]
+    return [Resources(config.trainer.threads, _share(rank, 1, ours)) for rank in range(worker_grid(config).workers)]
 
 
 def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:

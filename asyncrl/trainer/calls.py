@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
+from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import load_plugin
-from asyncrl.trainer.engines.flat import Engine, PolicyEngine, ValueEngine
+from asyncrl.config.signatures import MODEL_FUNCTION
+from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.train_state import TrainState
@@ -29,7 +30,9 @@ class CallContext:
 
     Attributes:
         name, role, reads, writes, args: as in the graph's `Call`.
-        engines: every role this rank hosts; `state` what is kept from step to step beside the models.
+        engines: every role this rank hosts.
+        ranks: the data-parallel ranks, which have other samples of the same batch.
+        state: what is kept from step to step beside the models.
     """
 
     name: str
@@ -38,7 +41,7 @@ class CallContext:
     writes: tuple[str, ...]
     args: Mapping[str, Any]
     config: ExperimentConfig
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, TrainingEngine]
     ranks: Ranks
     state: TrainState
 
@@ -70,7 +73,7 @@ class CallContext:
         """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""
         return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
 
-    def _engine(self, role: str) -> Engine:
+    def _engine(self, role: str) -> TrainingEngine:
         try:
             return self.engines[role]
         except KeyError:
@@ -80,35 +83,20 @@ class CallContext:
 
 ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
 
-_REGISTERED: dict[str, ModelFunction] = {}
-
 
 def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
-    """Registers a built-in model function under `name`."""
-
-    def register(function: ModelFunction) -> ModelFunction:
-        _REGISTERED[name] = function
-        return function
-
-    return register
+    """Marks a built-in model function as `name`; `asyncrl.config.catalog` finds the mark in the source."""
+    return lambda function: function
 
 
 def find_function(name: str) -> ModelFunction:
-    """The registered function `name`, or the one at the import path `name`.
+    """The registered function `name`, or the one at the import path `name`; imports the one module that defines it.
 
     Raises:
-        PluginError: the import path leads nowhere.
-        ValueError: no function is registered under `name`.
+        PluginError: there is none.
     """
-    if ":" in name:
-        function: ModelFunction = load_plugin(name)
-        return function
-    import asyncrl.trainer.functions.library  # noqa: F401  # registers the built-in functions
-
-    if name not in _REGISTERED:
-        known = ", ".join(sorted(_REGISTERED))
-        raise ValueError(f"no model function {name!r}; known: {known}; your own: package.module:function")
-    return _REGISTERED[name]
+    function: ModelFunction = resolve(MODEL_FUNCTION, name)
+    return function
 
 
 def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> StatValues:

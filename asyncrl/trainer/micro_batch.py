@@ -20,11 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.trainer import layout
-from asyncrl.trainer.models import AttentionKind, layout_of
 from asyncrl.trainer.packed_attention import attention_blocks
-
-Ints = NDArray[np.int64]
+from asyncrl.trainer.packing import AttentionKind, Ints, cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +82,7 @@ def micro_batches(
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
     """
     active = [seq for seq in seqs if input_lengths_S[seq] > 0]
-    for part in layout.cut([int(input_lengths_S[seq]) for seq in active], budget, layout_of(kind)):
+    for part in cut([int(input_lengths_S[seq]) for seq in active], budget, kind):
         yield _build(tokens_T, wanted_T, starts_S, input_lengths_S, [active[index] for index in part], kind)
 
 
@@ -123,7 +120,7 @@ def _lay_out(
 ) -> tuple[dict[str, Any], Ints]:
     """The trunk's keyword arguments, and where each input token's output lies in its flattened result."""
     device = tokens_T.device
-    if kind == "padded":
+    if kind == AttentionKind.padded:
         width = int(lengths.max())
         places_I = rows_I * width + offsets_I
         sources = np.zeros(len(lengths) * width, dtype=np.int64)
@@ -135,7 +132,7 @@ def _lay_out(
         "input_ids": tokens_T[torch.from_numpy(sources_I).to(device)][None],
         "position_ids": torch.from_numpy(offsets_I).to(device)[None],
     }
-    if kind == "packed":
+    if kind == AttentionKind.packed:
         inputs["attention_blocks"] = attention_blocks(lengths.tolist(), device)
     else:
         ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)

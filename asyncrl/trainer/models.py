@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,29 +15,21 @@ from transformers import (
 
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer import packed_attention
-from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.packing import AttentionKind
 from asyncrl.trainer.settings import AttentionImplementation
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
-AttentionKind = Literal["packed", "flash", "padded"]
-"""How a model's attention keeps the sequences of a micro-batch apart; see `engine.ModelInputs`."""
-
 _KINDS: dict[AttentionImplementation, AttentionKind] = {
-    AttentionImplementation.sdpa: "packed",
-    AttentionImplementation.flash_attention_2: "flash",
-    AttentionImplementation.eager: "padded",
+    AttentionImplementation.sdpa: AttentionKind.packed,
+    AttentionImplementation.flash_attention_2: AttentionKind.flash,
+    AttentionImplementation.eager: AttentionKind.padded,
 }
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
     """`model.attn_implementation` as what the engine must lay out: sdpa works packed, eager on padded rows."""
     return _KINDS[attn_implementation]
-
-
-def layout_of(kind: AttentionKind) -> Layout:
-    """How micro-batches of that kind are counted and cut."""
-    return "padded" if kind == "padded" else "packed"
 
 
 def load_causal_lm(

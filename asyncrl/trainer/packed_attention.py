@@ -3,7 +3,7 @@
 A micro-batch is one row [1, T]: its sequences end to end, positions restarting at each. All of a transformer but
 attention works token by token and so needs no padding; attention must keep sequences apart. On a GPU with flash
 attention its variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under
-`PACKED`, takes the stream into a few blocks of rows of nearly one length (`layout.blocks`), runs torch's causal kernel
+`PACKED`, takes the stream into a few blocks of rows of nearly one length (`packing.blocks`), runs torch's causal kernel
 on each, and takes the result back. Rows are padded on the right, so causality alone hides the padding and no mask is
 built.
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from asyncrl.trainer import layout
+from asyncrl.trainer import packing
 
 PACKED = "asyncrl_packed"
 """Name of `packed_attention` among transformers' attention functions."""
@@ -29,7 +29,7 @@ PACKED = "asyncrl_packed"
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """`layout.Block` on the model's device."""
+    """`packing.Block` on the model's device."""
 
     rows: int
     width: int
@@ -46,7 +46,7 @@ def attention_blocks(lengths: Sequence[int], device: torch.device) -> list[Atten
             torch.from_numpy(block.gather).to(device),
             torch.from_numpy(block.scatter).to(device),
         )
-        for block in layout.blocks(lengths)
+        for block in packing.blocks(lengths)
     ]
 
 

@@ -1,13 +1,26 @@
-"""The data-parallel ranks and the few collectives that training needs. No object collectives: those pickle."""
+"""Who is who among the training ranks: this rank's place in the grid, and the few collectives that training needs.
+
+`training_world` joins the ranks and lays them out as a `torch.distributed` DeviceMesh; `Place` says where this one is.
+That worker index, rank and data index may differ is said in `asyncrl.trainer.worker_grid`, and nowhere assumed else:
+whoever wants to know who takes trajectories, who publishes, or over whom to sum, asks the `Place`.
+
+No object collectives: those pickle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
+
+MESH_AXES = ("pipeline", "data", "tensor")
+"""Names of the mesh's dimensions, outermost first."""
 
 
 class PeerFailed(RuntimeError):
@@ -16,7 +29,7 @@ class PeerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among `world` data-parallel ranks, each with a whole copy of every role.
+    """A group of ranks and this one's number in it; `group` None is the whole world.
 
     With `world` 1 every collective is the identity and `torch.distributed` is not needed. Tensors may be on the CPU or
     on the ranks' device, the same on all of them.
@@ -24,6 +37,12 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what one of the group has to do for all."""
+        return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum of `tensor` over ranks, in place."""
@@ -32,6 +51,14 @@ class Ranks:
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Largest of `tensor` over ranks, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def send(self, tensor: Tensor, to: int) -> dist.Work:
+        """Begin to send `tensor` to the rank `to` of this group."""
+        return _begun(dist.isend(tensor, group=self.group, group_dst=to))
+
+    def receive(self, tensor: Tensor, source: int) -> dist.Work:
+        """Begin to receive into `tensor` from the rank `source` of this group."""
+        return _begun(dist.irecv(tensor, group=self.group, group_src=source))
 
     def together(self, action: Callable[[], None], what: str) -> None:
         """Run `action` here while the other ranks run theirs; returns once all have.
@@ -52,5 +79,42 @@ class Ranks:
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:
-            dist.all_reduce(tensor, operation)
+            dist.all_reduce(tensor, operation, group=self.group)
         return tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a ModelWorker is in the grid; by default it is alone.
+
+    Attributes:
+        everyone: all ranks, numbered by worker index; its leader is the grid's publisher.
+        data: the ranks that have the same part of the model and train other samples, numbered by data index.
+        mesh: of all ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+    """
+
+    worker: int = 0
+    grid: WorkerGrid = field(default_factory=WorkerGrid)
+    everyone: Ranks = field(default_factory=Ranks)
+    data: Ranks = field(default_factory=Ranks)
+    mesh: DeviceMesh | None = None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on each axis."""
+        return self.grid.coordinates(self.worker)
+
+    @property
+    def takes_trajectories(self) -> bool:
+        """Whether this rank receives trajectories for its data-parallel copy."""
+        return self.worker in self.grid.data_heads
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank completes published weights, and sends them from its memory."""
+        return self.worker == self.grid.publisher
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None is for ranks outside the group
+    return work

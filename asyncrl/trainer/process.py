@@ -30,7 +30,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
-from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -52,14 +52,14 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.redistribute import redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.world import training_world
-from asyncrl.weights import checkpoints, publishing
+from asyncrl.weights import publishing
 from asyncrl.weights.canary import Canary, canary_tokens
 from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.transports.delivery import SENDER
-from asyncrl.weights.transports.sender import HeldWeights, WeightSender
+from asyncrl.weights.transports import weight_transport
+from asyncrl.weights.transports.base import TrainerEnd
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
@@ -82,10 +82,10 @@ class ModelWorker(Worker):
         torch.manual_seed(config.seed)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = choose_device(config.trainer.device)
-        ranks = self._open.enter_context(
+        self._place = self._open.enter_context(
             training_world(
-                rank=self.index,
-                world=data_parallel_ranks(config.trainer.parallel),
+                worker=self.index,
+                grid=worker_grid(config),
                 device=device,
                 host=config.system.host,
                 run_dir=self.run_dir,
@@ -97,7 +97,7 @@ class ModelWorker(Worker):
         )
         graph = load_graph(config)
         self._device = device
-        self._rank: TrainingRank = build_rank(config, graph, ranks, device)
+        self._rank: TrainingRank = build_rank(config, graph, self._place, device)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
@@ -117,9 +117,7 @@ class ModelWorker(Worker):
         system = self.config.system
         security = None if self.secret is None else self.secret.sockets()
         self._arrival: asyncio.Event | None = None
-        self._inbox = Inbox(self.index, self.config.trainer.buffer_capacity, self._on_arrival)
-        self._held = HeldWeights()
-        self._sender: WeightSender | None = None
+        self._inbox = Inbox(self._place.coordinates.data, self.config.trainer.buffer_capacity, self._on_arrival)
         self._server = RequestServer(
             system.host,
             security,
@@ -140,16 +138,20 @@ class ModelWorker(Worker):
             },
         )
         self._open.callback(self._server.close)
-        if self.index == SENDER and self.config.manager.weight_transport != "disk":
+        self._to_servers = TrainerEnd()
+        if self._place.publishes:
             token = None if self.secret is None else self.secret.token
-            self._sender = WeightSender(self.config, self._held, token, self._device)
-            self._open.callback(self._close_sender, self._sender)
+            transport = weight_transport(self.config.manager.weight_transport)
+            self._to_servers = transport.trainer_end(self.config, token, self._device)
+            self._open.callback(self._close_connections)
         self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
-        self.resolver.add(names.puller_key(self.index), self._puller.endpoint, lease_s=lease_s, replace=True)
+        if self._place.takes_trajectories:
+            puller = names.puller_key(self._place.coordinates.data)
+            self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
 
@@ -193,9 +195,7 @@ class ModelWorker(Worker):
         )
 
     async def _send_weights(self, request: SendWeights) -> Done:
-        if self._sender is None:
-            raise RuntimeError("this process sends no weights; set manager.weight_transport, and ask model_worker/0")
-        await self._sender.send(
+        await self._to_servers.send(
             request.server,
             request.url,
             request.version,
@@ -206,19 +206,20 @@ class ModelWorker(Worker):
 
     # The main thread.
 
-    def _close_sender(self, sender: WeightSender) -> None:
-        closing = asyncio.run_coroutine_threadsafe(sender.close(), self._server.loop)
+    def _close_connections(self) -> None:
+        closing = asyncio.run_coroutine_threadsafe(self._to_servers.close(), self._server.loop)
         try:
             closing.result(_CLOSE_S)
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
     def _begin_step(self, step: BeginStep) -> Done:
-        leaving = [entry.rollout_id for entry in step.assignment if entry.src == self.index]
-        trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._rank.ranks)
+        here = self._place.coordinates.data
+        leaving = [entry.rollout_id for entry in step.assignment if entry.src == here]
+        trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._place.data)
         self._batch = build_step_batch(
             trajectories,
-            [entry.minibatch for entry in step.assignment if entry.dst == self.index],
+            [entry.minibatch for entry in step.assignment if entry.dst == here],
             version=step.version,
             num_minibatches=step.num_minibatches,
             min_version=step.min_version,
@@ -238,7 +239,7 @@ class ModelWorker(Worker):
             args=call.args,
             config=self.config,
             engines=self._rank.engines,
-            ranks=self._rank.ranks,
+            ranks=self._place.data,
             state=self._rank.state,
         )
         return CallStats(run_call(self._functions[call.function], context, self._batch))
@@ -249,29 +250,30 @@ class ModelWorker(Worker):
 
     def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
-        role, version, ranks = request.role, request.version, self._rank.ranks
+        role, version, ranks = request.role, request.version, self._place.everyone
         policy = self._rank.policy(role)
         canary = self._canary(policy)
-        if self._sender is not None:
-            self._held.hold(version, publishing.published_tensors(policy.model))
+        self._to_servers.hold(version, policy.published_tensors())
         if request.to_disk:
             published = publishing.publish(
-                policy.model,
+                policy.published_tensors(),
                 self.run_dir / WEIGHTS_DIR,
                 role=role,
                 version=version,
                 ranks=ranks,
-                shared=self._shared.setdefault(role, SharedFiles(policy.model, self._assets)),
+                shared=self._shared.setdefault(role, SharedFiles(policy.model_config, self._assets)),
                 canary=canary,
             )
         else:
             root = self.run_dir / ANNOUNCED_DIR
-            published = publishing.announce(policy.model, root, role=role, version=version, ranks=ranks, canary=canary)
-        return PublishedWeights(str(published.path))
+            published = publishing.announce(
+                policy.published_tensors(), root, role=role, version=version, ranks=ranks, canary=canary
+            )
+        return PublishedWeights(str(published))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
-        model_config = policy.model.config
+        model_config = policy.model_config
         context = context_length(self.config, model_config.to_dict())
         tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
         if not tokens or self.config.manager.canary_tolerance == 0:
@@ -279,15 +281,14 @@ class ModelWorker(Worker):
         return Canary(tokens, tuple(policy.sequence_logprobs(tokens)))
 
     def _collect_weights(self, request: CollectWeights) -> Done:
-        if self.index == 0:
+        if self._place.publishes:
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 publishing.collect(self.run_dir / root, request.role, request.keep)
-            self._held.keep(request.keep)
+            self._to_servers.keep(request.keep)
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
-        checkpoints.save(
-            self._rank,
+        self._rank.save_checkpoint(
             Path(request.path),
             version=request.version,
             master_state=request.master_state,
@@ -296,7 +297,7 @@ class ModelWorker(Worker):
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
-        return LoadedCheckpoint(checkpoints.load(self._rank, Path(request.root)))
+        return LoadedCheckpoint(self._rank.load_checkpoint(Path(request.root)))
 
 
 def choose_device(setting: Device) -> torch.device:

@@ -2,7 +2,8 @@
 
 Bytes of the codec, over `torch.distributed` point to point on the CPU. All trajectories from one rank to another travel
 as one message, preceded by its size; all sends and receives are posted before the first is waited for, so that no order
-of ranks can block. Every rank works from the same assignment, so each knows what to send and to expect.
+of ranks can block. Every rank works from the same assignment, so each knows what to send and to expect. Ranks are named
+by their data index: the ranks of one data-parallel group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
@@ -46,18 +46,17 @@ def _exchange(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ranks
     }
     sources = sorted({move.src for move in moves if move.dst == ranks.rank and move.src != ranks.rank})
     sizes = {src: torch.zeros(1, dtype=torch.int64) for src in sources}
-    _transfer({dst: torch.tensor([len(data)]) for dst, data in outgoing.items()}, sizes)
+    _transfer({dst: torch.tensor([len(data)]) for dst, data in outgoing.items()}, sizes, ranks)
     incoming = {src: torch.zeros(int(size), dtype=torch.uint8) for src, size in sizes.items()}
-    _transfer(outgoing, incoming)
+    _transfer(outgoing, incoming, ranks)
     return [trajectory for src in sources for trajectory in _unpack(incoming[src])]
 
 
-def _transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+def _transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], ranks: Ranks) -> None:
     """Send and receive one tensor per peer."""
-    pending = [dist.irecv(tensor, src) for src, tensor in incoming.items()]
-    pending += [dist.isend(tensor, dst) for dst, tensor in outgoing.items()]
+    pending = [ranks.receive(tensor, src) for src, tensor in incoming.items()]
+    pending += [ranks.send(tensor, dst) for dst, tensor in outgoing.items()]
     for work in pending:
-        assert work is not None  # None is for ranks outside the group
         work.wait()
 
 

@@ -8,7 +8,8 @@ chunk, a chunk's logits are computed again in the backward pass instead of kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, cast
+from enum import StrEnum, auto
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,16 @@ from transformers import PreTrainedModel
 MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""
 
-EntropyMode = Literal["none", "constant", "differentiable"]
+
+class EntropyMode(StrEnum):
+    """Whether entropies are computed with the log-probabilities."""
+
+    none = auto()
+    constant = auto()
+    """For statistics: they carry no gradient."""
+    differentiable = auto()
+    """For an entropy bonus."""
+
 
 LogitsOf = Callable[[Tensor], Tensor]
 
@@ -44,19 +54,17 @@ def token_logprobs(
     logits_of: LogitsOf,
     *,
     temperature: float = 1.0,
-    entropy: EntropyMode = "none",
+    entropy: EntropyMode = EntropyMode.none,
     max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `targets_N` at `temperature`, and the entropy of each distribution, in nats; fp32, shape
-    [N].
+    """Log-probabilities of `targets_N` at `temperature` and the entropy of each distribution, in nats; fp32, [N].
 
     Args:
         hidden_NH: the trunk's output at the position before each target.
-        entropy: `constant` carries no gradient.
     """
     if len(targets_N) == 0:
         empty = hidden_NH.sum() * 0.0 + hidden_NH.new_zeros(0, dtype=torch.float32)
-        return empty, None if entropy == "none" else empty.detach()
+        return empty, None if entropy == EntropyMode.none else empty.detach()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _score(logits_of(hidden), targets, temperature, entropy)
@@ -71,7 +79,7 @@ def token_logprobs(
             for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
         ]
         logprobs_N, entropy_N = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-    return logprobs_N, None if entropy == "none" else entropy_N
+    return logprobs_N, None if entropy == EntropyMode.none else entropy_N
 
 
 def _score(logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
@@ -80,8 +88,8 @@ def _score(logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: En
         logits_NV = logits_NV / temperature
     all_NV = torch.log_softmax(logits_NV, dim=-1)
     logprobs_N = all_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-    if entropy == "none":
+    if entropy == EntropyMode.none:
         return logprobs_N, logprobs_N.new_zeros(0)
-    if entropy == "constant":
+    if entropy == EntropyMode.constant:
         all_NV = all_NV.detach()
     return logprobs_N, -(all_NV.exp() * all_NV).sum(dim=-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype, setting
+from asyncrl.runtime.hardware import count_gpus
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 
 
 _PARALLEL = re.compile(r"d([1-9][0-9]*)")
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+NEEDS_VALUES = frozenset({"gae", "gae_turn"})
+"""Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
 
 
 class AttentionImplementation(StrEnum):
@@ -108,7 +115,7 @@ class CriticConfig:
 
 
 @dataclass
-class ReferenceConfig:
+class ReferenceModelConfig:
     """The reference model, where a KL term asks for one."""
 
     mode: ReferenceMode = setting(
@@ -153,7 +160,7 @@ class AlgorithmConfig:
         minimum=0.0,
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
 
 
 @dataclass
@@ -180,6 +187,15 @@ def data_parallel_ranks(parallel: str) -> int:
     return int(match[1])
 
 
+def worker_grid(config: ExperimentConfig) -> WorkerGrid:
+    """How the ModelWorkers of `config` are laid out.
+
+    Raises:
+        ConfigError: `trainer.parallel` is not a layout.
+    """
+    return WorkerGrid(data=data_parallel_ranks(config.trainer.parallel))
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     for name, path in (
@@ -189,13 +205,76 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     ):
         if path is not None:
             yield from hugging_face_folder(name, path)
-    yield from _algorithms(config)
+    yield from _devices(config)
+    unknown = list(_algorithms(config))
+    yield from unknown
+    if not unknown:
+        yield from _critic(config)
 
 
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:
-    """What is wrong with the model folder `path`."""
-    if not (Path(path).expanduser() / "config.json").is_file():
-        yield (f"{name}={path!r}: no Hugging Face model there (no config.json); give the folder of a downloaded model")
+    """What is wrong with the model folder `path`, which the setting `name` has."""
+    folder, fix = Path(path).expanduser(), "give the folder of a downloaded model"
+    if not folder.is_dir():
+        yield f"{name}={path!r}: no such folder, so there is no config.json to read; {fix}"
+        return
+    file = folder / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield f"{name}={path!r}: no Hugging Face model there (no config.json); {fix}"
+        return
+    except (OSError, ValueError) as error:
+        yield f"{name}={path!r}: its config.json cannot be read ({error}); download the model anew, or {fix}"
+        return
+    if not isinstance(described, dict) or not described.get("model_type"):
+        yield f"{name}={path!r}: its config.json names no model_type, so it is not of a transformers model; {fix}"
+    if not any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern)):
+        yield f"{name}={path!r}: it holds no weights ({', '.join(_WEIGHT_FILES)}); download them too, or {fix}"
+
+
+def _devices(config: ExperimentConfig) -> Iterator[str]:
+    device, gpus, ranks = config.trainer.device, count_gpus(), worker_grid(config).workers
+    attention = config.model.attn_implementation
+    if device == Device.cuda and not gpus:
+        yield "trainer.device='cuda': this machine shows no NVIDIA GPU; use cpu or auto, or start on one that has GPUs"
+    if device != Device.cpu and 0 < gpus < ranks:
+        yield (
+            f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks want a GPU each and there are "
+            f"{gpus}; use d{gpus} or fewer, or trainer.device=cpu"
+        )
+    if attention != AttentionImplementation.flash_attention_2:
+        return
+    if importlib.util.find_spec("flash_attn") is None:
+        yield (
+            f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
+            "use sdpa"
+        )
+    if device == Device.cpu or (device == Device.auto and not gpus):
+        yield (
+            f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
+            f"{str(device)!r} is a CPU here; use sdpa"
+        )
+
+
+def _critic(config: ExperimentConfig) -> Iterator[str]:
+    """An advantage of values in a graph in which nobody gives it any."""
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.master.graph.types import GraphError
+
+    choice = config.algorithm.advantage
+    if choice.name not in NEEDS_VALUES:
+        return
+    try:
+        calls = [call for call in load_graph(config).calls if call.function == "advantage"]
+    except GraphError:
+        return  # which the launcher says itself
+    if calls and not any("values" in call.reads for call in calls):
+        yield (
+            f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
+            f"{config.algorithm.graph!r} has no critic; use algorithm.graph=ppo, or an advantage without a critic, "
+            "for example grpo or rloo"
+        )
 
 
 def _algorithms(config: ExperimentConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Joining the `torch.distributed` world of the training ranks.
+"""Joining the `torch.distributed` world of the training ranks, and laying it out as a DeviceMesh.
 
 The ranks find each other through name resolution and meet in a file of the run's folder, so no port is opened for it.
 Gloo carries what is on the CPU (small collectives, trajectories), NCCL what is on GPUs.
@@ -15,20 +15,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.runtime.hardware import interface_of
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks
+from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 WORLD_KEY = "training_world"
-"""Name under which rank 0 tells the others where to meet."""
+"""Name under which the first rank tells the others where to meet."""
 
 
 @contextmanager
 def training_world(
     *,
-    rank: int,
-    world: int,
+    worker: int,
+    grid: WorkerGrid,
     device: torch.device,
     host: str,
     run_dir: Path,
@@ -36,33 +39,46 @@ def training_world(
     join_timeout_s: float,
     collective_timeout_s: float,
     lease_s: float,
-) -> Iterator[Ranks]:
-    """Join as `rank` of `world`, leave at the end. One rank needs no world.
+) -> Iterator[Place]:
+    """Join as `worker` of `grid`, leave at the end. One rank needs no world.
 
     Args:
         host: this machine's address among the ranks; gloo uses the interface that has it.
-        lease_s: lease of rank 0's entry, so that a later run of the same trial does not meet in an old file.
+        lease_s: lease of the first rank's entry, so that a later run of the same trial does not meet in an old file.
 
     Raises:
-        NameResolveTimeout: rank 0 did not come within `join_timeout_s`.
+        NameResolveTimeout: the first rank did not come within `join_timeout_s`.
     """
-    if world == 1:
-        yield Ranks()
+    if grid.workers == 1:
+        yield Place()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
-    if rank == 0:
+    if worker == 0:
         meeting = run_dir / f"training_world-{os.getpid()}-{time.time_ns()}"
         resolver.add(WORLD_KEY, str(meeting), lease_s=lease_s, replace=True)
     else:
         meeting = Path(resolver.wait(WORLD_KEY, join_timeout_s))
+    timeout = timedelta(seconds=collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(meeting), world),  # type: ignore[attr-defined]  # public, but missing in the stubs
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=collective_timeout_s),
+        store=dist.FileStore(str(meeting), grid.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
+        rank=worker,
+        world_size=grid.workers,
+        timeout=timeout,
     )
     try:
-        yield Ranks(rank, world)
+        yield _lay_out(worker, grid, device, timeout)
     finally:
         dist.destroy_process_group()
+
+
+def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place:
+    """This rank's place in a mesh over the world, whose groups have the world's time limit."""
+    mesh = init_device_mesh(device.type, (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=MESH_AXES)
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    assert Coordinates(*coordinates) == grid.coordinates(worker), (coordinates, worker, grid)
+    data = Ranks(mesh.get_local_rank("data"), grid.data, mesh.get_group("data"))
+    return Place(worker, grid, Ranks(worker, grid.workers), data, mesh)

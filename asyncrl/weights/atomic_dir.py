@@ -48,19 +48,19 @@ def commit(final: Path) -> None:
 
 def remove(directory: Path) -> None:
     """Delete `directory` if it exists; it disappears at once as a whole."""
-    doomed = _set_aside(directory)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    former = _set_aside(directory)
+    if former.exists():
+        shutil.rmtree(former)
 
 
 def _set_aside(directory: Path) -> Path:
     """Rename `directory`, if it exists, to the name returned, under which nobody looks for it."""
-    doomed = directory.with_name(f".{directory.name}{_REMOVING_SUFFIX}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    former = directory.with_name(f".{directory.name}{_REMOVING_SUFFIX}")
+    if former.exists():
+        shutil.rmtree(former)
     if directory.exists():
-        directory.rename(doomed)
-    return doomed
+        directory.rename(former)
+    return former
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -57,7 +57,7 @@ def prune(root: Path, keep: int) -> list[int]:
     if keep < 1:
         raise ValueError(f"keep is {keep}: a run needs its newest checkpoint; set checkpoint.keep to at least 1")
     atomic_dir.clear_leftovers(root)
-    doomed = versions(root)[:-keep]
-    for version in doomed:
+    old = versions(root)[:-keep]
+    for version in old:
         atomic_dir.remove(root / f"v{version}")
-    return doomed
+    return old

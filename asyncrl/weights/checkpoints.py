@@ -1,8 +1,8 @@
 """Everything a training run needs to continue, written so that a kill at any moment leaves a whole checkpoint.
 
-Each rank writes its share at the same time: a slice of every trained role's flat vectors (master weights and AdamW's
-moments) and its random number state. Rank 0 adds `state.json` (schedules, KL coefficient, value normalisation, and the
-master's own state, which is opaque here) and the manifest, and renames the directory into place. The slices are read by
+Each rank writes its share at the same time: a slice of the tensors of every part (a role whose weights or optimizer
+change) and its random number state. The leading rank adds `state.json` (what the parts have beside tensors, and the
+caller's own state, which is opaque here) and the manifest, and renames the directory into place. The slices are read by
 any number of ranks. Tensors are safetensors, the rest is JSON: nothing is unpickled.
 """
 
@@ -11,113 +11,112 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.trainer.parallel import Ranks
-from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import STATE_FILE, latest, prune
+from asyncrl.weights.collectives import Collectives
 from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
 from asyncrl.weights.tensor_file import write_tensors
 
-_SLICED = ("flat", "exp_avg", "exp_avg_sq")
-"""Optimizer tensors as long as the model, which ranks share out; the rest is a few bytes."""
+
+class CheckpointPart(Protocol):
+    """One role's part of a checkpoint."""
+
+    @property
+    def state_kind(self) -> str:
+        """What its tensors are, for the names of their files: `optimizer`, say."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors, the same on all ranks, and JSON."""
+
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
 
 
-def save(rank: TrainingRank, path: Path, *, version: int, master_state: Any, keep: int) -> None:
+Parts = Mapping[str, CheckpointPart]
+"""By role."""
+
+
+def save(parts: Parts, path: Path, ranks: Collectives, *, version: int, state: Mapping[str, Any], keep: int) -> None:
     """Write a checkpoint of policy `version` to `path` and delete old ones beside it. Called by all ranks.
 
     Args:
-        master_state: the master's own state, any JSON value; `load` returns it.
+        state: any JSON values; `load` returns them.
         keep: checkpoints kept in the folder of `path`.
 
     Raises:
         PeerFailed: another rank could not write its part.
     """
-    ranks = rank.ranks
-    ranks.together(lambda: _begin(path, ranks), f"creating {path}")
-    ranks.together(lambda: write_share(rank, atomic_dir.aside(path)), f"writing {path}")
-    ranks.together(lambda: _finish(rank, path, version, master_state, keep), f"completing {path}")
+    directory = atomic_dir.aside(path)
+
+    def begin() -> None:
+        if ranks.leads:
+            atomic_dir.begin(path)
+
+    def finish() -> None:
+        if ranks.leads:
+            # The key is older than averaged weights among the parts.
+            document = {"version": version, "optimizers": _metadata(parts, ranks), **state}
+            atomic_dir.write_file(directory / STATE_FILE, json.dumps(document).encode())
+            files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
+            write_manifest(directory, Manifest("checkpoint", version, files))
+            atomic_dir.commit(path)
+            prune(path.parent, keep)
+
+    ranks.together(begin, f"creating {path}")
+    ranks.together(lambda: write_share(parts, directory, ranks), f"writing {path}")
+    ranks.together(finish, f"completing {path}")
 
 
-def load(rank: TrainingRank, root: Path) -> Any:
+def load(parts: Parts, root: Path, ranks: Collectives) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
 
     Returns:
-        The master's state; None where there is no checkpoint, and nothing is changed then.
+        The state that `save` was given; None where there is no checkpoint, and nothing is changed then.
 
     Raises:
         ValueError: the checkpoint is of another model.
     """
-    path = _agree_on_latest(root, rank.ranks)
+    path = _agree_on_latest(root, ranks)
     if path is None:
         return None
-    state = json.loads((path / STATE_FILE).read_bytes())
-    for role, engine in rank.engines.items():
-        if engine.optimizer is not None:
-            if role not in state["optimizers"]:
-                raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
-            meta = state["optimizers"][role]
-            engine.optimizer.load_state(read_slices(path, role, meta["slices"]), meta)
-        elif role in rank.averaged:
-            engine.module.load_state_dict(load_file(str(path / _averaged_file(role))))
-    rank.state.load_state_dict(state["train_state"])
-    _restore_rng(path / _rng_file(rank.ranks.rank))
-    return state["master_state"]
+    state: dict[str, Any] = json.loads((path / STATE_FILE).read_bytes())
+    for role, part in parts.items():
+        if role not in state["optimizers"]:
+            raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
+        meta = state["optimizers"][role]
+        part.load_state(read_slices(path, f"{role}.{part.state_kind}", meta["slices"]), meta)
+    _restore_rng(path / _rng_file(ranks.rank))
+    return state
 
 
-def _begin(path: Path, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        atomic_dir.begin(path)
-
-
-def write_share(rank: TrainingRank, directory: Path) -> None:
+def write_share(parts: Parts, directory: Path, ranks: Collectives) -> None:
     """Write this rank's files of a checkpoint into `directory`, synced."""
-    ranks = rank.ranks
-    for role, engine in rank.engines.items():
-        if engine.optimizer is not None:
-            tensors, _ = engine.optimizer.state()
-            share = {key: _slice(tensor, ranks) for key, tensor in tensors.items() if key in _SLICED}
-            share |= {key: tensor for key, tensor in tensors.items() if key not in _SLICED}
-            _write(directory / _slice_file(role, ranks.rank, ranks.world), share)
-        elif role in rank.averaged and ranks.rank == 0:
-            _write(directory / _averaged_file(role), dict(engine.module.state_dict()))
+    for role, part in parts.items():
+        share = {
+            key: tensor.detach().tensor_split(ranks.world)[ranks.rank] if tensor.dim() else tensor
+            for key, tensor in part.state()[0].items()
+        }
+        _write(directory / _slice_file(f"{role}.{part.state_kind}", ranks.rank, ranks.world), share)
     _write(directory / _rng_file(ranks.rank), _rng_state())
 
 
-def _finish(rank: TrainingRank, path: Path, version: int, master_state: Any, keep: int) -> None:
-    if rank.ranks.rank != 0:
-        return
-    directory = atomic_dir.aside(path)
-    optimizers = {
-        role: {**engine.optimizer.state()[1], "slices": rank.ranks.world}
-        for role, engine in rank.engines.items()
-        if engine.optimizer is not None
-    }
-    state = {
-        "version": version,
-        "optimizers": optimizers,
-        "train_state": rank.state.state_dict(),
-        "master_state": master_state,
-    }
-    atomic_dir.write_file(directory / STATE_FILE, json.dumps(state).encode())
-    files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
-    write_manifest(directory, Manifest("checkpoint", version, files))
-    atomic_dir.commit(path)
-    prune(path.parent, keep)
+def _metadata(parts: Parts, ranks: Collectives) -> dict[str, Any]:
+    return {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
 
 
-def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
-    """Rank 0 checks the files; the others follow it, so that no two ranks choose differently."""
+def _agree_on_latest(root: Path, ranks: Collectives) -> Path | None:
+    """The leading rank checks the files; the others follow it, so that no two ranks choose differently."""
     number = -1
 
     def look() -> None:
         nonlocal number
-        if ranks.rank == 0 and (found := latest(root)) is not None:
+        if ranks.leads and (found := latest(root)) is not None:
             number = int(found.name[1:])
 
     ranks.together(look, f"looking for a checkpoint in {root}")
@@ -125,15 +124,11 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     return None if chosen < 0 else root / f"v{chosen}"
 
 
-def _slice(tensor: Tensor, ranks: Ranks) -> Tensor:
-    return tensor.detach().tensor_split(ranks.world)[ranks.rank]
-
-
-def read_slices(path: Path, role: str, world: int) -> dict[str, Tensor]:
-    """The optimizer tensors of `role` in the checkpoint `path`, which `world` ranks wrote."""
-    parts = [load_file(str(path / _slice_file(role, index, world))) for index in range(world)]
+def read_slices(path: Path, name: str, world: int) -> dict[str, Tensor]:
+    """The tensors of the part `name` in the checkpoint `path`, which `world` ranks wrote."""
+    parts = [load_file(str(path / _slice_file(name, index, world))) for index in range(world)]
     return {
-        key: torch.cat([part[key] for part in parts]) if key in _SLICED else tensor for key, tensor in parts[0].items()
+        key: torch.cat([part[key] for part in parts]) if tensor.dim() else tensor for key, tensor in parts[0].items()
     }
 
 
@@ -142,12 +137,8 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
     atomic_dir.sync_file(file)
 
 
-def _slice_file(role: str, rank: int, world: int) -> str:
-    return f"{role}.optimizer-{rank}-of-{world}.safetensors"
-
-
-def _averaged_file(role: str) -> str:
-    return f"{role}.averaged.safetensors"
+def _slice_file(name: str, rank: int, world: int) -> str:
+    return f"{name}-{rank}-of-{world}.safetensors"
 
 
 def _rng_file(rank: int) -> str:

@@ -73,11 +73,6 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files together."""
-        return sum(entry.bytes for entry in self.files.values())
-
     def check_same_tensors(self, other: Manifest) -> None:
         """Check that `other` has the same tensors: a server that holds the one can load the other.
 

@@ -5,23 +5,22 @@
 
 Every rank holds all weights, so all take part, in three steps, each of which begins when all have done the one before:
 
-    begin    rank 0 creates the directory aside (`atomic_dir`)
+    begin    the leading rank creates the directory aside (`atomic_dir`)
     write    every rank writes its share of the shards, syncs them and computes their checksums meanwhile
-    finish   rank 0 adds what is not weights: the index, the canary, hard links to what no version changes
+    finish   the leading rank adds what is not weights: the index, the canary, hard links to what no version changes
              (`SharedFiles`), the manifest; and renames the directory into place
 
 So what a reader sees is whole and on the disk, the last version being the run's result. The bytes go from the tensors'
 memory to the page cache once, and are summed from there while the disk takes them.
 
-The other ranks tell rank 0 what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
+The other ranks tell it what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
 the generation servers read it.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,9 +29,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
+from asyncrl.weights.collectives import Collectives
 from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -52,74 +51,70 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Where a version lies, the size of its tensors and how long writing took."""
-
-    path: Path
-    bytes: int
-    seconds: float
-
-
 def version_dir(root: Path, role: str, version: int) -> Path:
     """Directory of `version` of `role`."""
     return root / role / f"v{version}"
 
 
 def publish(
-    model: PreTrainedModel,
+    named_tensors: Iterable[tuple[str, Tensor]],
     root: Path,
     *,
     role: str,
     version: int,
-    ranks: Ranks,
-    shared: SharedFiles | None = None,
+    ranks: Collectives,
+    shared: SharedFiles,
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Published:
-    """Write `model` as `version` of `role`. Called by all ranks; returns on all once it is visible.
+) -> Path:
+    """Write a model's tensors as `version` of `role`. Called by all ranks; returns its folder on all once it is
+    visible.
 
     A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
     after it (`collect`): steps that are taken again asynchronously lead to other weights.
 
     Args:
-        shared: what lies beside the weights of every version; by default the configuration alone.
+        named_tensors: by their names in a Hugging Face folder, tied ones once; the same on all ranks.
+        shared: what lies beside the weights of every version.
         canary: by which a server that loaded the version can be checked; the same on all ranks.
 
     Raises:
         PeerFailed: another rank could not write its part.
         OSError: this rank could not.
     """
-    started = time.perf_counter()
     final = version_dir(root, role, version)
-    tensors = published_tensors(model)
+    tensors = dict(named_tensors)
     whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
     if whole.item() < ranks.world:
-        beside = shared or SharedFiles(model)
         shards = plan_shards(tensors, ranks.world, max_shard_bytes)
         writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
         ranks.together(writing.begin, f"creating {final}")
         ranks.together(writing.write, f"writing {final}")
-        ranks.together(lambda: writing.finish(beside, canary), f"publishing {final}")
-    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+        ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
+    return final
 
 
 def announce(
-    model: PreTrainedModel, root: Path, *, role: str, version: int, ranks: Ranks, canary: Canary | None
-) -> Published:
+    named_tensors: Iterable[tuple[str, Tensor]],
+    root: Path,
+    *,
+    role: str,
+    version: int,
+    ranks: Collectives,
+    canary: Canary | None,
+) -> Path:
     """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
-    which names no weight files, and the canary. Called by all ranks; returns on all once it is visible.
+    which names no weight files, and the canary. Called by all ranks; returns its folder on all once it is visible.
 
     Raises:
-        PeerFailed: rank 0 could not write it.
+        PeerFailed: the leading rank could not write it.
         OSError: this rank could not.
     """
-    started = time.perf_counter()
     final = version_dir(root, role, version)
-    tensors = published_tensors(model)
+    tensors = dict(named_tensors)
 
     def write() -> None:
-        if ranks.rank == 0:
+        if ranks.leads:
             directory = atomic_dir.begin(final)
             files = {}
             if canary is not None:
@@ -132,7 +127,7 @@ def announce(
             atomic_dir.commit(final)
 
     ranks.together(write, f"announcing {final}")
-    return Published(final, sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter() - started)
+    return final
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -192,10 +187,10 @@ def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
     if not parent.is_dir():
         return []
     atomic_dir.clear_leftovers(parent)
-    doomed = sorted(version for version in list_versions(root, role) if version not in keep)
-    for version in doomed:
+    unwanted = [version for version in list_versions(root, role) if version not in keep]
+    for version in unwanted:
         atomic_dir.remove(version_dir(root, role, version))
-    return doomed
+    return unwanted
 
 
 def list_versions(root: Path, role: str) -> list[int]:
@@ -232,7 +227,7 @@ class _Writing:
     manifest: Manifest
     """Without files."""
     shards: Sequence[tuple[int, dict[str, Tensor]]]
-    ranks: Ranks
+    ranks: Collectives
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
 
@@ -241,7 +236,7 @@ class _Writing:
         return atomic_dir.aside(self.final)
 
     def begin(self) -> None:
-        if self.ranks.rank == 0:
+        if self.ranks.leads:
             atomic_dir.begin(self.final)
 
     def write(self) -> None:
@@ -252,14 +247,16 @@ class _Writing:
         ]
         with atomic_dir.syncing([file.path for file in files]):
             self.written = {file.path.name: file.entry() for file in files}
-        if self.ranks.rank > 0:  # gone before the rename, so it need not reach the disk
+        if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(orjson.dumps(self.written))
 
     def finish(self, shared: SharedFiles, canary: Canary | None) -> None:
-        if self.ranks.rank > 0:
+        if not self.ranks.leads:
             return
         files = shared.link_into(self.directory) | self.written
-        for rank in range(1, self.ranks.world):
+        for rank in range(self.ranks.world):
+            if rank == self.ranks.rank:
+                continue
             part = self._part(rank)
             files |= {name: FileEntry(**entry) for name, entry in orjson.loads(part.read_bytes()).items()}
             part.unlink()

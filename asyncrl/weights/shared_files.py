@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.manifest import FileEntry, file_entry
@@ -21,10 +21,10 @@ _STORE = ".shared"
 
 
 class SharedFiles:
-    """The configuration of `model` and copies of the files `assets`."""
+    """A model's configuration and copies of the files `assets`."""
 
-    def __init__(self, model: PreTrainedModel, assets: Sequence[Path] = ()) -> None:
-        self._config = model.config
+    def __init__(self, config: PretrainedConfig, assets: Sequence[Path] = ()) -> None:
+        self._config = config
         self._assets = tuple(assets)
         self._entries: dict[str, FileEntry] = {}
 

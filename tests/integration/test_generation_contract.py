@@ -35,13 +35,10 @@ from asyncrl.inference.sglang.preflight import IncompatibleWeights, check_weight
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
-from asyncrl.weights.transports.delivery import DiskDelivery
-from asyncrl.weights.transports.transfer import (
-    ProcessGroupTransport,
-    Receiver,
-    SharedMemoryTransport,
-    WeightTransport,
-)
+from asyncrl.weights.transports.disk import DiskManagerEnd
+from asyncrl.weights.transports.distributed import ProcessGroupConnection
+from asyncrl.weights.transports.from_memory import ServerConnection
+from asyncrl.weights.transports.tensor import SharedMemoryConnection
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
 START_S, LIMIT_S = 240.0, 60.0
@@ -727,7 +724,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         for _ in range(RUNNING)
     ]
     order = BeginUpdate(0, server.backend.url, 1, Target(1, str(server.backend.models["next"])), pause=mode)
-    await update_server(order, client, DiskDelivery(), timeout_s=LIMIT_S)
+    await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S)
     for stream in running:
         spans = (await stream.result())["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["0", "1"]
@@ -744,10 +741,10 @@ async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
     url = server.backend.url
     with pytest.raises(UpdateFailed):
         await update_server(
-            BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskDelivery(), timeout_s=5
+            BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskManagerEnd(), timeout_s=5
         )
     again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), "abort", frozen=True)
-    await update_server(again, client, DiskDelivery(), timeout_s=LIMIT_S)
+    await update_server(again, client, DiskManagerEnd(), timeout_s=LIMIT_S)
     assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
     output = await server.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})
     assert output["meta_info"]["weight_version"] == "2"
@@ -790,18 +787,17 @@ async def test_a_refused_update_leaves_the_weights_unknown_until_a_whole_one_suc
 
 
 @pytest.fixture(params=["shared memory", "process group"])
-def transport(request: pytest.FixtureRequest, backend: Backend) -> Callable[[JsonHttp, int], WeightTransport]:
+def transport(request: pytest.FixtureRequest, backend: Backend) -> Callable[[JsonHttp, int], ServerConnection]:
     """Makes a transport to the server, for buckets of a given size."""
     if backend.kind != "sglang":
         pytest.skip("the embedded engine takes weights from disk only")
 
-    def make(http: JsonHttp, bucket_bytes: int) -> WeightTransport:
-        receiver = Receiver(backend.url)
+    def make(http: JsonHttp, bucket_bytes: int) -> ServerConnection:
         if request.param == "shared memory":
-            return SharedMemoryTransport(receiver, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
+            return SharedMemoryConnection(backend.url, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
         group = f"test-{next(Server._ids)}"
-        return ProcessGroupTransport(
-            receiver,
+        return ProcessGroupConnection(
+            backend.url,
             http,
             host="127.0.0.1",
             backend="gloo",
@@ -814,7 +810,7 @@ def transport(request: pytest.FixtureRequest, backend: Backend) -> Callable[[Jso
 
 
 async def test_weights_from_memory_are_those_from_disk(
-    transport: Callable[[JsonHttp, int], WeightTransport],
+    transport: Callable[[JsonHttp, int], ServerConnection],
     server: Server,
     client: GenerationServerClient,
     models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
@@ -842,7 +838,7 @@ async def test_weights_from_memory_are_those_from_disk(
 
 
 async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_so(
-    transport: Callable[[JsonHttp, int], WeightTransport], server: Server, client: GenerationServerClient
+    transport: Callable[[JsonHttp, int], ServerConnection], server: Server, client: GenerationServerClient
 ) -> None:
     http = JsonHttp(server.backend.token)
     channel = transport(http, 4096)

@@ -25,11 +25,13 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.rollout.generation import RolloutClient
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.worker import WorkerSpec
-from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.packing import AttentionKind
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
-from asyncrl.weights.publishing import publish
+from asyncrl.weights.publishing import publish, published_tensors
+from asyncrl.weights.shared_files import SharedFiles
 
 
 class Run:
@@ -353,8 +355,11 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
         for version in range(1, 6):
             tokens = sum(engine.stats().generated_tokens for engine in engines)
             await until_generated(engines, tokens + 200)
-            published = publish(model, run.dir / "weights", role="actor", version=version, ranks=Ranks())
-            run.publish(version, published.path)
+            shared, tensors = SharedFiles(model.config), published_tensors(model).items()
+            published = publish(
+                tensors, run.dir / "weights", role="actor", version=version, ranks=Ranks(), shared=shared
+            )
+            run.publish(version, published)
             await run.until(serving(version, 0, 1))
         results = await asyncio.gather(*calls)
         assert (rollouts.stats.interrupted > 0) == (mode == "interrupt")
@@ -442,7 +447,7 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     engine.start()
     server = await serve(engine, eos_token_ids=())
     run.register(0, server)
-    trainer = PolicyEngine(model, temperature=0.7, attention="packed", tokens_per_micro_batch=64)
+    trainer = FlatPolicyEngine(model, temperature=0.7, attention=AttentionKind.packed, tokens_per_micro_batch=64)
     tokens = canary_tokens(40, context=400)
     check = run.manager._canary
     assert check is not None
@@ -457,8 +462,9 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
             assert max(abs(a - b) for a, b in zip(canary.logprobs, before, strict=True)) > 5 * bound
         before = list(canary.logprobs)
         folder = run.dir / "weights"
-        published = publish(model, folder, role="actor", version=version, ranks=Ranks(), canary=canary)
-        run.publish(version, published.path)
+        shared, tensors = SharedFiles(model.config), published_tensors(model).items()
+        published = publish(tensors, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)
+        run.publish(version, published)
         await run.until(serving(version, 0))
         assert check.differences[0] <= bound
     assert check.alarms == 0

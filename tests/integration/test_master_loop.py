@@ -17,7 +17,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import DroppedRollout, GateBooks
-from asyncrl.master.connections import placement_of
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.run_files import BooksError
@@ -39,6 +38,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
 )
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
@@ -223,8 +223,8 @@ class Run:
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
         self.stop = asyncio.Event()
         graph = grpo(config)
-        layout = [(*divmod(worker, self.workers.slices), 0) for worker in range(self.workers.count)]
-        routes = placement_of(graph, layout)
+        grid = WorkerGrid(data=self.workers.count // self.workers.slices, tensor=self.workers.slices)
+        routes = grid.routing_table(graph.roles())
         peers = Peers(list(self.workers), routes, self.manager, [self.rollouts], self.board)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
 

@@ -14,11 +14,12 @@ from asyncrl.comm.name_resolve import MemoryResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard, placement_of
+from asyncrl.master.connections import NameBoard
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.peers import evaluate
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 LIMIT_S = 10.0
 
@@ -69,17 +70,16 @@ def test_announcements_are_what_the_readers_expect() -> None:
         assert names.DataState.decode(resolver.get(names.data_state_key())).path == "/run/data_state.json"
 
 
-def placed(layout: list[tuple[int, int, int]]) -> tuple[dict[str, list[int]], tuple[int, ...]]:
+def placed(grid: WorkerGrid) -> tuple[dict[str, list[int]], tuple[int, ...]]:
     config = ExperimentConfig()
     config.algorithm.kl_coef = 0.1
-    routes = placement_of(grpo(config), layout)
+    routes = grid.routing_table(grpo(config).roles())
     return routes.placement, routes.data_workers
 
 
 def test_every_rank_hosts_a_shard_of_every_role_and_the_heads_take_in_trajectories() -> None:
-    assert placed([(0, 0, 0), (1, 0, 0)]) == ({"ref": [0, 1], "actor": [0, 1]}, (0, 1))
-    tensor_parallel = [(1, 0, 0), (1, 1, 0), (0, 0, 0), (0, 1, 0)]
-    assert placed(tensor_parallel) == ({"ref": [0, 1, 2, 3], "actor": [0, 1, 2, 3]}, (2, 0))
+    assert placed(WorkerGrid(data=2)) == ({"ref": [0, 1], "actor": [0, 1]}, (0, 1))
+    assert placed(WorkerGrid(data=2, tensor=2)) == ({"ref": [0, 1, 2, 3], "actor": [0, 1, 2, 3]}, (0, 2))
 
 
 async def test_what_has_ended_counts_though_a_stop_came_too() -> None:

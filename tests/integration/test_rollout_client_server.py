@@ -22,7 +22,7 @@ from asyncrl.inference.client import (
 )
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
-from asyncrl.weights.transports.delivery import DiskDelivery
+from asyncrl.weights.transports.disk import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 
@@ -214,10 +214,10 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
 
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
-    await update_server(order, client, DiskDelivery(), timeout_s=5, checks=[check])
+    await update_server(order, client, DiskManagerEnd(), timeout_s=5, checks=[check])
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
         await update_server(
-            replace(order, target=Target(2, "/w/v2")), client, DiskDelivery(), timeout_s=5, checks=[check]
+            replace(order, target=Target(2, "/w/v2")), client, DiskManagerEnd(), timeout_s=5, checks=[check]
         )
     assert seen == [1, 2]
     assert server.paused
@@ -230,7 +230,7 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
         await update_server(
-            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"), client, DiskDelivery(), timeout_s=5
+            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"), client, DiskManagerEnd(), timeout_s=5
         )
     with pytest.raises(HttpTimeout):
         await client.generate([item("a;0;0;")], SAMPLING, timeout_s=0.1)

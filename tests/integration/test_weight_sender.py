@@ -18,29 +18,32 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights
-from asyncrl.weights.transports import sender as weight_sender
-from asyncrl.weights.transports.delivery import TrainerDelivery
-from asyncrl.weights.transports.sender import HeldWeights, NotHeld, WeightSender
-from asyncrl.weights.transports.transfer import NamedTensors, WeightTransport
+from asyncrl.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
+from asyncrl.weights.transports.tensor import TensorTransport
 
 LIMIT_S = 10.0
 
 
+def trainer_end(transport: TensorTransport) -> MemoryTrainerEnd:
+    return transport.trainer_end(ExperimentConfig(), None, torch.device("cpu"))
+
+
 def test_a_held_version_is_a_copy_and_is_forgotten_when_nobody_wants_it() -> None:
-    held, weight = HeldWeights(), torch.ones(2)
+    held, weight = trainer_end(TensorTransport("tensor")), torch.ones(2)
     for version in (1, 2, 3):
-        held.hold(version, {"w": weight})
+        held.hold(version, [("w", weight)])
         weight += 1
-    ((name, kept),) = held.get(2)
+    ((name, kept),) = held.held(2)
     assert (name, kept.tolist()) == ("w", [2.0, 2.0])
     held.keep([3, 7])
     with pytest.raises(NotHeld, match=r"v2 is not held in memory \(held: \[3\]\)"):
-        held.get(2)
+        held.held(2)
     assert kept.tolist() == [2.0, 2.0]  # what a send under way has of it
 
 
-class Connection(WeightTransport):
+class Connection(ServerConnection):
     """Notes what happens to it; a send waits for `gate`, and fails where told to."""
 
     made: list[Connection]
@@ -48,9 +51,9 @@ class Connection(WeightTransport):
     begun: asyncio.Queue[str]
     broken = False
 
-    def __init__(self, receiver: Any, http: JsonHttp, **_: Any) -> None:
-        super().__init__(receiver, http, timeout_s=LIMIT_S)
-        self.url = receiver.url
+    def __init__(self, url: str) -> None:
+        super().__init__(url, JsonHttp(None), timeout_s=LIMIT_S)
+        self.url = url
         self.events: list[str] = []
         self.made.append(self)
 
@@ -60,7 +63,7 @@ class Connection(WeightTransport):
     async def close(self) -> None:
         self.events.append("close")
 
-    async def send(self, tensors: NamedTensors, version: int, *, keep_cache: bool = False) -> None:
+    async def send(self, tensors: Any, version: int, *, keep_cache: bool = False) -> None:
         self.events.append(f"send {version}")
         self.begun.put_nowait(self.url)
         await self.gate.wait()
@@ -71,32 +74,35 @@ class Connection(WeightTransport):
         raise NotImplementedError
 
 
+class Connections(TensorTransport):
+    """Makes `Connection`s."""
+
+    def connection(self, config: Any, url: str, *_: Any) -> Connection:  # type: ignore[override]
+        return Connection(url)
+
+
 @pytest.fixture
-async def sender(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WeightSender]:
+async def sender() -> AsyncIterator[MemoryTrainerEnd]:
     """A sender of versions 1 and 2 over `Connection`s."""
     Connection.made, Connection.gate, Connection.broken = [], asyncio.Event(), False
     Connection.begun = asyncio.Queue()
     Connection.gate.set()
-    monkeypatch.setattr(weight_sender, "SharedMemoryTransport", Connection)
-    config = ExperimentConfig()
-    config.manager.weight_transport = "tensor"
-    held = HeldWeights()
+    sender = trainer_end(Connections("tensor"))
     for version in (1, 2):
-        held.hold(version, {"w": torch.ones(1)})
-    sender = WeightSender(config, held, None, torch.device("cpu"))
+        sender.hold(version, [("w", torch.ones(1))])
     yield sender
     await sender.close()
     assert all(connection.events[-1] == "close" for connection in Connection.made)
 
 
-async def test_a_connection_is_opened_once_and_serves_every_version(sender: WeightSender) -> None:
+async def test_a_connection_is_opened_once_and_serves_every_version(sender: MemoryTrainerEnd) -> None:
     for version in (1, 2):
         await sender.send(0, "http://a", version, keep_cache=False, timeout_s=LIMIT_S)
     (connection,) = Connection.made
     assert connection.events == ["open", "send 1", "send 2"]
 
 
-async def test_a_server_at_a_new_address_gets_a_new_connection(sender: WeightSender) -> None:
+async def test_a_server_at_a_new_address_gets_a_new_connection(sender: MemoryTrainerEnd) -> None:
     await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
     await sender.send(0, "http://b", 1, keep_cache=False, timeout_s=LIMIT_S)
     await asyncio.sleep(0)
@@ -106,7 +112,7 @@ async def test_a_server_at_a_new_address_gets_a_new_connection(sender: WeightSen
     ]
 
 
-async def test_a_connection_that_failed_is_made_anew(sender: WeightSender) -> None:
+async def test_a_connection_that_failed_is_made_anew(sender: MemoryTrainerEnd) -> None:
     Connection.broken = True
     with pytest.raises(UpdateFailed, match="connection reset"):
         await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
@@ -115,7 +121,7 @@ async def test_a_connection_that_failed_is_made_anew(sender: WeightSender) -> No
     assert [connection.events[0] for connection in Connection.made] == ["open", "open"]
 
 
-async def test_a_slow_server_holds_no_other_and_its_next_send_waits(sender: WeightSender) -> None:
+async def test_a_slow_server_holds_no_other_and_its_next_send_waits(sender: MemoryTrainerEnd) -> None:
     Connection.gate.clear()
     slow = asyncio.create_task(sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S))
     again = asyncio.create_task(sender.send(0, "http://a", 2, keep_cache=False, timeout_s=LIMIT_S))
@@ -157,23 +163,23 @@ class Trainer:
 async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_server: Any, tmp_path: Path) -> None:
     server = await start_fake_server()
     trainer = Trainer(server, tmp_path)
-    delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
+    publisher, http = PublisherClient(trainer.resolver, None, 0), JsonHttp(None)
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(3, server.url, 1, Target(1, "/announced/v1"), pause="in_place")
-    await update_server(order, client, delivery, timeout_s=LIMIT_S)
+    await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
     assert trainer.calls == [SendWeights(3, server.url, 1, keep_cache=True, timeout_s=LIMIT_S)]
     assert (server.version, server.paused) == ("1", False)
     assert "update_weights_from_disk" not in server.calls
 
     trainer.refuse = True
     with pytest.raises(UpdateFailed, match=r"could not send v1 .* NotHeld: v1 is not held"):
-        await update_server(order, client, delivery, timeout_s=LIMIT_S)
+        await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
     assert server.paused, "its weights are unknown"
 
     trainer.resolver.delete(names.worker_key("model_worker", 0))
     with pytest.raises(UpdateFailed, match="did not send v1"):
-        await update_server(order, client, delivery, timeout_s=LIMIT_S)
-    delivery.close()
+        await update_server(order, client, AskPublisher(publisher), timeout_s=LIMIT_S)
+    publisher.close()
     await http.close()
     trainer.close()
 
@@ -184,11 +190,11 @@ async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
     server = await start_fake_server()
     trainer = Trainer(server, tmp_path)
     server.model_info_version = "0"
-    delivery, http = TrainerDelivery(trainer.resolver, None), JsonHttp(None)
+    publisher, http = PublisherClient(trainer.resolver, None, 0), JsonHttp(None)
     client = GenerationServerClient(http, server.url)
     await client.pause("abort")
     with pytest.raises(UpdateFailed, match="sent version 1 but names 0"):
-        await delivery.deliver(BeginUpdate(0, server.url, 1, Target(1, ""), pause="abort"), client, LIMIT_S)
-    delivery.close()
+        await AskPublisher(publisher).bring(client, 0, 1, "", keep_cache=False, timeout_s=LIMIT_S)
+    publisher.close()
     await http.close()
     trainer.close()

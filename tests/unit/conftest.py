@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
@@ -127,7 +127,7 @@ def make_rank() -> MakeRank:
     """The single training rank of a config."""
 
     def make(config: ExperimentConfig) -> TrainingRank:
-        return build_rank(config, load_graph(config), Ranks(), torch.device("cpu"))
+        return build_rank(config, load_graph(config), Place(), torch.device("cpu"))
 
     return make
 
@@ -147,7 +147,7 @@ def run_step() -> RunStep:
                 args=call.args,
                 config=config,
                 engines=rank.engines,
-                ranks=rank.ranks,
+                ranks=rank.place.data,
                 state=rank.state,
             )
             stats[call.name] = run_call(find_function(call.function), context, batch)

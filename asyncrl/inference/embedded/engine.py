@@ -38,9 +38,8 @@ from asyncrl.inference.embedded.types import (
     GenerationOutput,
     Job,
     PauseMode,
-    WeightUpdateError,
 )
-from asyncrl.weights.loading import apply_weights, stage_weights
+from asyncrl.weights.loading import WeightUpdateError, apply_weights, stage_weights
 
 logger = logging.getLogger(__name__)
 

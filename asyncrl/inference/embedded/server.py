@@ -39,8 +39,8 @@ from asyncrl.inference.embedded.types import (
     Job,
     RequestError,
     SamplingSpec,
-    WeightUpdateError,
 )
+from asyncrl.weights.loading import WeightUpdateError
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -19,10 +19,6 @@ class EngineStoppedError(RuntimeError):
     """The engine's thread has ended; nothing more will be generated."""
 
 
-class WeightUpdateError(RuntimeError):
-    """A weight update was refused before any parameter was touched: the old weights keep serving."""
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """How one sample is drawn. Lengths in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every token."""

@@ -22,7 +22,7 @@ from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.wakeup import Signal
-from asyncrl.weights.transports.delivery import WeightDelivery
+from asyncrl.weights.transports.base import ManagerEnd
 
 HEALTH_TIMEOUT_S = 5.0
 """`/ready` takes milliseconds; on a machine whose cores are all busy it has been seen to take a second."""
@@ -42,7 +42,7 @@ class FleetRunner:
         decisions: what each server should do next.
         service: whose router and gate are kept up to date.
         http: connections to the servers.
-        delivery: how they get weights.
+        transport: how they get weights.
         health_interval_s: time between two health checks of a server.
         update_timeout_s: limit of an update.
         health_timeout_s: limit of a health check.
@@ -54,7 +54,7 @@ class FleetRunner:
         decisions: FleetDecisions,
         service: ManagerService,
         http: JsonHttp,
-        delivery: WeightDelivery,
+        transport: ManagerEnd,
         *,
         health_interval_s: float,
         update_timeout_s: float,
@@ -65,7 +65,7 @@ class FleetRunner:
         self._decisions = decisions
         self._service = service
         self._http = http
-        self._delivery = delivery
+        self._transport = transport
         self._health_interval_s = health_interval_s
         self._health_timeout_s = health_timeout_s
         self._update_timeout_s = update_timeout_s
@@ -160,7 +160,7 @@ class FleetRunner:
             await update_server(
                 order,
                 client,
-                self._delivery,
+                self._transport,
                 timeout_s=self._update_timeout_s,
                 checks=() if order.keeps_requests else self._checks,
             )

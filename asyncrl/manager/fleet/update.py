@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncrl.comm.http import HttpError
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
-from asyncrl.weights.transports.delivery import WeightDelivery
+from asyncrl.weights.transports.base import ManagerEnd
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
 """Looks at the server with this index, which has the target's weights and gets no requests yet; raises `HttpError`
@@ -18,7 +18,7 @@ where they are not what they should be.
 async def update_server(
     order: BeginUpdate,
     client: GenerationServerClient,
-    delivery: WeightDelivery,
+    transport: ManagerEnd,
     *,
     timeout_s: float,
     checks: Sequence[UpdateCheck] = (),
@@ -34,7 +34,8 @@ async def update_server(
     if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
         await client.pause("retract", timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
-    await delivery.deliver(order, client, timeout_s)
+    target, keep_cache = order.target, order.keeps_cache
+    await transport.bring(client, order.server, target.version, target.path, keep_cache=keep_cache, timeout_s=timeout_s)
     await client.resume()
     try:  # a server answers nothing while it is paused, so it cannot be checked before
         for check in checks:

@@ -1,38 +1,52 @@
-"""Forward and backward passes of one role over a step's batch, in micro-batches.
+"""The flat engine: every rank has the whole model, its gradients and its optimizer, and trains its own samples.
 
-A loss is a function of one micro-batch that returns its *share* of the whole batch's loss (already divided by the
-global normaliser). Gradients are therefore summed over micro-batches and ranks and are exact, however the batch was
-cut.
+All trainable values lie in one vector (`flat_adamw`), so that a step is one all-reduce, one norm and one kernel. What
+is not documented here is in `base`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.engines.base import (
+    EngineLoader,
+    PolicyEngine,
+    PolicyLoss,
+    PolicyOutputs,
+    StepOutcome,
+    TrainingEngine,
+    ValueEngine,
+    ValueLoss,
+)
+from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
-from asyncrl.trainer.models import AttentionKind, Critic
-from asyncrl.trainer.optimizer import FlatAdamW
+from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
+from asyncrl.trainer.packing import AttentionKind
+from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
+from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
-
-LossShare = Callable[[MicroBatch], tuple[Tensor, Stats]]
-"""A micro-batch's share of the loss (0-d, differentiable) and its statistics."""
+from asyncrl.weights.publishing import published_tensors
 
 
-class Engine:
-    """What actor, reference, reward model and critic share: a trunk, its layout, its optimizer where it is trained.
+class FlatEngine(TrainingEngine):
+    """What policies and value models share: a trunk, its layout, its optimizer where it is trained.
 
     Args:
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
+        ranks: the data-parallel ranks, over which gradients are summed.
     """
 
     def __init__(
@@ -43,9 +57,11 @@ class Engine:
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: FlatAdamW | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.module = module
-        self.optimizer = optimizer
+        self._optimizer = optimizer
+        self._ranks = ranks or Ranks()
         self._trunk = trunk
         self._attention = attention
         self._budget = tokens_per_micro_batch
@@ -53,15 +69,37 @@ class Engine:
             module.requires_grad_(False)
 
     @property
-    def required_optimizer(self) -> FlatAdamW:
+    def trained(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> FlatAdamW:
         """The optimizer.
 
         Raises:
             RuntimeError: the role is frozen.
         """
-        if self.optimizer is None:
+        if self._optimizer is None:
             raise RuntimeError("this role is frozen: only actor and critic are trained")
-        return self.optimizer
+        return self._optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.lr
+
+    def step(self) -> StepOutcome:
+        self._ranks.all_reduce_sum(self.optimizer.grad)
+        return self.optimizer.step()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `TrainingEngine`; a frozen role has its weights."""
+        return (dict(self.module.state_dict()), {}) if self._optimizer is None else self._optimizer.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        if self._optimizer is None:
+            self.module.load_state_dict(dict(tensors))
+        else:
+            self._optimizer.load_state(tensors, meta)
 
     def micro_batches(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
@@ -71,22 +109,23 @@ class Engine:
         lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
         return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
 
-    def whole_sequences(self, batch: StepBatch) -> Iterator[MicroBatch]:
+    def _whole_sequences(self, batch: StepBatch) -> Iterator[MicroBatch]:
         """Micro-batches of all samples to their last token."""
         return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, range(batch.num_seqs))
 
-    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
         output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 
-    def accumulate(
-        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], share_of: LossShare
+    def _accumulate(
+        self,
+        batch: StepBatch,
+        wanted_T: Tensor,
+        seqs: Sequence[int],
+        share_of: Callable[[MicroBatch], tuple[Tensor, Stats]],
     ) -> tuple[Tensor, list[Stats]]:
-        """Add the gradients of the loss over the samples `seqs`; returns this rank's loss (0-d) and its statistics.
-
-        Where gradients are switched off, only the loss and the statistics are computed.
-        """
+        self.optimizer.zero_grad()
         total = torch.zeros((), device=batch.device)
         stats: list[Stats] = []
         for micro_batch in self.micro_batches(batch, wanted_T, seqs):
@@ -105,44 +144,79 @@ class Engine:
         )
 
 
-class PolicyEngine(Engine):
-    """A causal language model: log-probabilities and entropies of tokens at the sampling temperature."""
+class FlatPolicyEngine(FlatEngine, PolicyEngine):
+    """A whole causal language model."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, **engine: Any) -> None:
         super().__init__(model, model.base_model, **engine)
-        self.model = model
+        self._model = model
         self._temperature = temperature
         self._logits_of = logits_function(model)
         self._prove_logits()
 
-    def score(self, micro_batch: MicroBatch, entropy: EntropyMode = "none") -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies of the micro-batch's wanted tokens, [N]."""
-        hidden_NH = self.hidden(micro_batch).index_select(0, micro_batch.predictors_N)
-        return token_logprobs(
+    @property
+    def model_config(self) -> PretrainedConfig:
+        config: PretrainedConfig = self._model.config
+        return config
+
+    def score(
+        self, micro_batch: MicroBatch, entropy: EntropyMode = EntropyMode.none, *, distributions: bool = False
+    ) -> PolicyOutputs:
+        """The outputs at the micro-batch's wanted tokens; differentiable."""
+        if distributions:
+            all_NV = self._distributions(micro_batch)
+            return PolicyOutputs(all_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1), None, all_NV)
+        hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
+        logprobs_N, entropy_N = token_logprobs(
             hidden_NH, micro_batch.tokens_N, self._logits_of, temperature=self._temperature, entropy=entropy
         )
+        return PolicyOutputs(logprobs_N, entropy_N)
 
+    def compute_gradients(
+        self,
+        batch: StepBatch,
+        wanted_T: Tensor,
+        seqs: Sequence[int],
+        loss: PolicyLoss,
+        *,
+        entropy: EntropyMode = EntropyMode.none,
+        distributions: bool = False,
+    ) -> tuple[Tensor, list[Stats]]:
+        def share_of(micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
+            return loss(micro_batch, self.score(micro_batch, entropy, distributions=distributions))
+
+        return self._accumulate(batch, wanted_T, seqs, share_of)
+
+    @torch.no_grad()
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the whole vocabulary before each wanted token, [N, V]; for the exact KL divergence."""
-        hidden_NH = self.hidden(micro_batch).index_select(0, micro_batch.predictors_N)
-        return torch.log_softmax(self._logits_of(hidden_NH).float() / self._temperature, dim=-1)
+        return self._distributions(micro_batch)
 
     @torch.no_grad()
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        """Log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
         logprobs_T = torch.zeros(batch.num_tokens, device=batch.device)
         for micro_batch in self.micro_batches(batch, wanted_T):
-            logprobs_T[micro_batch.targets_N] = self.score(micro_batch)[0]
+            logprobs_T[micro_batch.targets_N] = self.score(micro_batch).logprobs_N
         return logprobs_T
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids` at temperature 1, whatever the engine's own; the first token's is 0."""
         wanted = np.arange(len(token_ids)) > 0
-        scored = self._one_sequence(torch.tensor(token_ids, device=self.model.device), wanted, len(token_ids) - 1)
-        hidden_NH = self.hidden(scored).index_select(0, scored.predictors_N)
+        scored = self._one_sequence(torch.tensor(token_ids, device=self._model.device), wanted, len(token_ids) - 1)
+        hidden_NH = self._hidden(scored).index_select(0, scored.predictors_N)
         logprobs_N, _ = token_logprobs(hidden_NH, scored.tokens_N, self._logits_of)
         return [0.0, *(float(value) for value in logprobs_N)]
+
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
+        assert isinstance(source, FlatPolicyEngine), type(source)
+        ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
+
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(published_tensors(self._model).items())
+
+    def _distributions(self, micro_batch: MicroBatch) -> Tensor:
+        hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
+        return torch.log_softmax(self._logits_of(hidden_NH).float() / self._temperature, dim=-1)
 
     @torch.no_grad()
     def _prove_logits(self) -> None:
@@ -151,12 +225,12 @@ class PolicyEngine(Engine):
         Raises:
             NotImplementedError: the model does more to its logits than `logits_function` knows.
         """
-        tokens_T = torch.arange(4, device=self.model.device)
+        tokens_T = torch.arange(4, device=self._model.device)
         probe = self._one_sequence(tokens_T, np.zeros(4, dtype=np.bool_), 4)
-        expected = self.model(use_cache=False, **probe.model_inputs).logits.flatten(0, 1)
-        if not torch.allclose(self._logits_of(self.hidden(probe)).float(), expected.float(), rtol=1e-2, atol=1e-3):
+        expected = self._model(use_cache=False, **probe.model_inputs).logits.flatten(0, 1)
+        if not torch.allclose(self._logits_of(self._hidden(probe)).float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise NotImplementedError(
-                f"{type(self.model).__name__} makes its logits in a way that asyncrl does not know; it trains models "
+                f"{type(self._model).__name__} makes its logits in a way that asyncrl does not know; it trains models "
                 "whose logits are the output embedding of the last hidden state, soft-capped or not"
             )
 
@@ -168,22 +242,58 @@ class PolicyEngine(Engine):
         return whole
 
 
-class ValueEngine(Engine):
-    """A trunk with a scalar head: critic or reward model."""
+class FlatValueEngine(FlatEngine, ValueEngine):
+    """A whole critic or reward model."""
 
     def __init__(self, critic: Critic, **engine: Any) -> None:
         super().__init__(critic, critic.trunk, **engine)
-        self.critic = critic
+        self._critic = critic
 
-    def score(self, micro_batch: MicroBatch) -> Tensor:
-        """The value of the prefix before each wanted token, [N]."""
-        return self.critic.values(self.hidden(micro_batch).index_select(0, micro_batch.predictors_N))
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """The value of the prefix before each wanted token, [N]; differentiable."""
+        return self._critic.values(self._hidden(micro_batch).index_select(0, micro_batch.predictors_N))
+
+    def compute_gradients(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
+    ) -> tuple[Tensor, list[Stats]]:
+        return self._accumulate(batch, wanted_T, seqs, lambda micro_batch: loss(micro_batch, self.values(micro_batch)))
 
     @torch.no_grad()
     def outputs(self, batch: StepBatch) -> Tensor:
-        """The head's output after each token, [T]. No gradient."""
         outputs_T = torch.zeros(batch.num_tokens, device=batch.device)
-        for micro_batch in self.whole_sequences(batch):
-            hidden_IH = self.hidden(micro_batch).index_select(0, micro_batch.places_I)
-            outputs_T[micro_batch.sources_I] = self.critic.values(hidden_IH)
+        for micro_batch in self._whole_sequences(batch):
+            hidden_IH = self._hidden(micro_batch).index_select(0, micro_batch.places_I)
+            outputs_T[micro_batch.sources_I] = self._critic.values(hidden_IH)
         return outputs_T
+
+
+class FlatLoader(EngineLoader):
+    """Loads whole models onto `device`, as `config` sets them; gradients are summed over `ranks`."""
+
+    def __init__(self, config: ExperimentConfig, ranks: Ranks, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._attention = config.model.attn_implementation
+        self._engine = {
+            "attention": attention_kind(self._attention),
+            "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
+            "ranks": ranks,
+        }
+
+    def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
+        model = load_causal_lm(path, dtype, self._attention, self._device)
+        # Greedy answers report their log-probabilities at temperature 1.
+        temperature = self._config.rollout.sampling.temperature or 1.0
+        made = None if optimizer is None else self._optimizer(model, optimizer)
+        return FlatPolicyEngine(model, temperature=temperature, optimizer=made, **self._engine)
+
+    def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
+        critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
+        return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
+
+    def reward_model(self, path: str) -> FlatValueEngine:
+        model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
+        return FlatValueEngine(model, **self._engine)
+
+    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
+        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
+        return FlatAdamW(module.named_parameters(), config, steps)

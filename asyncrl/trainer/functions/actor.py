@@ -11,13 +11,11 @@ from torch import Tensor
 
 from asyncrl.algorithms.early_stop import should_stop
 from asyncrl.algorithms.inputs import PolicyLossInputs
-from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats, count_stat, merge_stats
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
 from asyncrl.trainer.functions.minibatches import global_normalisers
 from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.optimizer import StepOutcome
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.trainer.step_batch import StepBatch
@@ -41,8 +39,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     with torch.set_grad_enabled(batch.version >= _warmup_steps(ctx)):
         _run_minibatches(ctx, batch, loss, progress)
     if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
-        reference = ctx.policy("ref").model.parameters()
-        ema_update_(reference, ctx.policy().required_optimizer.masters(), ctx.config.algorithm.reference.ema_decay)
+        ctx.policy("ref").average_towards(ctx.policy(), ctx.config.algorithm.reference.ema_decay)
     return _report(ctx, batch, loss, progress)
 
 
@@ -57,22 +54,26 @@ class _Progress:
 
 
 def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress) -> None:
-    optimizer = ctx.policy().required_optimizer
+    engine = ctx.policy()
     for number in range(batch.num_minibatches):
         if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
             progress.losses.append(torch.zeros((), device=batch.device))
             continue
-        optimizer.zero_grad()
-        share_of = partial(loss.share, number=number)
-        share, stats = ctx.policy().accumulate(batch, loss.wanted_T, batch.minibatch(number), share_of)
+        share, stats = engine.compute_gradients(
+            batch,
+            loss.wanted_T,
+            batch.minibatch(number),
+            partial(loss.share, number=number),
+            entropy=loss.entropy,
+            distributions=loss.exact_kl,
+        )
         progress.losses.append(share)
         progress.stats += stats
         if torch.is_grad_enabled():
             progress.stopped = _reason_to_stop(ctx, [loss.no_stats(), *stats])
             if progress.stopped:
                 return
-            optimizer.reduce_gradients(ctx.ranks)
-            progress.outcomes.append(optimizer.step())
+            progress.outcomes.append(engine.step())
 
 
 def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
@@ -93,23 +94,22 @@ class _Loss:
 
     def __init__(self, ctx: CallContext, batch: StepBatch) -> None:
         self._ctx, self._batch = ctx, batch
-        self._engine: PolicyEngine = ctx.policy()
         self._objective = ctx.state.objective
         kl = self._objective.spec.kl
-        self._exact_kl = kl is not None and kl.name == "full"
-        self._entropy: EntropyMode = "differentiable" if self._objective.spec.entropy_coef else "constant"
+        self.exact_kl = kl is not None and kl.name == "full"
+        bonus = self._objective.spec.entropy_coef != 0.0
+        self.entropy = EntropyMode.differentiable if bonus else EntropyMode.constant
         self.wanted_T = self._signal()
         self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
         self._first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
         self._prox_T = self._proximal()
-        self._ref_T = batch[REF] if self._objective.needs_reference and not self._exact_kl else None
+        self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
 
-    def share(self, micro_batch: MicroBatch, number: int) -> tuple[Tensor, Stats]:
+    def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
         """Loss share and statistics of a micro-batch of minibatch `number`."""
-        if self._exact_kl:
-            return self._share_with_distributions(micro_batch, number)
-        logprobs_N, entropy_N = self._engine.score(micro_batch, self._entropy)
-        inputs = self._inputs(micro_batch, logprobs_N, entropy_N, number)
+        if outputs.distributions_NV is not None:
+            return self._share_with_distributions(micro_batch, outputs.logprobs_N, outputs.distributions_NV, number)
+        inputs = self._inputs(micro_batch, outputs.logprobs_N, outputs.entropy_N, number)
         ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
         return self._objective(inputs, ref_N, self.normalisers[number], kl_coef=self._ctx.state.kl.coef)
 
@@ -119,7 +119,7 @@ class _Loss:
         device = self._batch.device
         none_N = torch.zeros(0, device=device)
         ids_N = torch.zeros(0, dtype=torch.int64, device=device)
-        vocabulary_NV = torch.zeros(0, 1, device=device) if self._exact_kl else None
+        vocabulary_NV = torch.zeros(0, 1, device=device) if self.exact_kl else None
         inputs = PolicyLossInputs(
             none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N
         )
@@ -128,20 +128,14 @@ class _Loss:
                 inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
             )[1]
 
-    def _share_with_distributions(self, micro_batch: MicroBatch, number: int) -> tuple[Tensor, Stats]:
-        log_probs_NV = self._engine.distributions(micro_batch)
-        with torch.no_grad():
-            ref_NV = self._ctx.policy("ref").distributions(micro_batch)
-        tokens_N1 = micro_batch.tokens_N[:, None]
-        inputs = self._inputs(
-            micro_batch,
-            log_probs_NV.gather(-1, tokens_N1).squeeze(-1),
-            -(log_probs_NV.exp() * log_probs_NV).sum(-1),
-            number,
-        )
+    def _share_with_distributions(
+        self, micro_batch: MicroBatch, logprobs_N: Tensor, log_probs_NV: Tensor, number: int
+    ) -> tuple[Tensor, Stats]:
+        ref_NV = self._ctx.policy("ref").distributions(micro_batch)
+        inputs = self._inputs(micro_batch, logprobs_N, -(log_probs_NV.exp() * log_probs_NV).sum(-1), number)
         return self._objective(
             inputs,
-            ref_NV.gather(-1, tokens_N1).squeeze(-1),
+            ref_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1),
             self.normalisers[number],
             kl_coef=self._ctx.state.kl.coef,
             log_probs_TV=log_probs_NV,
@@ -219,6 +213,6 @@ def _report(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress
         "grad_norm/max": max((outcome.grad_norm for outcome in outcomes), default=0.0),
         "optimizer/steps": float(sum(outcome.applied for outcome in outcomes)),
         "optimizer/not_finite": float(sum(not outcome.applied for outcome in outcomes)),
-        "lr": outcomes[-1].lr if outcomes else ctx.policy().required_optimizer.lr,
+        "lr": outcomes[-1].lr if outcomes else ctx.policy().lr,
         "kl/coef": ctx.state.kl.coef,
     }

@@ -20,7 +20,7 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
 
     With `value_norm` the returns enter the normalisation first, and old values and targets are in its units.
     """
-    engine, objective, optimizer = ctx.value(), ctx.state.value_objective, ctx.value().required_optimizer
+    engine, objective = ctx.value(), ctx.state.value_objective
     wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
     old_T, returns_T = _targets(ctx, batch, wanted_T)
     normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
@@ -29,20 +29,14 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
         if normaliser == 0.0:
             continue
 
-        def share(micro_batch: MicroBatch, normaliser: float = normaliser) -> tuple[Tensor, Stats]:
+        def share(micro_batch: MicroBatch, values_N: Tensor, normaliser: float = normaliser) -> tuple[Tensor, Stats]:
             targets_N = micro_batch.targets_N
-            inputs = ValueLossInputs(
-                engine.score(micro_batch),
-                old_T[targets_N],
-                returns_T[targets_N],
-                torch.ones_like(targets_N, dtype=torch.bool),
-            )
+            everything_N = torch.ones_like(targets_N, dtype=torch.bool)
+            inputs = ValueLossInputs(values_N, old_T[targets_N], returns_T[targets_N], everything_N)
             return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
 
-        optimizer.zero_grad()
-        loss, parts = engine.accumulate(batch, wanted_T, batch.minibatch(number), share)
-        optimizer.reduce_gradients(ctx.ranks)
-        norms.append(optimizer.step())
+        loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatch(number), share)
+        norms.append(engine.step())
         losses.append(loss)
         stats += parts
     total = torch.stack([*losses, torch.zeros((), device=batch.device)]).sum()
@@ -50,7 +44,7 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
         **ctx.reduce(merge_stats(stats)),
         "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
         "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
-        "critic/lr": norms[-1].lr if norms else optimizer.lr,
+        "critic/lr": norms[-1].lr if norms else engine.lr,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.engines.flat import PolicyEngine
+from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.step_batch import StepBatch
 
 

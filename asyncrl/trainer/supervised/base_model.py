@@ -1,6 +1,7 @@
 """The base model of an RL experiment: made by a supervised experiment on first use, found again afterwards.
 
-The folder's name holds a digest of every setting that decides the result, so that a changed recipe is a new model.
+The folder's name holds a digest of every setting that decides the result, so that a changed recipe is a new model. It
+is looked for under `fileroot`, then in the default cache: an experiment that writes elsewhere need not train it anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch")
 """Settings that change where or how fast a model is made, not which."""
@@ -34,10 +35,20 @@ class BaseModelError(RuntimeError):
 
 
 def base_model_dir(config: SFTConfig) -> Path:
-    """Where the model of `config` is or will be."""
+    """Where the model of `config` is, or will be made: under its `fileroot` unless only the default cache has it."""
+    name = _name(config)
+    folders = [Path(root).expanduser().resolve() / "models" / name for root in (config.fileroot, DEFAULT_FILEROOT)]
+    return next((folder for folder in folders if _is_model(folder)), folders[0])
+
+
+def _name(config: SFTConfig) -> str:
     decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
-    return Path(config.fileroot).expanduser().resolve() / "models" / f"{config.experiment_name}-{digest}"
+    return f"{config.experiment_name}-{digest}"
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def ensure_base_model(config: SFTConfig) -> Path:
@@ -47,10 +58,14 @@ def ensure_base_model(config: SFTConfig) -> Path:
         BaseModelError: training failed.
     """
     folder = base_model_dir(config)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(folder.parent):
-        if not (folder / "config.json").is_file():
-            _make(config, folder)
+    if not _is_model(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder.parent):
+            if not _is_model(folder):  # else another launch has made it meanwhile
+                _make(config, folder)
+    elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
+        note = f"base model: {folder}, cached there; fileroot={config.fileroot} has none of this recipe"
+        Console(highlight=False).print(note, markup=False, soft_wrap=True)
     return folder
 
 
@@ -58,7 +73,7 @@ def _make(config: SFTConfig, folder: Path) -> None:
     config_file = folder.with_suffix(".yaml")
     OmegaConf.save(OmegaConf.structured(config), config_file)
     process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.trainer.supervised.__main__", str(config_file), str(folder)],
+        [sys.executable, "-m", "asyncrl.trainer.supervised", str(config_file), str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -35,10 +35,10 @@ from transformers import (
 )
 
 from asyncrl.api import Tokenizer
-from asyncrl.datasets import DemonstrationDataset
+from asyncrl.datasets import DemonstrationDataset, load_dataset
 from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
-from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer
-from asyncrl.trainer.supervised.settings import SupervisedOptimizer
+from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer, load_tokenizer
+from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
 
 DEMO_MODEL: Mapping[str, Any] = {
@@ -63,26 +63,6 @@ class SFTPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class SFTSettings:
-    """How supervised training optimises. The defaults suit a model from scratch; others want lower rates."""
-
-    batch_size: int = 64
-    """Demonstrations per step."""
-    optimizer: str = "muon"
-    """`muon`: matrices by Muon, the rest by AdamW; `adamw`: everything by AdamW."""
-    lr: float = 7e-3
-    """Peak learning rate of Muon, scaled to AdamW's root mean square."""
-    adamw_lr: float = 2e-2
-    """Peak learning rate of AdamW."""
-    min_lr_share: float = 0.1
-    """The cosine's end, as a share of the peak."""
-    warmup_steps: int = 50
-    max_grad_norm: float = 1.0
-    tokens_per_micro_batch: int = 2048
-    """Padded tokens of one forward and backward pass."""
-
-
-@dataclass(frozen=True, slots=True)
 class SFTProgress:
     """Reported after each step: 1-based step of `total`, loss in nats per answer token, seconds left."""
 
@@ -95,49 +75,50 @@ class SFTProgress:
 ProgressCallback = Callable[[SFTProgress], None]
 
 
+def phases_of(config: SFTConfig) -> list[SFTPhase]:
+    """The phases that `config` describes, with their datasets."""
+    phases = []
+    for phase in config.phases:
+        dataset = load_dataset(config.dataset.path, {**config.dataset.args, **phase.args}, "train", config.seed)
+        phases.append(SFTPhase(cast(DemonstrationDataset, dataset), phase.steps))
+    return phases
+
+
 def make_base_model(
+    config: SFTConfig,
     out_dir: Path,
     *,
-    tokenizer: Tokenizer,
-    phases: Sequence[SFTPhase],
-    architecture: Mapping[str, Any] | None = None,
-    initial_model: str | None = None,
-    settings: SFTSettings = SFTSettings(),
-    seed: int = 1,
-    threads: int = 2,
+    phases: Sequence[SFTPhase] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Train and save a model in the Hugging Face layout; `out_dir` appears whole or not at all.
+    """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
+
+    The result is the same for the same config, its `threads` included.
 
     Args:
         out_dir: the folder to make; one that exists is replaced.
-        tokenizer: saved beside the weights.
-        phases: what to imitate, in order.
-        architecture: `transformers` configuration of a model to start at random; by default `DEMO_MODEL`.
-        initial_model: start from this model folder or name instead.
-        settings: the optimisation.
-        seed: of the initial weights and the data order. The result is the same for the same seed and `threads`.
-        threads: CPU threads.
+        phases: what to imitate, in order; by default `phases_of(config)`.
         progress: called after each step.
 
     Raises:
-        ValueError: both `architecture` and `initial_model` are given, there are no steps, or a setting is out of range.
+        ValueError: there are no steps, or a setting is out of range.
     """
-    if architecture is not None and initial_model is not None:
-        raise ValueError("give architecture (a model from scratch) or initial_model (a pretrained one), not both")
-    with _threads(threads), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    phases = phases_of(config) if phases is None else phases
+    initial = config.model.path
+    tokenizer = CharTokenizer() if initial is None else load_tokenizer(initial)
+    with _threads(config.threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
         model = (
-            _random_model(architecture or DEMO_MODEL, tokenizer)
-            if initial_model is None
-            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial_model))
+            _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+            if initial is None
+            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial))
         )
         started = time.monotonic()
-        loss = train_on_demonstrations(model, tokenizer, phases, settings, seed=seed, progress=progress)
+        loss = train_on_demonstrations(model, tokenizer, phases, config, progress=progress)
     record = {
-        "seed": seed,
+        "seed": config.seed,
         "steps": [phase.steps for phase in phases],
-        "settings": asdict(settings),
+        "settings": asdict(config),
         "final_loss": loss,
         "seconds": round(time.monotonic() - started, 2),
     }
@@ -149,9 +130,8 @@ def train_on_demonstrations(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     phases: Sequence[SFTPhase],
-    settings: SFTSettings,
+    config: SFTConfig,
     *,
-    seed: int,
     progress: ProgressCallback | None = None,
 ) -> float:
     """Train `model` in place; returns the last step's loss in nats per answer token.
@@ -162,10 +142,10 @@ def train_on_demonstrations(
     total = sum(phase.steps for phase in phases)
     if total < 1:
         raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
-    optimizers = _optimizers(model, settings)
+    optimizers = _optimizers(model, config)
     schedulers = [
         get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, settings.warmup_steps, total, min_lr_rate=settings.min_lr_share
+            optimizer, config.warmup_steps, total, min_lr_rate=config.min_lr_share
         )
         for optimizer in optimizers
     ]
@@ -173,13 +153,13 @@ def train_on_demonstrations(
     started, loss = time.monotonic(), 0.0
     batches = itertools.chain.from_iterable(
         demonstration_batches(
-            phase.dataset, tokenizer, batch_size=settings.batch_size, steps=phase.steps, seed=seed + index
+            phase.dataset, tokenizer, batch_size=config.batch_size, steps=phase.steps, seed=config.seed + index
         )
         for index, phase in enumerate(phases)
     )
     for step, batch in enumerate(batches, start=1):
-        loss = _accumulate_gradients(model, batch, settings.tokens_per_micro_batch)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        loss = _accumulate_gradients(model, batch, config.tokens_per_micro_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -238,17 +218,17 @@ def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]
     return F.cross_entropy(logits_AV.float(), tokens_BL[:, 1:][predicts_BL], reduction="sum")
 
 
-def _optimizers(model: PreTrainedModel, settings: SFTSettings) -> list[Optimizer]:
+def _optimizers(model: PreTrainedModel, config: SFTConfig) -> list[Optimizer]:
     layers = (model.get_input_embeddings(), _output_layer(model))
     embeddings = {id(parameter) for layer in layers for parameter in layer.parameters()}
     by_muon: list[Tensor] = []
     by_adamw: list[Tensor] = []
     for parameter in model.parameters():
         matrix = parameter.ndim == 2 and id(parameter) not in embeddings
-        (by_muon if matrix and settings.optimizer == SupervisedOptimizer.muon else by_adamw).append(parameter)
-    optimizers: list[Optimizer] = [AdamW(by_adamw, lr=settings.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)]
+        (by_muon if matrix and config.optimizer == SupervisedOptimizer.muon else by_adamw).append(parameter)
+    optimizers: list[Optimizer] = [AdamW(by_adamw, lr=config.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)]
     if by_muon:
-        optimizers.append(Muon(by_muon, lr=settings.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(by_muon, lr=config.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 

@@ -15,6 +15,9 @@ from asyncrl.trainer.settings import hugging_face_folder
 # ruff: noqa: UP045
 
 
+DEFAULT_FILEROOT = "~/.cache/asyncrl"
+
+
 class SupervisedOptimizer(StrEnum):
     """Which optimizer learns what."""
 
@@ -62,7 +65,7 @@ class SFTConfig:
     """Supervised training on demonstrations."""
 
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
-    fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
+    fileroot: str = setting(DEFAULT_FILEROOT, "where models, checkpoints, logs and metrics go")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0)
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)

@@ -18,9 +18,8 @@ from asyncrl.inference.embedded.types import (
     Job,
     RequestError,
     SamplingSpec,
-    WeightUpdateError,
 )
-from asyncrl.weights.loading import stage_weights
+from asyncrl.weights.loading import WeightUpdateError, stage_weights
 
 LIMIT_S = 60.0
 

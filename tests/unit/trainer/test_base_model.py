@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
-from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig
+from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
 
 TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -33,6 +33,21 @@ def test_what_decides_the_result_decides_the_folder(tmp_path: Path) -> None:
     assert base_model_dir(recipe(tmp_path, steps=3)) != folder
     assert base_model_dir(replace(recipe(tmp_path), seed=2)) != folder
     assert base_model_dir(replace(recipe(tmp_path), tokens_per_micro_batch=64)) == folder
+
+
+def test_a_model_of_the_default_cache_is_used_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cached = base_model_dir(recipe(Path(DEFAULT_FILEROOT)))
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text("{}")
+    elsewhere = recipe(tmp_path / "elsewhere")
+    assert ensure_base_model(elsewhere) == cached
+    assert not (tmp_path / "elsewhere").exists()
+    assert str(cached) in capsys.readouterr().out
+    changed = base_model_dir(replace(elsewhere, seed=2))
+    assert changed.is_relative_to(tmp_path / "elsewhere"), "another recipe is made under its own fileroot"
 
 
 def test_a_failed_recipe_says_why_and_leaves_nothing(tmp_path: Path) -> None:

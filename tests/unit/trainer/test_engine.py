@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from asyncrl.trainer.engines.flat import PolicyEngine, ValueEngine
+from asyncrl.trainer.engines.base import PolicyOutputs
+from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.models import attention_kind, load_causal_lm, load_critic
-from asyncrl.trainer.optimizer import FlatAdamW
-from asyncrl.trainer.scoring import token_logprobs
+from asyncrl.trainer.packing import AttentionKind
+from asyncrl.trainer.scoring import EntropyMode, token_logprobs
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 
@@ -24,7 +26,7 @@ CPU = torch.device("cpu")
 
 def engine(path: Path, *, attn: str = "sdpa", budget: int = 64, temperature: float = 1.0, train: bool = False):  # type: ignore[no-untyped-def]
     model = load_causal_lm(path, "float32", attn, CPU)
-    return PolicyEngine(
+    return FlatPolicyEngine(
         model,
         temperature=temperature,
         attention=attention_kind(attn),
@@ -82,7 +84,8 @@ def test_entropies_are_those_of_a_plain_forward_pass(qwen_dir: Path, make_batch:
     _, expected = plain_logprobs(qwen_dir, batch)
     policy = engine(qwen_dir)
     for micro_batch in policy.micro_batches(batch, batch["loss_mask"]):
-        _, entropy = policy.score(micro_batch, "constant")
+        entropy = policy.score(micro_batch, EntropyMode.constant).entropy_N
+        assert entropy is not None
         torch.testing.assert_close(entropy, expected[micro_batch.targets_N], rtol=0, atol=2e-6)
         assert not entropy.requires_grad
 
@@ -111,20 +114,21 @@ def test_gradients_do_not_depend_on_the_cut(qwen_dir: Path, make_batch: MakeBatc
     for budget in (1, 37, 10_000):
         policy = engine(qwen_dir, attn=attn, budget=budget, train=True)
 
-        def share(micro_batch: MicroBatch, policy: PolicyEngine = policy) -> tuple[Tensor, dict[str, object]]:
-            logprobs_N, entropy_N = policy.score(micro_batch, "differentiable")
-            assert entropy_N is not None
-            return (logprobs_N * weights_T[micro_batch.targets_N] + 0.1 * entropy_N).sum(), {}
+        def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, object]]:
+            assert outputs.entropy_N is not None
+            return (outputs.logprobs_N * weights_T[micro_batch.targets_N] + 0.1 * outputs.entropy_N).sum(), {}
 
-        policy.accumulate(batch, batch["loss_mask"], range(batch.num_seqs), share)
-        gradients.append(policy.required_optimizer.grad.clone())
+        policy.compute_gradients(
+            batch, batch["loss_mask"], range(batch.num_seqs), share, entropy=EntropyMode.differentiable
+        )
+        gradients.append(policy.optimizer.grad.clone())
     scale = gradients[0].abs().max()
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient / scale, gradients[0] / scale, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
-def test_scoring_in_chunks_gives_the_same_values_and_gradients(entropy: str) -> None:
+@pytest.mark.parametrize("entropy", EntropyMode)
+def test_scoring_in_chunks_gives_the_same_values_and_gradients(entropy: EntropyMode) -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 50)
     targets = torch.randint(0, 50, (23,))
@@ -150,7 +154,7 @@ def test_a_critic_values_every_prefix(llama_dir: Path, make_batch: MakeBatch, at
     batch = make_batch()
     critic = load_critic(llama_dir, "float32", attn, CPU)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(2))
-    values = ValueEngine(critic, attention=attention_kind(attn), tokens_per_micro_batch=50)
+    values = FlatValueEngine(critic, attention=attention_kind(attn), tokens_per_micro_batch=50)
     outputs_T = values.outputs(batch)
     plain = load_critic(llama_dir, "float32", "eager", CPU)
     plain.head.load_state_dict(critic.head.state_dict())
@@ -161,17 +165,19 @@ def test_a_critic_values_every_prefix(llama_dir: Path, make_batch: MakeBatch, at
         ]
     torch.testing.assert_close(outputs_T, torch.cat(expected), rtol=1e-4, atol=1e-5)
     for micro_batch in values.micro_batches(batch, batch["loss_mask"]):
-        before_N = values.score(micro_batch)  # the value of a token's prefix is the output one position earlier
+        before_N = values.values(micro_batch)  # the value of a token's prefix is the output one position earlier
         torch.testing.assert_close(before_N, outputs_T[micro_batch.targets_N - 1], rtol=1e-4, atol=1e-5)
 
 
 def test_an_untrained_critic_predicts_zero(qwen_dir: Path, make_batch: MakeBatch) -> None:
-    values = ValueEngine(load_critic(qwen_dir, "float32", "sdpa", CPU), attention="packed", tokens_per_micro_batch=50)
+    critic = load_critic(qwen_dir, "float32", "sdpa", CPU)
+    values = FlatValueEngine(critic, attention=AttentionKind.packed, tokens_per_micro_batch=50)
     assert values.outputs(make_batch()).abs().sum() == 0
 
 
 def test_a_frozen_role_cannot_be_trained(qwen_dir: Path) -> None:
     policy = engine(qwen_dir)
-    assert not any(parameter.requires_grad for parameter in policy.model.parameters())
+    assert not policy.trained
+    assert not any(parameter.requires_grad for parameter in policy.module.parameters())
     with pytest.raises(RuntimeError, match="frozen"):
-        _ = policy.required_optimizer
+        policy.step()

@@ -30,12 +30,12 @@ def context(
 ) -> CallContext:
     fields = {"reads": (), "writes": (), "args": {}} | call
     return CallContext(
-        name=name, role=role, config=config, engines=rank.engines, ranks=rank.ranks, state=rank.state, **fields
+        name=name, role=role, config=config, engines=rank.engines, ranks=rank.place.data, state=rank.state, **fields
     )
 
 
 def weights(rank: TrainingRank) -> torch.Tensor:
-    return rank.policy("actor").required_optimizer.flat.detach().clone()
+    return rank.policy("actor").state()[0]["flat"].clone()
 
 
 def test_the_registered_functions_are_those_that_the_graph_may_name() -> None:
@@ -175,7 +175,7 @@ def test_kl_in_the_loss_pulls_towards_the_reference(
 ) -> None:
     config.algorithm.kl_coef, config.optimizer.lr = 5.0, 2e-3
     rank = make_rank(config)
-    flat = rank.policy("actor").required_optimizer.flat.data
+    flat = rank.policy("actor").state()[0]["flat"]
     flat += 0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
     kl = [run_step(config, rank, make_batch())["actor_train"]["kl/reference"] for _ in range(12)]
     assert 0.0 < kl[-1] < kl[0]
@@ -221,7 +221,7 @@ def test_an_averaged_reference_follows_the_actor(
     rank = make_rank(config)
     before = weights(rank)
     run_step(config, rank, make_batch())
-    averaged = torch.cat([parameter.flatten() for parameter in rank.policy("ref").model.parameters()])
+    averaged = torch.cat([tensor.flatten() for _, tensor in rank.policy("ref").published_tensors()])
     torch.testing.assert_close(averaged, 0.75 * before + 0.25 * weights(rank), rtol=0, atol=1e-6)
 
 
@@ -346,13 +346,13 @@ def test_a_reward_model_scores_whole_sequences(
     from transformers import AutoModelForSequenceClassification
 
     from asyncrl.master.graph.types import Call, Graph
-    from asyncrl.trainer.parallel import Ranks
+    from asyncrl.trainer.parallel import Place
     from asyncrl.trainer.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)
     model.save_pretrained(str(tmp_path))
     call = Call("judge", "judge", "reward", ("tokens",), ("judged",), args={"path": str(tmp_path)})
-    rank = build_rank(config, Graph("g", (call,)), Ranks(), torch.device("cpu"))
+    rank = build_rank(config, Graph("g", (call,)), Place(), torch.device("cpu"))
     batch = make_batch()
     run_call(
         find_function("reward"),

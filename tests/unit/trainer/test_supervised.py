@@ -15,12 +15,13 @@ from asyncrl.datasets.demonstrations import by_length, demonstration_batches
 from asyncrl.datasets.jsonl import JsonlDataset
 from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.supervised.loop import (
+    ProgressCallback,
     SFTPhase,
     SFTProgress,
-    SFTSettings,
     make_base_model,
     train_on_demonstrations,
 )
+from asyncrl.trainer.supervised.settings import SFTConfig, SFTModelConfig, SupervisedOptimizer, check
 
 TINY: dict[str, Any] = {
     "model_type": "qwen2",
@@ -32,13 +33,23 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-SETTINGS = SFTSettings(batch_size=8, warmup_steps=2)
+FAST = {"batch_size": 8, "warmup_steps": 2}
 
 
-def make(out_dir: Path, *, steps: int = 4, seed: int = 1, **changes: Any) -> Path:
-    phases = [SFTPhase(ArithmeticDataset(num_rows=50, max_numbers=3), steps)]
-    arguments = {"phases": phases, "architecture": TINY, "settings": SETTINGS, "seed": seed, "threads": 1, **changes}
-    return make_base_model(out_dir, tokenizer=CharTokenizer(), **arguments)
+def make(
+    out_dir: Path,
+    *,
+    steps: int = 4,
+    phases: list[SFTPhase] | None = None,
+    progress: ProgressCallback | None = None,
+    path: str | None = None,
+    **settings: Any,
+) -> Path:
+    model = SFTModelConfig(path, {} if path else TINY)
+    config = SFTConfig(**{**FAST, "model": model, "threads": 1, **settings})
+    if phases is None:
+        phases = [SFTPhase(ArithmeticDataset(num_rows=50, max_numbers=3), steps)]
+    return make_base_model(config, out_dir, phases=phases, progress=progress)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -81,11 +92,11 @@ def test_progress_counts_over_all_phases_and_ends_at_zero_seconds(tmp_path: Path
     assert seen[-1].eta_s == 0.0
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_training_lowers_the_loss(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", SupervisedOptimizer)
+def test_training_lowers_the_loss(tmp_path: Path, optimizer: SupervisedOptimizer) -> None:
     losses: list[float] = []
-    settings = SFTSettings(batch_size=8, warmup_steps=2, optimizer=optimizer, lr=1e-2, adamw_lr=2e-2)
-    make(tmp_path / "base", steps=80, settings=settings, progress=lambda report: losses.append(report.loss))
+    rates = {"optimizer": optimizer, "lr": 1e-2, "adamw_lr": 2e-2}
+    make(tmp_path / "base", steps=80, progress=lambda report: losses.append(report.loss), **rates)
     assert losses[-1] < 0.88 * losses[0]
 
 
@@ -95,8 +106,8 @@ def test_the_cut_into_micro_batches_does_not_change_the_loss_or_the_gradient_ste
     for budget in (60, 100_000):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "start"))
-        settings = SFTSettings(batch_size=8, warmup_steps=1, tokens_per_micro_batch=budget)
-        loss = train_on_demonstrations(model, CharTokenizer(), phases, settings, seed=1)
+        config = SFTConfig(batch_size=8, warmup_steps=1, tokens_per_micro_batch=budget)
+        loss = train_on_demonstrations(model, CharTokenizer(), phases, config)
         results.append((loss, torch.cat([parameter.flatten() for parameter in model.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-4)
@@ -109,24 +120,21 @@ def test_a_users_jsonl_continues_a_saved_model(tmp_path: Path) -> None:
         '{"prompt": "1+1=", "completion": "#2"}\n{"prompt": "2+2=", "completion": "#4"}\n', encoding="utf-8"
     )
     phases = [SFTPhase(JsonlDataset(path=str(data)), 3)]
-    tuned = make(tmp_path / "tuned", phases=phases, architecture=None, initial_model=str(base))
+    tuned = make(tmp_path / "tuned", phases=phases, path=str(base))
     assert weights(tuned).keys() == weights(base).keys()
     assert not torch.equal(weights(tuned)["model.norm.weight"], weights(base)["model.norm.weight"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"initial_model": "somewhere"}, "not both"),
-        ({"phases": []}, "0 steps"),
-    ],
-)
-def test_an_impossible_setting_is_refused_and_leaves_nothing(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path / "base", **changes)
+def test_a_run_without_steps_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 steps"):
+        make(tmp_path / "base", phases=[])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pretrained_model_and_an_architecture_exclude_each_other(tmp_path: Path) -> None:
+    config = SFTConfig(model=SFTModelConfig(str(make(tmp_path / "base")), TINY))
+    (message,) = check(config)
+    assert "not both" in message
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer.engines.flat import PolicyEngine
-from asyncrl.trainer.models import load_causal_lm
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.models import attention_kind, load_causal_lm
 from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, CANARY_TOKENS, Canary, canary_tokens, encode_canary, read_canary
 from asyncrl.weights.manifest import ManifestError, verify
+from asyncrl.weights.shared_files import SharedFiles
 
 
 @pytest.mark.parametrize("vocabulary", [1, 17, 150_000])
@@ -52,10 +54,10 @@ def test_the_trainer_scores_the_canary_as_transformers_does(
     model: str, attention: str, request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(model)
-    engine = PolicyEngine(
+    engine = FlatPolicyEngine(
         load_causal_lm(folder, "float32", attention, torch.device("cpu")),
         temperature=0.5,
-        attention="packed" if attention == "sdpa" else "padded",
+        attention=attention_kind(AttentionImplementation(attention)),
         tokens_per_micro_batch=4,  # below the canary's length
     )
     tokens = canary_tokens(17, context=100)
@@ -70,7 +72,8 @@ def test_the_trainer_scores_the_canary_as_transformers_does(
 def test_the_canary_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
     canary = Canary((3, 1, 4), (0.0, -1.5, -2.25))
-    path = weights.publish(model, tmp_path, role="actor", version=1, ranks=Ranks(), canary=canary).path
+    tensors, shared = weights.published_tensors(model).items(), SharedFiles(model.config)
+    path = weights.publish(tensors, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary)
     assert read_canary(path) == canary
     assert CANARY_FILE in verify(path).files
     assert CANARY_FILE not in {asset.name for asset in weights.tokenizer_assets(path)}

@@ -31,7 +31,7 @@ RunStep = Callable[..., dict[str, StatValues]]
 
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
     path = root / f"v{version}"
-    checkpoint.save(rank, path, version=version, master_state={"version": version}, keep=keep)
+    rank.save_checkpoint(path, version=version, master_state={"version": version}, keep=keep)
     return path
 
 
@@ -57,17 +57,17 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         run_step(config, stopped, make_batch(seed=step, version=step))
     save(stopped, tmp_path, 2)
     drawn = torch.rand(3)
-    assert checkpoint.load(resumed, tmp_path) == {"version": 2}
+    assert resumed.load_checkpoint(tmp_path) == {"version": 2}
     assert torch.equal(torch.rand(3), drawn)
     continued = [run_step(config, resumed, make_batch(seed=step, version=step)) for step in range(2, 4)]
     assert continued == expected[2:]
     for role, engine in straight.engines.items():
-        theirs = resumed.engines[role].module.state_dict()
-        assert all(torch.equal(value, theirs[name]) for name, value in engine.module.state_dict().items())
+        theirs = resumed.engines[role].state()[0]
+        assert all(torch.equal(value, theirs[name]) for name, value in engine.state()[0].items())
 
 
 def test_no_checkpoint_restores_nothing(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:
-    assert checkpoint.load(make_rank(config), tmp_path / "none") is None
+    assert make_rank(config).load_checkpoint(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("stage", ["begin", "sync_file", "write_file", "commit"])
@@ -85,7 +85,7 @@ def test_a_write_that_breaks_off_leaves_the_previous_checkpoint(
         with pytest.raises(OSError, match="disk full"):
             save(rank, tmp_path, 2)
     assert latest(tmp_path) == first
-    assert checkpoint.load(rank, tmp_path) == {"version": 1}
+    assert rank.load_checkpoint(tmp_path) == {"version": 1}
     assert latest(tmp_path) == first
     save(rank, tmp_path, 2)
     assert latest(tmp_path) == tmp_path / "v2"
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     data[-1] ^= 1
     file.write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.load(rank, tmp_path) == {"version": 1}
+        assert rank.load_checkpoint(tmp_path) == {"version": 1}
     assert "looking for an older one" in caplog.text
 
 
@@ -114,7 +114,7 @@ def test_where_no_checkpoint_can_be_used_nobody_begins_anew_over_them(
         manifest = save(rank, tmp_path, version) / MANIFEST_FILE
         manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', b'"format":1'))
     with pytest.raises(ManifestError, match=r"v2.* has format 1, .* reads 2: .* set resume=restart to begin anew"):
-        checkpoint.load(rank, tmp_path)
+        rank.load_checkpoint(tmp_path)
     assert versions(tmp_path) == [1, 2]
 
 
@@ -133,11 +133,10 @@ def test_slices_of_several_ranks_are_read_by_one(
     rank = make_rank(config)
     run_step(config, rank, make_batch())
     path = atomic_dir.begin(tmp_path / "v1")
-    optimizer = rank.policy("actor").required_optimizer
     for index in range(3):
-        checkpoint.write_share(TrainingRank(rank.engines, rank.state, Ranks(index, 3)), path)
-    tensors = checkpoint.read_slices(path, "actor", 3)
-    expected, _ = optimizer.state()
+        checkpoint.write_share(rank.engines, path, Ranks(index, 3))
+    tensors = checkpoint.read_slices(path, "actor.optimizer", 3)
+    expected, _ = rank.policy("actor").state()
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[key], expected[key]) for key in expected)
 
@@ -149,7 +148,7 @@ def test_a_checkpoint_of_another_graph_is_refused(
     everything.algorithm.graph, everything.algorithm.advantage = "grpo", ChoiceConfig("grpo")
     save(make_rank(everything), tmp_path, 1)
     with pytest.raises(ValueError, match="no state of role 'critic'"):
-        checkpoint.load(rank, tmp_path)
+        rank.load_checkpoint(tmp_path)
 
 
 WRITER = """

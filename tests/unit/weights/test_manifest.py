@@ -31,7 +31,7 @@ def whole(tmp_path: Path) -> Path:
 
 def test_a_whole_directory_reads_back_as_written(whole: Path) -> None:
     manifest = verify(whole)
-    assert (manifest.role, manifest.version, manifest.total_bytes) == ("actor", 3, 7000)
+    assert (manifest.role, manifest.version) == ("actor", 3)
     assert manifest.tensors == {"w": TensorEntry((2, 3), "F32", "a.safetensors")}
 
 

@@ -36,15 +36,15 @@ def publish(
         for parameter in model.parameters():
             parameter.add_(0.25 * version)
     published = weights.publish(
-        model,
+        weights.published_tensors(model).items(),
         root,
         role="actor",
         version=version,
         ranks=Ranks(),
-        shared=SharedFiles(model, weights.tokenizer_assets(model_dir)),
+        shared=SharedFiles(model.config, weights.tokenizer_assets(model_dir)),
         max_shard_bytes=max_shard_bytes,
     )
-    return published.path, model
+    return published, model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -128,7 +128,7 @@ def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Pat
         rank.write()
     assert weights.list_versions(tmp_path, "actor") == []
     for rank in reversed(ranks):
-        rank.finish(SharedFiles(model), None)
+        rank.finish(SharedFiles(model.config), None)
     whole = verify(final)
     assert {path.name for path in final.iterdir()} == {*whole.files, MANIFEST_FILE}
     loaded = AutoModelForCausalLM.from_pretrained(str(final)).state_dict()
@@ -149,19 +149,21 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
     canary = Canary((1, 2), (0.0, -1.0))
     root = tmp_path / "announced"
-    announced = weights.announce(model, root, role="actor", version=2, ranks=Ranks(), canary=canary)
-    manifest = verify(announced.path)
+    tensors = weights.published_tensors(model).items()
+    announced = weights.announce(tensors, root, role="actor", version=2, ranks=Ranks(), canary=canary)
+    manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
     assert manifest.files.keys() == {CANARY_FILE}
-    assert read_canary(announced.path) == canary
+    assert read_canary(announced) == canary
     assert weights.collect(root, "actor", {3}) == [2]
 
 
 def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
-    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
+    shared = SharedFiles(model.config, weights.tokenizer_assets(qwen_dir))
+    tensors = weights.published_tensors(model)
     paths = [
-        weights.publish(model, tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared).path
+        weights.publish(tensors.items(), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared)
         for version in (1, 2)
     ]
     for name in ("config.json", "tokenizer.json"):
@@ -172,10 +174,11 @@ def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_
 
 def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
-    shared = SharedFiles(model, weights.tokenizer_assets(qwen_dir))
-    weights.publish(model, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
+    shared = SharedFiles(model.config, weights.tokenizer_assets(qwen_dir))
+    tensors = weights.published_tensors(model)
+    weights.publish(tensors.items(), tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
     shutil.rmtree(tmp_path / "actor")
-    path = weights.publish(model, tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared).path
+    path = weights.publish(tensors.items(), tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared)
     assert load_tokenizer(path).encode("1+2") == load_tokenizer(qwen_dir).encode("1+2")
 
 

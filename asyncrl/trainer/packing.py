@@ -14,19 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import StrEnum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
-Layout = Literal["packed", "padded"]
 Ints = NDArray[np.int64]
+
+
+class AttentionKind(StrEnum):
+    """How a model's attention keeps the sequences of a micro-batch apart."""
+
+    packed = auto()
+    """They lie end to end; attention works on a few blocks of rows (`blocks`)."""
+    flash = auto()
+    """They lie end to end; flash attention's variable-length kernel is told where each ends."""
+    padded = auto()
+    """Each is a row, padded on the right."""
+
 
 MAX_BLOCK_WASTE = 0.25
 """Padding that attention blocks may add, as a part of a micro-batch's tokens: a second block pays above this."""
 
 
-def cut(lengths: Sequence[int], budget: int, layout: Layout = "packed") -> list[list[int]]:
+def cut(lengths: Sequence[int], budget: int, kind: AttentionKind = AttentionKind.packed) -> list[list[int]]:
     """Cut sequences of `lengths` tokens into micro-batches: lists of positions in `lengths`, longest first.
 
     Raises:
@@ -35,7 +46,7 @@ def cut(lengths: Sequence[int], budget: int, layout: Layout = "packed") -> list[
     if budget < 1:
         raise ValueError(f"budget is {budget} tokens: set trainer.tokens_per_micro_batch to at least 1")
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    cost: Callable[[int, int, int], int] = _packed_cost if layout == "packed" else _padded_cost
+    cost: Callable[[int, int, int], int] = _padded_cost if kind == AttentionKind.padded else _packed_cost
     parts = _fill(order, lengths, budget, cost)
     low, high = 1, budget
     while low < high:  # the least budget that still gives this many parts
@@ -82,8 +93,8 @@ class Block:
 
     rows: int
     width: int
-    gather: Any
-    scatter: Any
+    gather: Ints
+    scatter: Ints
 
 
 def blocks(lengths: Sequence[int]) -> list[Block]:

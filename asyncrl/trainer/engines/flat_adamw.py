@@ -10,26 +10,21 @@ low precision), and after a step they are rounded from the fp32 master values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from asyncrl.trainer.parallel import Ranks
-from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.engines.base import StepOutcome
+from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
 
-_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """`grad_norm` before clipping; `applied` is False where it was not finite and the step was left out."""
-
-    grad_norm: float
-    lr: float
-    applied: bool
+_SCHEDULES = {
+    LearningRateSchedule.constant: "constant_with_warmup",
+    LearningRateSchedule.linear: "linear",
+    LearningRateSchedule.cosine: "cosine",
+}
+"""Their names in transformers."""
 
 
 class FlatAdamW:
@@ -86,10 +81,6 @@ class FlatAdamW:
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self.grad.zero_()
-
-    def reduce_gradients(self, ranks: Ranks) -> None:
-        """Sum the gradients over data-parallel ranks."""
-        ranks.all_reduce_sum(self.grad)
 
     def step(self) -> StepOutcome:
         """Clip, update, advance the schedule. A gradient that is not finite changes nothing."""

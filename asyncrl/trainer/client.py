@@ -1,0 +1,51 @@
+"""The publishing ModelWorker, as the manager reaches it. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
+from asyncrl.comm.security import SocketSecurity
+from asyncrl.inference.client import UpdateFailed
+from asyncrl.trainer.messages import SendWeights
+
+
+class PublisherClient:
+    """Makes calls to the ModelWorker with index `worker`. Make and use it in one running loop."""
+
+    def __init__(self, resolver: NameResolver, security: SocketSecurity | None, worker: int) -> None:
+        self._resolver, self._security, self._key = resolver, security, names.worker_key("model_worker", worker)
+        self._connected: tuple[str, RequestClient] | None = None
+
+    async def send_weights(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+        """Have it bring the paused server with index `server` at `url` to `version`, which it holds in memory.
+
+        Raises:
+            UpdateFailed: it did not; what weights the server has is unknown.
+        """
+        try:
+            client = await self._find()
+            await client.call(SendWeights(server, url, version, keep_cache, timeout_s), timeout_s=timeout_s)
+        except (NameResolveError, TimeoutError, PeerGone) as error:
+            raise UpdateFailed(f"the trainer did not send v{version} to {url}: {error}") from error
+        except RemoteError as error:
+            raise UpdateFailed(
+                f"the trainer could not send v{version} to {url}: {error.kind}: {error.message}"
+            ) from error
+
+    async def _find(self) -> RequestClient:
+        """A client of the worker; a new one where it was started again at another address."""
+        endpoint = names.WorkerAddress.decode(await asyncio.to_thread(self._resolver.get, self._key)).endpoint
+        if self._connected is None or self._connected[0] != endpoint:
+            self.close()
+            self._connected = (endpoint, RequestClient(endpoint, self._security, name=self._key))
+        return self._connected[1]
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._connected is not None:
+            self._connected[1].close()
+            self._connected = None

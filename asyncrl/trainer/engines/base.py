@@ -1,0 +1,203 @@
+"""What model functions, checkpoints and publishing ask of a role's model, however it is spread over ranks.
+
+    EngineLoader     model folder ──▶ engine, trained where it is given an optimizer, else frozen
+    PolicyEngine     log-probabilities (forward only), gradients of a loss on them, published tensors
+    ValueEngine      values (forward only), gradients of a loss on them
+    both             step, state for checkpoints
+
+A train step on a minibatch is `compute_gradients`, then `step`; whoever decides between the two not to take the step
+just does not. Nothing outside this package sees parameters, gradients or the optimizer, so an engine is free in where
+it keeps them: whole on every rank (`flat`), in slices, or in stages.
+
+A loss is a function of one micro-batch and of the engine's outputs on it. It returns the micro-batch's *share* of the
+whole minibatch's loss, already divided by the global normaliser: shares, and so gradients, add up over micro-batches
+and ranks and are exact however the batch was cut. The engine calls it where the outputs are, once per micro-batch; it
+must not run the model itself.
+
+All verbs are called by all ranks together, in the same order, also by a rank that has no samples.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from asyncrl.algorithms.stats import Stats
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.step_batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """`grad_norm` before clipping; `applied` is False where it was not finite and the step was left out."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyOutputs:
+    """Of a micro-batch's wanted tokens: log-probabilities [N], entropies [N] and whole distributions [N, V] if asked.
+
+    All are of the distribution at the sampling temperature, in nats.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None = None
+    distributions_NV: Tensor | None = None
+
+
+PolicyLoss = Callable[[MicroBatch, PolicyOutputs], tuple[Tensor, Stats]]
+"""A micro-batch's share of the loss (0-d, differentiable) and its statistics."""
+ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Stats]]
+"""The same, from the values [N] of the prefixes before its wanted tokens."""
+
+
+class TrainingEngine(ABC):
+    """One role's model on this rank."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> bool:
+        """Whether it has an optimizer."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate of the next step.
+
+        Raises:
+            RuntimeError: the role is frozen.
+        """
+
+    @abstractmethod
+    def step(self) -> StepOutcome:
+        """Sum the gradients over the data-parallel ranks, clip, update, advance the schedule.
+
+        A gradient that is not finite changes nothing.
+
+        Raises:
+            RuntimeError: the role is frozen.
+        """
+
+    @property
+    def state_kind(self) -> str:
+        """What `state` holds, for the name of a checkpoint's file: the optimizer's state or weights alone."""
+        return "optimizer" if self.trained else "averaged"
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint needs of it: named tensors, the same on all ranks of the data-parallel group, and JSON."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore what `state` returned.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+
+
+class PolicyEngine(TrainingEngine):
+    """A causal language model: log-probabilities and entropies of tokens at the sampling temperature."""
+
+    @property
+    @abstractmethod
+    def model_config(self) -> PretrainedConfig:
+        """The model's configuration."""
+
+    @abstractmethod
+    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
+        """Log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
+
+    @abstractmethod
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `token_ids` at temperature 1, whatever the engine's own; the first token's is 0."""
+
+    @abstractmethod
+    def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        """Log-probabilities of the whole vocabulary before each wanted token, [N, V]; for the exact KL divergence. No
+        gradient.
+        """
+
+    @abstractmethod
+    def compute_gradients(
+        self,
+        batch: StepBatch,
+        wanted_T: Tensor,
+        seqs: Sequence[int],
+        loss: PolicyLoss,
+        *,
+        entropy: EntropyMode = EntropyMode.none,
+        distributions: bool = False,
+    ) -> tuple[Tensor, list[Stats]]:
+        """The gradients of the loss over the samples `seqs`, in place of those before.
+
+        Where gradients are switched off, only the loss and the statistics are computed.
+
+        Args:
+            wanted_T: bool [T], the tokens whose outputs the loss gets.
+            entropy: whether it gets entropies.
+            distributions: whether it gets whole distributions; entropies are then left out.
+
+        Returns:
+            This rank's loss (0-d) and its statistics, a dictionary per micro-batch.
+
+        Raises:
+            RuntimeError: the role is frozen.
+        """
+
+    @abstractmethod
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        """Move the weights towards those of `source`: decay * mine + (1 - decay) * its."""
+
+    @abstractmethod
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What servers load, one tensor at a time by its name in a Hugging Face folder; tied ones once."""
+
+
+class ValueEngine(TrainingEngine):
+    """A trunk with a scalar head: critic or reward model."""
+
+    @abstractmethod
+    def outputs(self, batch: StepBatch) -> Tensor:
+        """The head's output after each token, [T]. No gradient."""
+
+    @abstractmethod
+    def compute_gradients(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
+    ) -> tuple[Tensor, list[Stats]]:
+        """As `PolicyEngine.compute_gradients`; the loss gets the values of the prefixes before the wanted tokens."""
+
+
+class EngineLoader(ABC):
+    """Makes engines from model folders."""
+
+    @abstractmethod
+    def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:
+        """The language model in `path`; frozen without an optimizer.
+
+        Raises:
+            OSError: `path` holds no model.
+        """
+
+    @abstractmethod
+    def critic(self, path: str, optimizer: OptimizerConfig) -> ValueEngine:
+        """An untrained critic on the trunk in `path`."""
+
+    @abstractmethod
+    def reward_model(self, path: str) -> ValueEngine:
+        """The sequence classifier with one label in `path`, frozen.
+
+        Raises:
+            ValueError: it gives no single score.
+        """

@@ -1,0 +1,114 @@
+"""What a weight transport consists of: a description for the settings, the manager's end and the trainer's end.
+
+    manager ── pause ──▶ server                                       manager.fleet decides, and carries this out
+    manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
+    manager ── continue, canary ──▶ server                            manager.fleet again
+
+What lies behind `bring` is all that differs: a server may read the version's folder (`disk`), or the trainer may send
+what it holds in memory (`from_memory`). Pausing, versions, the canary and quarantine are the same.
+
+Torch is imported only in what the trainer calls: launcher and manager import these modules too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.inference.client import GenerationServerClient
+
+
+class Publisher(Protocol):
+    """The training process that publishes, as the manager reaches it."""
+
+    async def send_weights(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+        """Have it bring the paused server with index `server` at `url` to `version`.
+
+        Raises:
+            UpdateFailed: it did not; what weights the server has is unknown.
+        """
+
+
+class ManagerEnd(Protocol):
+    """Has a server that is paused brought to a version."""
+
+    async def bring(
+        self,
+        client: GenerationServerClient,
+        server: int,
+        version: int,
+        path: str,
+        *,
+        keep_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Returns once the server names the version.
+
+        Args:
+            server: its index.
+            path: the version's folder.
+            keep_cache: whether requests that are paused in place go on with what is cached for them.
+
+        Raises:
+            HttpError: it does not; what weights it has is unknown.
+        """
+
+
+class TrainerEnd:
+    """What the publishing process does beside writing folders; of a transport that only reads those, nothing."""
+
+    def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Forget all but these."""
+
+    async def send(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+        """Bring the paused server with index `server` at `url` to `version`; the arguments are those of `bring`.
+
+        Raises:
+            LookupError: the version is not held.
+            HttpError: the server did not take it.
+            RuntimeError: this process sends no weights.
+        """
+        raise RuntimeError(
+            "this process sends no weights; set manager.weight_transport, and ask the one that publishes"
+        )
+
+    async def close(self) -> None:
+        """End what is open."""
+
+
+class WeightTransport(ABC):
+    """A transport; `name` is its value of `manager.weight_transport`."""
+
+    needs_folders: ClassVar[bool]
+    """Whether servers read every version's folder; else one is written only with checkpoints and at the end."""
+    needs_sglang: ClassVar[bool]
+    """Whether the embedded engine cannot take weights this way."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def check(self, config: ExperimentConfig) -> Iterator[str]:
+        """What else is wrong with `config` for this transport, each as `setting=value: what is wrong; what to do`."""
+
+    @abstractmethod
+    def manager_end(self, publisher: Publisher) -> ManagerEnd:
+        """The manager's end; `publisher` is asked where the trainer has to do something."""
+
+    @abstractmethod
+    def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> TrainerEnd:
+        """The publishing process's end, for one running loop.
+
+        Args:
+            token: the servers' bearer token.
+            device: where the trainer computes.
+        """

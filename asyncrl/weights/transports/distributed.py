@@ -1,0 +1,169 @@
+"""A process group of trainer and server, at any distance: NCCL between GPUs, else gloo.
+
+Each server has a group of its own, in which the trainer is rank 0 and the server's ranks are the others. The group's
+rendezvous, torch's `TCPStore`, listens on `system.host` alone and knows no secret: keep to a trusted network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import uuid
+from collections.abc import Awaitable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.config.setting import Device
+from asyncrl.inference.client import UpdateFailed
+from asyncrl.weights.transports.from_memory import BUCKET_BYTES, LOOPBACK, MemoryTransport, ServerConnection
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.weights.transports.from_memory import NamedTensors
+
+
+class DistributedTransport(MemoryTransport):
+    """See the module's docstring."""
+
+    def check_distance(self, url: str, host: str) -> Iterator[str]:
+        """The server must reach the trainer."""
+        if host in LOOPBACK:
+            yield (
+                f"manager.weight_transport={self.name!r}: server {url!r} cannot reach the trainer at "
+                f"system.host={host!r}; set it to this machine's address on their network"
+            )
+
+    def connection(
+        self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
+    ) -> ProcessGroupConnection:
+        on_gpus = device.type == "cuda" and config.generation.device != Device.cpu
+        return ProcessGroupConnection(
+            url,
+            http,
+            host=config.system.host,
+            backend="nccl" if on_gpus else "gloo",
+            timeout_s=timeout_s,
+            group=f"asyncrl-{uuid.uuid4().hex}",
+            device=device if on_gpus else None,
+            tensor_parallel=config.generation.sglang.tensor_parallel,
+        )
+
+
+class ProcessGroupConnection(ServerConnection):
+    """Broadcasts to one server.
+
+    Args:
+        host: address at which the server reaches this process.
+        backend: `gloo` or `nccl`.
+        group: the group's name; never used before on that server.
+        device: where this side's tensors have to be for `backend`; None: the CPU.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        http: JsonHttp,
+        *,
+        host: str,
+        backend: str,
+        timeout_s: float,
+        group: str,
+        device: torch.device | None = None,
+        tensor_parallel: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__(url, http, timeout_s=timeout_s, tensor_parallel=tensor_parallel, bucket_bytes=bucket_bytes)
+        self._host, self._backend, self._group_name = host, backend, group
+        self._device = device
+        self._group: dist.ProcessGroup | None = None
+
+    async def open(self) -> None:
+        """Form the group; returns once the server has joined.
+
+        Raises:
+            UpdateFailed: it did not join.
+        """
+        world = 1 + self._tensor_parallel
+        listener = socket.create_server((self._host, 0))
+        body: dict[str, object] = {
+            "master_address": self._host,
+            "master_port": listener.getsockname()[1],
+            "rank_offset": 1,
+            "world_size": world,
+            "group_name": self._group_name,
+            "backend": self._backend,
+        }
+        await _both(asyncio.to_thread(self._form, listener, world), self._call("/init_weights_update_group", body))
+
+    def _form(self, listener: socket.socket, world: int) -> None:
+        """Rank 0's side of SGLang's `init_custom_process_group`: a group beside the trainer's default one."""
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+        timeout = timedelta(seconds=self._timeout_s)
+        store = TCPStore(
+            self._host,
+            listener.getsockname()[1],
+            world,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._group, _ = _new_process_group_helper(
+            world,
+            0,
+            [],
+            Backend(self._backend),
+            PrefixStore(self._group_name, store),
+            group_name=self._group_name,  # type: ignore[arg-type]  # torch's NewType of str, which it does not export
+            timeout=timeout,
+        )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
+
+    async def _send_bucket(self, bucket: NamedTensors, label: dict[str, str], *, flush_cache: bool) -> None:
+        body: dict[str, object] = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self._group_name,
+            "flush_cache": flush_cache,
+            **label,
+        }
+        await _both(asyncio.to_thread(self._broadcast, bucket), self._call("/update_weights_from_distributed", body))
+
+    def _broadcast(self, bucket: NamedTensors) -> None:
+        import torch.distributed as dist
+
+        assert self._group is not None, "not opened"
+        for _, tensor in bucket:
+            dist.broadcast(tensor.to(self._device or "cpu").contiguous(), src=0, group=self._group)
+
+    async def close(self) -> None:
+        """Dissolve the group; a server that is gone already is no error."""
+        import torch.distributed as dist
+
+        if self._group is None:
+            return
+        with contextlib.suppress(HttpError):
+            await self._call("/destroy_weights_update_group", {"group_name": self._group_name})
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+
+async def _both(here: Awaitable[None], there: Awaitable[None]) -> None:
+    """Wait for this side's part, in a thread, and for the server's, whichever fails: a thread cannot be left behind.
+
+    Raises:
+        UpdateFailed: one failed.
+    """
+    ours, theirs = await asyncio.gather(here, there, return_exceptions=True)
+    if isinstance(theirs, BaseException):  # the cause, where both failed
+        raise theirs
+    if isinstance(ours, BaseException):
+        raise UpdateFailed(f"sending weights failed: {type(ours).__name__}: {ours}") from ours

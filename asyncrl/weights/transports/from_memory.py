@@ -1,0 +1,267 @@
+"""What the transports from the trainer's memory into running SGLang servers share (`tensor`, `distributed`).
+
+    manager ── send_weights(server, version) ──▶ publishing ModelWorker ── weights in buckets ──▶ server
+
+The publishing ModelWorker copies a version when it is published, as training goes on with the tensors themselves, and
+keeps the copy as long as a server may want that version (the same rule by which folders are kept). So a server that
+comes late or starts again is brought to the newest version in the same way. A send under way keeps its copy alive.
+
+Every server has a connection of its own, so that none waits for another. The weights are announced and sent in buckets,
+of which the last labels them with their version and, unless it is to be kept, empties the cache. When something fails
+on the way the server holds a mixture; it has to stay paused until a whole update succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
+
+from asyncrl.comm.http import HttpRefused, JsonHttp
+from asyncrl.inference.client import GenerationServerClient, UpdateFailed
+from asyncrl.weights.transports.base import ManagerEnd, Publisher, TrainerEnd, WeightTransport
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from asyncrl.config.experiment import ExperimentConfig
+
+    NamedTensors = Sequence[tuple[str, Tensor]]
+
+BUCKET_BYTES = 512 << 20
+"""Most bytes on their way at a time: bounds the second copy that a server holds meanwhile."""
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
+"""SGLang flags by which an engine has more ranks than `tensor_parallel`."""
+
+
+class MemoryTransport(WeightTransport):
+    """A transport in which the trainer sends what it holds."""
+
+    needs_folders: ClassVar[bool] = False
+    needs_sglang: ClassVar[bool] = True
+
+    def check(self, config: ExperimentConfig) -> Iterator[str]:
+        """Servers must have no ranks that are not sent to, and be where `check_distance` allows."""
+        generation = config.generation
+        here = {config.system.host, *LOOPBACK}
+        elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
+        if elsewhere:
+            yield from self.check_distance(elsewhere[0], config.system.host)
+        for key, value in generation.sglang.args.items():
+            if key.lstrip("-").replace("-", "_") in _PER_ENGINE and value != 1:
+                yield (
+                    f"manager.weight_transport={self.name!r}: generation.sglang.args.{key}={value!r} makes ranks that "
+                    "are not sent to; start more servers with generation.servers, or use weight_transport=disk"
+                )
+
+    @abstractmethod
+    def check_distance(self, url: str, host: str) -> Iterator[str]:
+        """What is wrong with a server at `url`, which is not on the trainer's machine `host`."""
+
+    @abstractmethod
+    def connection(
+        self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
+    ) -> ServerConnection:
+        """A new connection from the trainer, which computes on `device`, to the server at `url`."""
+
+    def manager_end(self, publisher: Publisher) -> ManagerEnd:
+        return AskPublisher(publisher)
+
+    def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> MemoryTrainerEnd:
+        return MemoryTrainerEnd(self, config, token, device)
+
+
+class AskPublisher:
+    """The manager's end: the publisher is asked to send."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    async def bring(
+        self,
+        client: GenerationServerClient,
+        server: int,
+        version: int,
+        path: str,
+        *,
+        keep_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        await self._publisher.send_weights(server, client.url, version, keep_cache=keep_cache, timeout_s=timeout_s)
+        served = await client.served_version()
+        if served != version:
+            raise UpdateFailed(f"{client.url} was sent version {version} but names {served}")
+
+
+class NotHeld(LookupError):
+    """The wanted version is not in memory; the message names those that are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """The connection to one server; a new address is a new server."""
+
+    url: str
+    connection: ServerConnection
+    opened: bool = False
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def close(self) -> None:
+        """End it, once what is under way has ended."""
+        async with self.busy:
+            await self.connection.close()
+
+
+class MemoryTrainerEnd(TrainerEnd):
+    """Copies of published weights on the CPU, and connections by which they are sent.
+
+    `hold` and `keep` may be called from any thread, the rest in one running loop.
+    """
+
+    def __init__(
+        self, transport: MemoryTransport, config: ExperimentConfig, token: str | None, device: torch.device
+    ) -> None:
+        self._transport, self._config, self._device = transport, config, device
+        self._http = JsonHttp(token)
+        self._held: dict[int, NamedTensors] = {}
+        self._channels: dict[int, _Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors]
+        self._held = {**self._held, version: copies}  # replaced as a whole: readers are other threads
+
+    def keep(self, versions: Collection[int]) -> None:
+        self._held = {version: held for version, held in self._held.items() if version in versions}
+
+    def held(self, version: int) -> NamedTensors:
+        """The weights of `version`.
+
+        Raises:
+            NotHeld: see there.
+        """
+        held = self._held
+        if version not in held:
+            raise NotHeld(f"v{version} is not held in memory (held: {sorted(held)}); a newer one will be announced")
+        return held[version]
+
+    async def send(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+        """See `TrainerEnd`; after a failure the next `send` makes a new connection."""
+        tensors = self.held(version)
+        channel = self._channels.get(server)
+        if channel is None or channel.url != url:
+            self._give_up(server)
+            made = self._transport.connection(self._config, url, self._http, timeout_s, self._device)
+            channel = self._channels[server] = _Channel(url, made)
+        async with channel.busy:
+            if self._channels.get(server) is not channel:
+                raise UpdateFailed(f"the connection to {url} broke in an earlier update")
+            try:
+                if not channel.opened:
+                    await channel.connection.open()
+                    channel.opened = True
+                await channel.connection.send(tensors, version, keep_cache=keep_cache)
+            except BaseException:
+                self._give_up(server)
+                raise
+
+    async def close(self) -> None:
+        """End every connection and forget every version."""
+        for server in list(self._channels):
+            self._give_up(server)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._http.close()
+        self.keep(())  # what is in shared memory goes with its last user
+
+    def _give_up(self, server: int) -> None:
+        channel = self._channels.pop(server, None)
+        if channel is not None:
+            task = asyncio.create_task(channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+class ServerConnection(ABC):
+    """Sends weights to one server. `open` it once, `send` every version, `close` it; one call at a time.
+
+    Args:
+        url: the server's.
+        http: the connections.
+        tensor_parallel: ranks that the server spreads its weights over.
+        timeout_s: limit of one call, seconds.
+        bucket_bytes: see `BUCKET_BYTES`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        http: JsonHttp,
+        *,
+        timeout_s: float,
+        tensor_parallel: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._url, self._http, self._tensor_parallel = url, http, tensor_parallel
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+
+    async def open(self) -> None:
+        """Make the connection; the default has nothing to do."""
+        return None
+
+    async def close(self) -> None:
+        """End the connection; the default has nothing to do."""
+        return None
+
+    async def send(self, tensors: NamedTensors, version: int, *, keep_cache: bool = False) -> None:
+        """Replace the weights of the paused server by `tensors` (names as in a Hugging Face checkpoint), labelled.
+
+        Args:
+            tensors: all of them.
+            version: what they become.
+            keep_cache: whether requests that are paused in place go on with what is cached for them.
+
+        Raises:
+            UpdateFailed: the server did not take them, or their connection failed.
+            HttpError: the server could not be reached.
+        """
+        await self._call("/begin_weight_update", {}, missing_is_fine=True)
+        buckets = list(into_buckets(tensors, self._bucket_bytes))
+        for index, bucket in enumerate(buckets):
+            last = index == len(buckets) - 1
+            label = {"weight_version": str(version)} if last else {}
+            await self._send_bucket(bucket, label, flush_cache=last and not keep_cache)
+        await self._call("/end_weight_update", {}, missing_is_fine=True)
+
+    @abstractmethod
+    async def _send_bucket(self, bucket: NamedTensors, label: dict[str, str], *, flush_cache: bool) -> None:
+        """Send one bucket."""
+
+    async def _call(self, path: str, body: dict[str, object], *, missing_is_fine: bool = False) -> None:
+        url = self._url + path
+        try:
+            reply = await self._http.call("POST", url, body, timeout_s=self._timeout_s)
+        except HttpRefused as error:
+            if error.status == 404 and missing_is_fine:  # servers up to 0.5.20 want no announcement
+                return
+            raise UpdateFailed(str(error)) from error
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise UpdateFailed(f"{url} answered {str(reply)[:300]}")
+
+
+def into_buckets(tensors: NamedTensors, limit: int) -> Iterator[NamedTensors]:
+    """`tensors` in order, cut so that no bucket exceeds `limit` bytes unless a single tensor does."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,69 @@
+"""Shared memory of one machine: a server maps the trainer's tensors where they lie.
+
+What crosses HTTP is a handle of some kilobytes, as SGLang's `/update_weights_from_tensor` defines it: a pickle of
+torch's shared-memory reductions. It goes from here to the server only; nothing of the kind is ever read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING
+
+from asyncrl.comm.http import JsonHttp
+from asyncrl.weights.transports.from_memory import MemoryTransport, ServerConnection
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.weights.transports.from_memory import NamedTensors
+
+_sharing = threading.Lock()  # the sharing strategy is the process's, and a tensor moves into shared memory once
+
+
+class TensorTransport(MemoryTransport):
+    """See the module's docstring."""
+
+    def check_distance(self, url: str, host: str) -> Iterator[str]:
+        """Memory is shared on one machine only."""
+        yield (
+            f"manager.weight_transport={self.name!r}: server {url!r} is not on system.host={host!r}, and memory is "
+            "shared on one machine only; use distributed or disk"
+        )
+
+    def connection(
+        self, config: ExperimentConfig, url: str, http: JsonHttp, timeout_s: float, device: torch.device
+    ) -> SharedMemoryConnection:
+        ranks = config.generation.sglang.tensor_parallel
+        return SharedMemoryConnection(url, http, timeout_s=timeout_s, tensor_parallel=ranks)
+
+
+class SharedMemoryConnection(ServerConnection):
+    """Hands a server of this machine the places of the tensors."""
+
+    async def _send_bucket(self, bucket: NamedTensors, label: dict[str, str], *, flush_cache: bool) -> None:
+        handle = await asyncio.to_thread(_shared_handle, bucket)
+        handles = [handle] * self._tensor_parallel
+        body: dict[str, object] = {"serialized_named_tensors": handles, "flush_cache": flush_cache}
+        await self._call("/update_weights_from_tensor", body | label)
+
+
+def _shared_handle(bucket: NamedTensors) -> str:
+    """What another process of this host needs to map the tensors; valid as long as they live."""
+    import torch.multiprocessing
+
+    with _sharing:
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        # The other strategy hands over file descriptors, which only a child process can take.
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        try:
+            buffer = io.BytesIO()
+            ForkingPickler(buffer).dump([(name, tensor.detach()) for name, tensor in bucket])
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+    return base64.b64encode(buffer.getvalue()).decode()

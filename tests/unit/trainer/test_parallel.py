@@ -1,0 +1,94 @@
+"""A world of four ranks in a grid: each knows its place, sums go over the right ranks, tensors to the right peer."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.trainer.parallel import PeerFailed, Place, Ranks
+from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.world import training_world
+
+LIMIT_S = 120.0
+
+
+def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]]) -> None:
+    """What rank `worker` finds out, put into `told`."""
+    with training_world(
+        worker=worker,
+        grid=WorkerGrid(data=2, tensor=2),
+        device=torch.device("cpu"),
+        host="127.0.0.1",
+        run_dir=folder,
+        resolver=make_resolver("file", str(folder / "names")),
+        join_timeout_s=LIMIT_S,
+        collective_timeout_s=LIMIT_S,
+        lease_s=LIMIT_S,
+    ) as place:
+        received = torch.zeros(1)
+        peer = 1 - place.data.rank
+        sent = place.data.send(torch.tensor([float(worker)]), peer)
+        place.data.receive(received, peer).wait()
+        sent.wait()
+
+        def fail_on_the_last() -> None:
+            if worker == 3:
+                raise ValueError("mine")
+
+        outcome = "passed"
+        try:
+            place.everyone.together(fail_on_the_last, "failing")
+        except (PeerFailed, ValueError) as error:
+            outcome = type(error).__name__
+        assert place.mesh is not None
+        found = {
+            "place": [place.coordinates.pipeline, place.coordinates.data, place.coordinates.tensor],
+            "mesh": list(place.mesh.get_coordinate() or ()),
+            "head": place.takes_trajectories,
+            "publishes": place.publishes,
+            "leads": place.everyone.leads,
+            "data": place.data.all_reduce_sum(torch.tensor([float(worker)])).item(),
+            "everyone": place.everyone.all_reduce_sum(torch.tensor([float(worker)])).item(),
+            "received": received.item(),
+            "outcome": outcome,
+        }
+        told.put((worker, found))
+
+
+def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # which has torch loaded already
+    results: Queue[tuple[int, dict[str, object]]] = context.Queue()
+    ranks = [context.Process(target=be_rank, args=(worker, tmp_path, results)) for worker in range(4)]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(results.get(timeout=LIMIT_S) for _ in ranks)
+        for rank in ranks:
+            rank.join(LIMIT_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    told = [found[worker] for worker in range(4)]
+    assert [rank["place"] for rank in told] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert [rank["mesh"] for rank in told] == [rank["place"] for rank in told]
+    assert [rank["head"] for rank in told] == [True, False, True, False]
+    assert [rank["publishes"] for rank in told] == [rank["leads"] for rank in told] == [True, False, False, False]
+    assert [rank["data"] for rank in told] == [2.0, 4.0, 2.0, 4.0], "sums over those with the same slice"
+    assert [rank["everyone"] for rank in told] == [6.0] * 4
+    assert [rank["received"] for rank in told] == [2.0, 3.0, 0.0, 1.0]
+    assert [rank["outcome"] for rank in told] == ["PeerFailed"] * 3 + ["ValueError"]
+
+
+def test_a_rank_alone_is_everyone() -> None:
+    place = Place()
+    assert place.publishes
+    assert place.takes_trajectories
+    assert place.data.all_reduce_sum(torch.tensor([3.0])).item() == 3.0
+    with pytest.raises(ValueError, match="mine"):
+        Ranks().together(lambda: (_ for _ in ()).throw(ValueError("mine")), "failing")
+    assert issubclass(PeerFailed, RuntimeError)

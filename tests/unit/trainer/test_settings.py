@@ -1,0 +1,167 @@
+"""What is wrong with the trainer's settings is said before anything starts: setting, value, how to fix it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.algorithms.inputs import AdvantageInputs
+from asyncrl.algorithms.registry import resolve
+from asyncrl.config.catalog import known
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ChoiceConfig, Device
+from asyncrl.trainer import settings
+from asyncrl.trainer.settings import NEEDS_VALUES, AttentionImplementation, check, hugging_face_folder
+
+SetGpus = Callable[[int], None]
+SetInstalled = Callable[[bool], None]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
+    """Sets the number of GPUs that this machine shows."""
+    return lambda count: monkeypatch.setattr(settings, "count_gpus", lambda: count)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> SetInstalled:
+    """Sets whether the package flash-attn is installed."""
+    find = importlib.util.find_spec
+
+    def set_installed(installed: bool) -> None:
+        found = find("torch") if installed else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "flash_attn" else find(name))
+
+    return set_installed
+
+
+def the_message(config: ExperimentConfig) -> str:
+    (message,) = check(config)
+    return message
+
+
+def test_the_defaults_pass_with_and_without_gpus(config: ExperimentConfig, gpus: SetGpus) -> None:
+    for count in (0, 1, 8):
+        gpus(count)
+        assert list(check(config)) == []
+
+
+def test_cuda_without_a_gpu(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.trainer.device = Device.cuda
+    message = the_message(config)
+    assert message.startswith("trainer.device='cuda': ")
+    assert "use cpu or auto" in message
+
+
+@pytest.mark.parametrize("device", [Device.cuda, Device.auto])
+def test_more_ranks_than_gpus(device: Device, config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(2)
+    config.trainer.device, config.trainer.parallel = device, "d3"
+    message = the_message(config)
+    assert message.startswith("trainer.parallel='d3': ")
+    assert "there are 2; use d2 or fewer, or trainer.device=cpu" in message
+    config.trainer.parallel = "d2"
+    assert list(check(config)) == []
+    config.trainer.device, config.trainer.parallel = Device.cpu, "d3"
+    assert list(check(config)) == []
+
+
+def test_flash_attention_that_is_not_installed(
+    config: ExperimentConfig, gpus: SetGpus, flash_attention: SetInstalled
+) -> None:
+    gpus(1)
+    flash_attention(False)
+    config.model.attn_implementation = AttentionImplementation.flash_attention_2
+    message = the_message(config)
+    assert message.startswith("model.attn_implementation='flash_attention_2': the package flash-attn is not installed")
+    assert "use sdpa" in message
+
+
+@pytest.mark.parametrize(("device", "count"), [(Device.cpu, 1), (Device.auto, 0)])
+def test_flash_attention_on_a_cpu(
+    device: Device, count: int, config: ExperimentConfig, gpus: SetGpus, flash_attention: SetInstalled
+) -> None:
+    gpus(count)
+    flash_attention(True)
+    config.model.attn_implementation = AttentionImplementation.flash_attention_2
+    config.trainer.device = device
+    assert f"trainer.device={str(device)!r} is a CPU here; use sdpa" in the_message(config)
+    gpus(1)
+    config.trainer.device = Device.auto
+    assert list(check(config)) == []
+
+
+@pytest.mark.parametrize("advantage", sorted(NEEDS_VALUES))
+def test_an_advantage_of_values_without_a_critic(advantage: str, config: ExperimentConfig) -> None:
+    config.algorithm.advantage = ChoiceConfig(advantage)
+    message = the_message(config)
+    assert message.startswith(f"algorithm.advantage={advantage!r}: it needs a critic's values, and graph 'grpo' has")
+    assert "use algorithm.graph=ppo" in message
+    config.algorithm.graph = "ppo"
+    assert list(check(config)) == []
+
+
+def test_the_advantages_that_need_values_are_those_that_refuse_to_do_without() -> None:
+    inputs = AdvantageInputs(
+        rewards_S=torch.tensor([0.0, 1.0]),
+        group_ids_S=torch.zeros(2, dtype=torch.int64),
+        mask_T=torch.tensor([False, True, False, True]),
+        seq_ids_T=torch.tensor([0, 0, 1, 1]),
+        num_seqs=2,
+        greedy_rewards_S=torch.zeros(2),
+    )
+    refused = {}
+    for name in known("advantage"):
+        try:
+            resolve("advantage", name, {}, [])(inputs)
+        except ValueError as error:
+            refused[name] = str(error)
+    assert refused.keys() == NEEDS_VALUES
+    assert all("critic" in message for message in refused.values())
+
+
+def fail_to_be_a_model(folder: Path, fault: str) -> Path:
+    folder.mkdir()
+    described = {"no JSON": "{", "no mapping": "[]", "no model_type": "{}"}.get(fault, '{"model_type": "qwen2"}')
+    if fault != "no config.json":
+        (folder / "config.json").write_text(described)
+    if fault != "no weights":
+        (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no config.json", "no config.json"),
+        ("no JSON", "config.json cannot be read"),
+        ("no mapping", "names no model_type"),
+        ("no model_type", "names no model_type"),
+        ("no weights", "it holds no weights"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.path", "algorithm.critic.path", "algorithm.reference.path"])
+def test_a_folder_that_is_no_model(name: str, fault: str, said: str, config: ExperimentConfig, tmp_path: Path) -> None:
+    folder = fail_to_be_a_model(tmp_path / "folder", fault)
+    owner = {"model": config.model, "critic": config.algorithm.critic, "reference": config.algorithm.reference}
+    owner[name.split(".")[-2]].path = str(folder)  # type: ignore[attr-defined]
+    message = the_message(config)
+    assert message.startswith(f"{name}={str(folder)!r}: ")
+    assert said in message
+    assert "give the folder of a downloaded model" in message
+
+
+def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
+    (message,) = hugging_face_folder("model.path", str(tmp_path / "nowhere"))
+    assert "no such folder" in message
+    whole = fail_to_be_a_model(tmp_path / "whole", "nothing")
+    assert list(hugging_face_folder("model.path", str(whole))) == []
+    (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
+    assert list(hugging_face_folder("model.path", str(whole))) == []
+    assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"

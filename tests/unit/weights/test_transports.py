@@ -1,0 +1,83 @@
+"""Weight transports: one registry, no torch before the trainer's end is used, buckets within their limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.settings import ManagerConfig
+from asyncrl.weights.transports import TRANSPORTS, weight_transport
+from asyncrl.weights.transports.base import TrainerEnd
+from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_buckets
+
+CPU = torch.device("cpu")
+
+
+class NoPublisher:
+    """A publisher that must not be asked."""
+
+    async def send_weights(self, *_: object, **__: object) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_choice_of_the_setting_has_both_ends(name: str) -> None:
+    transport = weight_transport(name)
+    assert transport.name == name
+    assert hasattr(transport.manager_end(NoPublisher()), "bring")
+    assert isinstance(transport.trainer_end(ExperimentConfig(), None, CPU), TrainerEnd)
+
+
+def test_the_default_needs_no_memory_and_any_engine() -> None:
+    transport = weight_transport(ManagerConfig().weight_transport)
+    assert transport.needs_folders
+    assert not transport.needs_sglang
+    assert list(transport.check(ExperimentConfig())) == []
+
+
+async def test_where_servers_read_folders_the_trainer_holds_nothing_and_sends_nothing() -> None:
+    end = weight_transport("disk").trainer_end(ExperimentConfig(), None, CPU)
+    assert not isinstance(end, MemoryTrainerEnd)
+    end.hold(1, [("w", torch.ones(1))])
+    end.keep([1])
+    with pytest.raises(RuntimeError, match=r"sends no weights; set manager\.weight_transport"):
+        await end.send(0, "http://a", 1, keep_cache=False, timeout_s=1.0)
+    await end.close()
+
+
+def test_the_managers_end_of_every_transport_comes_without_torch() -> None:
+    code = """
+import sys
+import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.worker_grid
+from asyncrl.weights.transports import TRANSPORTS, weight_transport
+for name in TRANSPORTS:
+    weight_transport(name).manager_end(None)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def tensors(*sizes: int) -> list[tuple[str, Tensor]]:
+    return [(f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((), []),
+        ((4, 4, 4), [["t0", "t1"], ["t2"]]),
+        ((8, 1), [["t0"], ["t1"]]),
+        ((1, 99, 1), [["t0"], ["t1"], ["t2"]]),
+        ((3, 5), [["t0", "t1"]]),
+    ],
+)
+def test_buckets_keep_the_order_and_stay_within_the_limit_where_a_tensor_does(
+    sizes: tuple[int, ...], expected: list[list[str]]
+) -> None:
+    buckets = into_buckets(tensors(*sizes), limit=8)
+    assert [[name for name, _ in bucket] for bucket in buckets] == expected
