@@ -41,14 +41,14 @@ from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective, build_objective
 from asyncrl.algorithms.spec import ObjectiveSpec
 from asyncrl.algorithms.stats import Stats, merge_stats, values
-from asyncrl.api import Completion, Prompt, RewardFunction, Sample, SamplingParams, Tokenizer
+from asyncrl.api import Completion, FinishReason, Prompt, RewardFunction, Sample, SamplingParams, Tokenizer
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.rewards.arithmetic import arithmetic_reward
@@ -159,7 +159,7 @@ class ReferenceTrainer:
                 builder = SampleBuilder(prompt.input_ids)
                 builder.generate(completion)
                 reward = self.reward(prompt.data, self.tokenizer.decode(completion.token_ids))
-                samples.append(builder.build(reward, truncated=completion.finish_reason == "length"))
+                samples.append(builder.build(reward, truncated=completion.finish_reason == FinishReason.length))
             groups.append(samples)
         return groups
 
@@ -199,7 +199,7 @@ def complete(model: PreTrainedModel, prompts: Sequence[Prompt], version: int) ->
             sampling = replace(prompt.sampling, seed=derive_seed(prompt.sampling.seed or 0, i))
             spec = SamplingSpec(**asdict(sampling))
             requests.append(GenerationInput(f"{prompt.prompt_id}/{i}", prompt.input_ids, spec))
-    engine = Engine(model, max_running_requests=len(requests))
+    engine = GenerationEngine(model, max_running_requests=len(requests))
     outputs = engine.submit(Job(tuple(requests)))
     while engine.step():
         pass
@@ -209,8 +209,8 @@ def complete(model: PreTrainedModel, prompts: Sequence[Prompt], version: int) ->
 
 def completion_of(output: GenerationOutput, version: int) -> Completion:
     """The engine's output in the agent's terms."""
-    assert output.finish_reason is not None
-    return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish_reason.kind)
+    assert output.finish is not None
+    return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
 
 
 def group_advantages(group: Sequence[Sample]) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 KEEP_ALIVE_S = 4.0
@@ -55,7 +56,7 @@ class JsonHttp:
         Raises:
             HttpUnreachable, HttpTimeout, HttpRefused: see there.
         """
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        data = None if body is None else msgspec.json.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             async with self._open().request(method, url, data=data, timeout=timeout) as reply:

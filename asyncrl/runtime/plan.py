@@ -3,10 +3,9 @@ start."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.runtime.gpus import count_gpus
 from asyncrl.runtime.launchers.local import WorkerPlan
 from asyncrl.trainer.settings import data_parallel_ranks
 
@@ -50,11 +49,6 @@ def plan_workers(config: ExperimentConfig, gpus: int | None = None) -> list[Work
     on_cpu = [("rollout_worker", index) for index in range(config.rollout.workers)]
     on_cpu += [("gserver_manager", 0), ("master_worker", 0)]
     return plans + [WorkerPlan(kind, index, 1, (), niceness) for kind, index in on_cpu]
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that are visible to it, without importing torch."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _share(index: int, each: int, first: int, gpus: int) -> tuple[int, ...]:

@@ -15,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncrl.inference.embedded.types import WeightUpdateError
-
 INDEX_FILE = "model.safetensors.index.json"
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update was refused before any parameter was touched: the old weights keep serving."""
 
 
 def _shards(folder: Path) -> list[Path]:

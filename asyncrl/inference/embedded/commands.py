@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from asyncrl.inference.embedded.types import EngineStoppedError, WeightUpdateError
+from asyncrl.inference.embedded.types import EngineStoppedError
+from asyncrl.weights.loading import WeightUpdateError
 
 T = TypeVar("T")
 

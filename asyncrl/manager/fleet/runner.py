@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.inference.client import GenerationServerClient
+from asyncrl.inference.client import GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, Fleet, ServerState, Target
 from asyncrl.manager.fleet.update import ServedCheck, carry_out
 from asyncrl.manager.service import ManagerService
@@ -193,7 +193,7 @@ class ServerFleet:
                 self._show()
                 self._changed.notify()
                 try:
-                    await client.pause("retract", timeout_s=self._update_timeout_s)
+                    await client.pause(PauseMode.retract, timeout_s=self._update_timeout_s)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
 

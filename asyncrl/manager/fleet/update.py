@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.comm.http import HttpError
-from asyncrl.inference.client import GenerationServerClient
+from asyncrl.inference.client import GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.weights.transports.delivery import WeightDelivery
 
@@ -32,7 +32,7 @@ async def carry_out(
         HttpError: a step or a check failed.
     """
     if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
-        await client.pause("retract", timeout_s=timeout_s)
+        await client.pause(PauseMode.retract, timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
     await delivery.deliver(order, client, timeout_s)
     await client.resume()
@@ -40,5 +40,5 @@ async def carry_out(
         for check in checks:
             await check(order.server, client, order.target)
     except HttpError:
-        await client.pause("retract", timeout_s=timeout_s)  # nothing generated under these weights is handed out
+        await client.pause(PauseMode.retract, timeout_s=timeout_s)  # nothing of these weights is handed out
         raise
