@@ -21,6 +21,7 @@ from asyncrl.inference.seeds import derive_seed
 
 VOCAB, EOS, CONTEXT = 40, 2, 1200
 TOKEN = "secret"
+LIMIT_S = 60.0
 
 
 def make_model(seed: int, hidden: int = 16) -> Qwen2ForCausalLM:
@@ -83,8 +84,9 @@ class Client:
 
     async def until(self, name: str, count: int) -> None:
         """Ask for the load until its field `name` says `count`."""
-        while (await self.get("/server_info"))[1]["internal_states"][0][name] != count:
-            continue
+        async with asyncio.timeout(LIMIT_S):
+            while (await self.get("/server_info"))[1]["internal_states"][0][name] != count:
+                continue
 
 
 @pytest_asyncio.fixture

@@ -206,7 +206,7 @@ def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
     count = prompts * copies
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    if not rid or "" in rid:
+    if not all([rid] if isinstance(rid, str) else rid):
         raise schema_error("rid must be a non-empty string or a list of them")
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
