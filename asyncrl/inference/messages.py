@@ -40,6 +40,7 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     return_sampling_mask: bool = False
     """SGLang's way to log-probabilities of the distribution really sampled from; the embedded engine always gives
     them."""
+    # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     input_embeds: Any = None

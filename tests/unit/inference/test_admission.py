@@ -18,7 +18,7 @@ class Item:
     reserved_tokens: int
 
 
-def scheduler_of(lengths: list[int], max_running: int, max_total: int) -> AdmissionQueue[Item]:
+def queue_of(lengths: list[int], max_running: int, max_total: int) -> AdmissionQueue[Item]:
     queue: AdmissionQueue[Item] = AdmissionQueue(max_running, max_total)
     queue.waiting.extend(Item(index, length) for index, length in enumerate(lengths))
     return queue
@@ -33,7 +33,7 @@ def scheduler_of(lengths: list[int], max_running: int, max_total: int) -> Admiss
 def test_everything_runs_in_order_of_arrival_within_both_bounds(
     lengths: list[int], max_running: int, max_total: int, data: st.DataObject
 ) -> None:
-    queue = scheduler_of(lengths, max_running, max_total)
+    queue = queue_of(lengths, max_running, max_total)
     running: list[Item] = []
     started: list[Item] = []
     while queue.waiting or running:
@@ -47,7 +47,7 @@ def test_everything_runs_in_order_of_arrival_within_both_bounds(
 
 
 def test_a_barrier_holds_later_arrivals_only() -> None:
-    queue = scheduler_of([1, 1, 1, 1], 8, 100)
+    queue = queue_of([1, 1, 1, 1], 8, 100)
     queue.barrier = 2
     assert [item.arrival for item in queue.admit([])] == [0, 1]
     assert not queue.has_admissible()
