@@ -61,7 +61,7 @@ from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.rewards.arithmetic import arithmetic_reward
@@ -232,7 +232,7 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
             sampling = replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i))
             spec = SamplingSpec(**asdict(sampling))
             inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
-    engine = Engine(model, max_running_requests=len(inputs))
+    engine = GenerationEngine(model, max_running_requests=len(inputs))
     outputs = engine.submit(Job(tuple(inputs)))
     while engine.step():
         pass
@@ -242,8 +242,8 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
 
 def completion_of(output: GenerationOutput, version: int) -> Completion:
     """The engine's output in the agent's terms."""
-    assert output.finish_reason is not None
-    return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish_reason.kind)
+    assert output.finish is not None
+    return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
 
 
 def group_advantages(group: Sequence[Sample]) -> list[Tensor]:

@@ -46,7 +46,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.inference.sglang.host import SGLangHost, wait_ready
 from asyncrl.inference.sglang.ports import reserve_ports
@@ -141,7 +141,7 @@ def make_load(name: str, vocab: int) -> Load:
 
 def in_process(model: PreTrainedModel, rows: int) -> Contender:
     """The engine on the caller's thread."""
-    engine = Engine(model, max_running_requests=rows)
+    engine = GenerationEngine(model, max_running_requests=rows)
 
     def run(load: Load) -> int:
         inputs = tuple(

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from enum import StrEnum, auto
+from typing import Protocol
 
-FinishReason = Literal["stop", "length", "abort"]
+
+class FinishReason(StrEnum):
+    """Why a continuation ended. Members are strings: `finish_reason == "length"` holds too."""
+
+    stop = auto()
+    """At a stop token or stop string, or at the model's own end token."""
+    length = auto()
+    """At `max_new_tokens`."""
+    abort = auto()
+    """It was interrupted; an agent never sees this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,23 +18,32 @@ What it sees to, so that no caller has to:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from asyncrl.api.generation import FinishReason, SamplingParams
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.inference.messages import (
+    AbortRequest,
+    ContinueRequest,
+    GenerateRequest,
+    ModelInfo,
+    PauseRequest,
+    UpdateWeightsRequest,
+)
+from asyncrl.inference.messages import PauseMode as PauseMode  # for the users of this client
+from asyncrl.inference.seeds import derive_seed as derive_seed
 from asyncrl.inference.sglang.logprobs import behaviour_logprobs, sampling_mask_fields
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0
-"""Limit of a control call that waits for nothing but the server's event loop; `pause` takes up to a second by
-itself.
-"""
+"""Limit of a control call, which waits for the server's event loop alone; `pause` takes up to a second by itself."""
 INITIAL_LABEL = "default"
 """SGLang's label for the weights it started with: policy version 0."""
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class MalformedReply(HttpError):
@@ -43,6 +52,10 @@ class MalformedReply(HttpError):
 
 class UpdateFailed(HttpError):
     """The server did not take the weights, or does not serve them: what it has now is unknown."""
+
+
+class UnknownToken(ValueError):
+    """A prompt holds a token id outside the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,17 @@ def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> st
     return head if sample is None else f"{head}{sample}{RID_DELIMITER}{attempt}{RID_DELIMITER}"
 
 
+def check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
+    """Check that every token id of `prompt` is within the vocabulary: one that is not would end an SGLang server.
+
+    Raises:
+        UnknownToken: one is not; the message names it.
+    """
+    if len(prompt) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+        token = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise UnknownToken(f"the prompt holds token id {token}, but the vocabulary has {vocab_size} tokens")
+
+
 def parse_version(label: object) -> int:
     """The policy version that a server's label means.
 
@@ -104,19 +128,19 @@ def parse_completion(reply: Mapping[str, Any]) -> ServerCompletion:
         meta = reply["meta_info"]
         finish = meta["finish_reason"]["type"]
         token_ids: list[int] = reply["output_ids"]
-        if finish == "abort" and not token_ids:
-            return ServerCompletion([], [], [], "abort")
+        if finish == FinishReason.abort and not token_ids:
+            return ServerCompletion([], [], [], FinishReason.abort)
         logprobs = behaviour_logprobs(meta)
         versions = _token_versions(meta, len(token_ids))
     except (KeyError, TypeError, IndexError) as error:
         raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
-    if finish not in ("stop", "length", "abort"):
-        raise MalformedReply(f"/generate finish_reason is {finish!r}, expected stop, length or abort")
+    if finish not in list(FinishReason):
+        raise MalformedReply(f"/generate finish_reason is {finish!r}, expected one of {', '.join(FinishReason)}")
     if not len(token_ids) == len(logprobs) == len(versions):
         raise MalformedReply(
             f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
         )
-    return ServerCompletion(token_ids, logprobs, versions, finish)
+    return ServerCompletion(token_ids, logprobs, versions, FinishReason(finish))
 
 
 def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
@@ -153,7 +177,7 @@ class GenerationServerClient:
         Raises:
             MalformedReply: see there.
         """
-        extra, replaced = sampling_mask_fields(sampling)
+        truncated, replaced = sampling_mask_fields(sampling)
         common: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.top_p < 1.0:
             common["top_p"] = sampling.top_p
@@ -164,13 +188,13 @@ class GenerationServerClient:
         if sampling.stop_token_ids:
             common["stop_token_ids"] = list(sampling.stop_token_ids)
         common |= replaced
-        body = {
-            "rid": [item.rid for item in items],
-            "input_ids": [list(item.input_ids) for item in items],
-            "sampling_params": [_item_params(common, item) for item in items],
-            "return_logprob": True,
-            **extra,
-        }
+        body = GenerateRequest(
+            rid=[item.rid for item in items],
+            input_ids=[item.input_ids for item in items],
+            sampling_params=[_item_params(common, item) for item in items],
+            return_logprob=True,
+            return_sampling_mask=truncated,
+        )
         replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
@@ -184,12 +208,12 @@ class GenerationServerClient:
         Raises:
             MalformedReply: the reply has no such list, for example because the request was aborted.
         """
-        body = {
-            "input_ids": list(token_ids),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start,
-        }
+        body = GenerateRequest(
+            input_ids=token_ids,
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=start,
+        )
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         try:
             entries = reply["meta_info"]["input_token_logprobs"]
@@ -202,7 +226,7 @@ class GenerationServerClient:
 
     async def tells_token_versions(self, *, timeout_s: float) -> bool:
         """Whether this server's answers say which weights each token is of (SGLang: since 0.5.20)."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
+        body = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
@@ -211,22 +235,26 @@ class GenerationServerClient:
         info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
         return not (isinstance(info, dict) and info.get("disable_radix_cache"))
 
-    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.abort, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating; `abort` finishes what runs now with what it has. Requests that arrive are held."""
-        await self._http.call("POST", f"{self.url}/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+        await self._http.call("POST", f"{self.url}/pause_generation", PauseRequest(mode), timeout_s=timeout_s)
 
     async def resume(self) -> None:
         """Go on generating; harmless where it was not paused."""
-        await self._http.call("POST", f"{self.url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
+        await self._http.call("POST", f"{self.url}/continue_generation", ContinueRequest(), timeout_s=CONTROL_TIMEOUT_S)
 
-    async def update_weights(self, path: str, version: int, *, keep_cache: bool = False, timeout_s: float) -> None:
-        """Load the weights in `path` and serve them as `version`; with `keep_cache` requests that are paused in place
-        go on with what is cached for them.
+    async def update_weights(
+        self, path: str, version: int, *, keep_cache: bool = False, abort_all: bool = False, timeout_s: float
+    ) -> None:
+        """Load the weights in `path` and serve them as `version`.
+
+        With `keep_cache` requests that are paused in place go on with what is cached for them. With `abort_all` what
+        runs is ended first; otherwise a server that is not paused finishes it first.
 
         Raises:
             UpdateFailed: the server refused, or does not name the version afterwards.
         """
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep_cache}
+        body = UpdateWeightsRequest(path, str(version), flush_cache=not keep_cache, abort_all_requests=abort_all)
         try:
             reply = await self._http.call("POST", f"{self.url}/update_weights_from_disk", body, timeout_s=timeout_s)
         except HttpRefused as error:
@@ -244,20 +272,27 @@ class GenerationServerClient:
         Raises:
             MalformedReply: its label is none of this system's.
         """
+        return parse_version((await self.model_info()).weight_version)
+
+    async def model_info(self) -> ModelInfo:
+        """What the server says it serves.
+
+        Raises:
+            MalformedReply: it does not say so.
+        """
         info = await self._http.call("GET", f"{self.url}/model_info", timeout_s=CONTROL_TIMEOUT_S)
-        if not isinstance(info, dict):
-            raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}")
-        return parse_version(info.get("weight_version"))
+        try:
+            return msgspec.convert(info, ModelInfo)
+        except msgspec.ValidationError as error:
+            raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}: {error}") from error
 
     async def abort(self, rid_prefix: str) -> None:
         """End what runs under ids that begin with `rid_prefix` (see `wire_rid`); unknown ones are no error."""
         if not rid_prefix.endswith(RID_DELIMITER):
             raise ValueError(f"rid {rid_prefix!r} would abort other requests too; make it with wire_rid")
-        await self._http.call("POST", f"{self.url}/abort_request", {"rid": rid_prefix}, timeout_s=CONTROL_TIMEOUT_S)
-
-    async def flush_cache(self) -> None:
-        """Forget every cached prefix. Refused (`HttpRefused`) while requests run."""
-        await self._http.call("POST", f"{self.url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S)
+        await self._http.call(
+            "POST", f"{self.url}/abort_request", AbortRequest(rid_prefix), timeout_s=CONTROL_TIMEOUT_S
+        )
 
     async def ready(self, *, timeout_s: float) -> None:
         """Return if the server takes requests; see the module's docstring for why this is not `/health`."""
@@ -267,6 +302,17 @@ class GenerationServerClient:
             if error.status != 404:
                 raise
             await self._http.call("GET", f"{self.url}/model_info", timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def connect(url: str, token: str | None) -> AsyncIterator[GenerationServerClient]:
+    """A client of the server at `url` with connections of its own, closed at the end; `token` None where none is
+    needed."""
+    http = JsonHttp(token)
+    try:
+        yield GenerationServerClient(http, url)
+    finally:
+        await http.close()
 
 
 def _item_params(common: dict[str, Any], item: GenerateItem) -> dict[str, Any]:

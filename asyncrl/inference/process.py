@@ -11,20 +11,23 @@ again, registers its new address, and the GserverManager brings it to the newest
 
 from __future__ import annotations
 
-import asyncio
-import os
+import math
 import time
 from pathlib import Path
+from typing import Never
 
 from asyncrl.comm import names
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http import HttpError
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.setting import Device
-from asyncrl.inference.client import GenerationServerClient
-from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, RestartBudget, Served
+from asyncrl.inference.client import GenerationServerClient, connect
+from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, Served
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.runtime.hardware import count_gpus
+from asyncrl.runtime.restart_budget import RestartBudget
+from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker
 
 MAX_RESTARTS = 3
@@ -40,74 +43,51 @@ class GenerationServer(AsyncWorker):
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
-        budget = RestartBudget(MAX_RESTARTS, RESTART_WINDOW_S)
         host = self._make_host()
         try:
-            while not self.stop.is_set():
-                reason = await self._serve(host)
-                if reason is None:
-                    return
-                if not budget.spend(time.monotonic()):
-                    raise EngineFailed(f"{reason}\ngiven up after {MAX_RESTARTS} restarts in {RESTART_WINDOW_S:g} s")
-                self.log.error("%s\nstarting it again", reason)
+            await or_stop(self._keep_up(host), self.stop, math.inf)
+        except StopRequested:
+            self.log.info("asked to stop; the engine is ended")
         finally:
             await host.stop()
 
-    async def _serve(self, host: EngineHost) -> str | None:
-        """One life of the engine; returns why it ended, None if a stop was requested."""
-        stop = asyncio.ensure_future(self.stop.wait())
-        starting = asyncio.ensure_future(host.start())
-        tasks: set[asyncio.Future[object]] = {stop, starting}  # type: ignore[arg-type]
-        try:
-            await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done():
-                return None
-            served = starting.result()
-            await self._check_kept_requests(served)
-            self._register(served)
-            failed = asyncio.ensure_future(host.failed())
-            tasks.add(failed)  # type: ignore[arg-type]
-            await asyncio.wait({stop, failed}, return_when=asyncio.FIRST_COMPLETED)
-            self._unregister()
-            return None if stop.done() else failed.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _check_kept_requests(self, served: Served) -> None:
-        """Check that answers may span an update, where the run makes such.
+    async def _keep_up(self, host: EngineHost) -> Never:
+        """Start the engine and register it, again and again.
 
         Raises:
-            EngineStartError: the server's tokens cannot be told apart by their weights, or in place would spread keys
-                and values of old ones; or it does not answer.
+            EngineStartError: it did not start, or cannot do what the run wants of it.
+            EngineFailed: it ended too often.
         """
-        mode = self.config.manager.update_mode
-        if (
-            mode not in (UpdateMode.retract, UpdateMode.in_place)
-            or self.config.generation.backend != GenerationBackend.sglang
-        ):
+        budget = RestartBudget(MAX_RESTARTS, RESTART_WINDOW_S)
+        while True:
+            served = await host.start()
+            await self._check_kept_requests(served.url)
+            self._register(served)
+            try:
+                reason = await host.failed()
+            finally:
+                self._unregister()
+            if not budget.spend(time.monotonic()):
+                raise EngineFailed(f"{reason}\ngiven up after {MAX_RESTARTS} restarts in {RESTART_WINDOW_S:g} s")
+            self.log.error("%s\nstarting it again", reason)
+
+    async def _check_kept_requests(self, url: str) -> None:
+        """Check that answers may span a weight update, where the run has such.
+
+        Raises:
+            EngineStartError: they may not on this server, or it does not answer.
+        """
+        mode, generation = self.config.manager.update_mode, self.config.generation
+        kept = mode in (UpdateMode.retract, UpdateMode.in_place)
+        if not kept or generation.backend == GenerationBackend.embedded:
             return
-        http = JsonHttp(None if self.secret is None else self.secret.token)
         try:
-            client = GenerationServerClient(http, served.url)
-            told = await client.tells_token_versions(timeout_s=self.config.generation.start_timeout_s)
-            shares = mode == UpdateMode.in_place and await client.shares_prefixes()
+            async with connect(url, self._token) as client:
+                fault = await _fault_in_keeping(client, mode, generation.start_timeout_s)
         except HttpError as error:
-            raise EngineStartError(f"server {served.url} does not generate: {error}") from error
-        finally:
-            await http.close()
-        if not told:
-            raise EngineStartError(
-                f"manager.update_mode={str(mode)!r}: the answers of server {served.url} do not say which weights each "
-                "token is of (no weight_versions); use SGLang 0.5.20 or newer, or update_mode=interrupt"
-            )
-        if shares:
-            raise EngineStartError(
-                f"manager.update_mode='in_place': server {served.url} shares cached prefixes among requests, and would "
-                "give new ones keys and values of ever older weights; start it with --disable-radix-cache, or use "
-                "update_mode=retract"
-            )
+            raise EngineStartError(f"server {url} does not generate: {error}") from error
+        if fault:
+            raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
 
     def _register(self, served: Served) -> None:
         """Publish the engine's address with a lease, and tell the launcher that it serves."""
@@ -123,29 +103,38 @@ class GenerationServer(AsyncWorker):
         except NameEntryNotFound:  # the manager may have removed it first
             self.log.info("the registration was already gone")
 
+    @property
+    def _token(self) -> str | None:
+        return None if self.secret is None else self.secret.token
+
     def _make_host(self) -> EngineHost:
-        generation = self.config.generation
-        token = None if self.secret is None else self.secret.token
+        generation, model_dir = self.config.generation, Path(str(self.config.model.path))
         if generation.backend == GenerationBackend.embedded:
             # torch is imported only here: with SGLang this process stays small
             from asyncrl.inference.embedded.host import EmbeddedHost
 
-            return EmbeddedHost(self.config, token=token)
+            return EmbeddedHost(self.config, token=self._token)
         if generation.sglang.urls:
-            return AdoptedHost(
-                generation.sglang.urls[self.index],
-                model_dir=Path(str(self.config.model.path)),
-                token=token,
-                timeout_s=generation.start_timeout_s,
-            )
+            url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
+            return AdoptedHost(url, model_dir=model_dir, token=self._token, timeout_s=limit_s)
+        device = generation.device
+        if device == Device.auto:
+            device = Device.cuda if count_gpus() else Device.cpu
         return SGLangHost(
-            self.config, index=self.index, run_dir=self.run_dir, device=self._device(), token=token, log=self.log
+            self.config, index=self.index, run_dir=self.run_dir, device=device, token=self._token, log=self.log
         )
 
-    def _device(self) -> Device:
-        """The configured device; `auto` is cuda where the launcher gave this process a GPU."""
-        if self.config.generation.device != Device.auto:
-            return self.config.generation.device
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = any(Path("/proc/driver/nvidia/gpus").glob("*")) if visible is None else bool(visible.strip())
-        return Device.cuda if gpus else Device.cpu
+
+async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:
+    """Why answers of this server may not span a weight update of this mode; empty where they may."""
+    if not await client.tells_token_versions(timeout_s=timeout_s):
+        return (
+            "does not say which weights each token of its answers is of (no weight_versions); use SGLang 0.5.20 or "
+            "newer, or update_mode=interrupt"
+        )
+    if mode == UpdateMode.in_place and await client.shares_prefixes():
+        return (
+            "shares cached prefixes among requests, and would give new ones keys and values of ever older weights; "
+            "start it with --disable-radix-cache, or use update_mode=retract"
+        )
+    return ""

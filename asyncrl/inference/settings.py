@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from asyncrl.config.setting import Device, Dtype, setting
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
-
-# OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
-
-
-MAX_SGLANG_TOP_K = 4096
 
 
 class GenerationBackend(StrEnum):
@@ -59,6 +55,18 @@ class GenerationConfig:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
+def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
+    """Longest prompt + answer that an engine takes: as set or needed, but no more than the model has positions for.
+
+    `model_config` is the content of the model's `config.json`.
+    """
+    wanted = config.generation.context_length or (
+        config.dataset.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    )
+    text_config = model_config.get("text_config", model_config)
+    return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     sampling, generation = config.rollout.sampling, config.generation
@@ -71,8 +79,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
         yield (
             f"generation.max_running_requests={generation.max_running_requests}: a group of "
-            f"group_size={config.group_size} does "
-            f"not fit; use {config.group_size} or more"
+            f"group_size={config.group_size} does not fit; use {config.group_size} or more"
         )
     if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < needed:
         yield (
@@ -81,32 +88,63 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     if generation.backend == GenerationBackend.sglang:
         yield from _sglang(config)
+    if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
+        yield from _gpus(generation)
+
+
+def _gpus(generation: GenerationConfig) -> Iterator[str]:
+    """Servers share too few GPUs in turn, but one server cannot be split over more than there are."""
+    from asyncrl.runtime.hardware import count_gpus
+
+    gpus, wanted = count_gpus(), generation.sglang.tensor_parallel
+    if generation.device == Device.cuda and gpus == 0:
+        yield (
+            "generation.device='cuda': no NVIDIA GPU is visible here (see nvidia-smi and CUDA_VISIBLE_DEVICES); use "
+            "cpu or auto"
+        )
+    elif generation.backend == GenerationBackend.sglang and generation.device != Device.cpu and 0 < gpus < wanted:
+        yield f"generation.sglang.tensor_parallel={wanted}: this machine has {gpus} GPUs; use {gpus} or less"
+
+
+def _urls(urls: list[str]) -> Iterator[str]:
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        except ValueError:  # the port is no number of a port
+            whole = False
+        if not whole:
+            yield f"generation.sglang.urls={url!r}: not the address of a server; give http://host:port"
+    servers = [url.rstrip("/") for url in urls]
+    for url in sorted({url for url in servers if servers.count(url) > 1}):
+        yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
 
 
 def _sglang(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.inference.sglang.command import check_args
+    from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
 
     generation = config.generation
-    if config.rollout.sampling.top_k > MAX_SGLANG_TOP_K:
+    if config.rollout.sampling.top_k > MAX_SUPPORT:
         yield (
             f"rollout.sampling.top_k={config.rollout.sampling.top_k}: SGLang tells the distribution it sampled "
-            f"from only up to {MAX_SGLANG_TOP_K} tokens; use that or less, or -1"
+            f"from only up to {MAX_SUPPORT} tokens; use that or less, or -1"
         )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:
         yield str(error)
     if generation.sglang.urls:
+        yield from _urls(generation.sglang.urls)
         return
     python = generation.sglang.python
     if python and shutil.which(Path(python).expanduser()) is None:
         yield (
-            f"generation.sglang.python={python!r}: not an executable; give the interpreter of an environment with "
+            f"generation.sglang.python={python!r}: not an executable; give the interpreter of an environment that has "
             "sglang"
         )
     if not python and importlib.util.find_spec("sglang") is None:
         yield (
-            "generation.backend='sglang': sglang is not installed in this environment; install the `sglang` "
-            "extra, or name the "
-            "interpreter of an environment that has it in generation.sglang.python"
+            "generation.backend='sglang': sglang is not installed in this environment; install the `sglang` extra, or "
+            "name the interpreter of an environment that has it in generation.sglang.python"
         )

@@ -40,9 +40,14 @@ from typing import Any, Self
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.retry import Backoff
-from asyncrl.inference.client import GenerateItem, GenerationServerClient, ServerCompletion, wire_rid
-from asyncrl.inference.seeds import derive_seed
-from asyncrl.inference.sglang.preflight import check_tokens
+from asyncrl.inference.client import (
+    GenerateItem,
+    GenerationServerClient,
+    ServerCompletion,
+    check_tokens,
+    derive_seed,
+    wire_rid,
+)
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
 
@@ -78,10 +83,10 @@ class _Draft:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
-        if part.finish_reason == "stop":
-            self.finish = "stop"
+        if part.finish_reason == FinishReason.stop:
+            self.finish = FinishReason.stop
         elif len(self.token_ids) >= budget:
-            self.finish = "length"
+            self.finish = FinishReason.length
 
     def completion(self) -> Completion:
         """The whole answer, once it is complete."""
@@ -180,7 +185,7 @@ class RolloutClient:
             UnknownToken: the prompt holds a token outside the vocabulary.
         """
         if self._vocab_size is not None:
-            check_tokens([request.input_ids], self._vocab_size)
+            check_tokens(request.input_ids, self._vocab_size)
         seed = request.sampling.seed
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
@@ -277,7 +282,7 @@ class RolloutClient:
         parts = await self._call(server, own_id, items, request.sampling)
         for draft, part in zip(open_drafts.values(), parts, strict=True):
             draft.extend(part, request.sampling.max_new_tokens)
-            self.stats.interrupted += part.finish_reason == "abort"
+            self.stats.interrupted += part.finish_reason == FinishReason.abort
 
     async def _call(
         self, server: GenerationServerClient, own_id: str, items: list[GenerateItem], sampling: SamplingParams

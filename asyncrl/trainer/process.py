@@ -25,7 +25,7 @@ from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
-from asyncrl.inference.engine_host import context_length
+from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec

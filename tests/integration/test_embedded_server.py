@@ -15,12 +15,13 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.seeds import derive_seed
 
 VOCAB, EOS, CONTEXT = 40, 2, 1200
 TOKEN = "secret"
+LIMIT_S = 60.0
 
 
 def make_model(seed: int, hidden: int = 16) -> Qwen2ForCausalLM:
@@ -51,7 +52,7 @@ class Letters:
 
 
 class Client:
-    def __init__(self, session: aiohttp.ClientSession, server: Server, engine: Engine) -> None:
+    def __init__(self, session: aiohttp.ClientSession, server: Server, engine: GenerationEngine) -> None:
         self.session, self.server, self.engine = session, server, engine
 
     async def post(self, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
@@ -83,13 +84,14 @@ class Client:
 
     async def until(self, name: str, count: int) -> None:
         """Ask for the load until its field `name` says `count`."""
-        while (await self.get("/v1/loads"))[1]["loads"][0][name] != count:
-            continue
+        async with asyncio.timeout(LIMIT_S):
+            while (await self.get("/server_info"))[1]["internal_states"][0][name] != count:
+                continue
 
 
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[Client]:
-    engine = Engine(make_model(0), max_running_requests=8, detokenize=Letters().decode)
+    engine = GenerationEngine(make_model(0), max_running_requests=8, detokenize=Letters().decode)
     engine.start()
     server = await serve(engine, token=TOKEN, tokenizer=Letters())
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
@@ -178,6 +180,10 @@ async def test_streaming_is_cumulative_and_ends_with_done(client: Client) -> Non
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "handler"),
         ({"input_ids": [1], "sampling_params": {"regex": "a*"}}, "handler"),
         ({"input_ids": [1], "top_logprobs_num": 3}, "handler"),
+        ({"input_ids": [1, [2]]}, "schema"),
+        ({"text": []}, "schema"),
+        ({"input_ids": [1], "rid": ["a", ""]}, "schema"),
+        ({"input_ids": [1], "sampling_params": [{}, {}]}, "handler"),
     ],
 )
 async def test_refusals_have_sglangs_three_shapes(client: Client, body: Any, shape: str) -> None:
@@ -198,12 +204,27 @@ async def test_empty_and_broken_bodies_are_schema_errors(client: Client) -> None
         assert (status, reply["object"]) == (400, "error")
 
 
+async def test_a_wrong_field_is_refused_with_its_path_and_what_was_expected(client: Client) -> None:
+    _, reply = await client.post("/update_weights_from_disk", {"model_path": "/m", "flush_cache": "no"})
+    assert "Expected `bool`, got `str` - at `$.flush_cache`" in reply["message"]
+    _, reply = await client.post("/generate", {"input_ids": [[1], [2, "x"]]})
+    assert "at `$.input_ids[" in reply["message"]
+
+
+async def test_null_means_the_default(client: Client) -> None:
+    params = {"max_new_tokens": 2, "ignore_eos": True, "stop": None, "top_p": None, "regex": None}
+    reply = await client.generate(input_ids=[1], sampling_params=params, rid=None, return_logprob=None)
+    assert len(reply["output_ids"]) == 2
+
+
 async def test_a_stranger_gets_nothing_but_health(client: Client) -> None:
     async with aiohttp.ClientSession() as stranger:
-        for path in ("/model_info", "/generate", "/pause_generation"):
+        for path in ("/generate", "/pause_generation"):
             async with stranger.post(client.server.url + path, json={}) as reply:
                 assert reply.status == 401
-        for path in ("/health", "/ready", "/metrics", "/health_generate"):
+        async with stranger.get(client.server.url + "/model_info") as reply:
+            assert reply.status == 401
+        for path in ("/health", "/ready", "/metrics"):
             async with stranger.get(client.server.url + path) as reply:
                 assert reply.status == 200
 
@@ -294,7 +315,6 @@ async def test_an_update_with_flush_is_refused_over_frozen_requests_and_changes_
         "/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "v1"}
     )
     assert (status, reply["success"]) == (400, False)
-    assert (await client.get("/flush_cache"))[0] == 400
     await client.post("/continue_generation", {})
     await client.post("/abort_request", {"rid": "frozen"})
     await task
@@ -368,24 +388,6 @@ async def test_abort_all_requests_makes_an_update_immediate(client: Client, tmp_
     assert (await client.get("/model_info"))[1]["weight_version"] == "default"
 
 
-async def test_update_weight_version_changes_the_label_only(client: Client) -> None:
-    before = await score(client)
-    status, reply = await client.post("/update_weight_version", {"new_version": "x"})
-    assert (status, reply["success"], reply["new_version"]) == (200, True, "x")
-    assert await score(client) == before
-    assert (await client.get("/get_model_info"))[1]["weight_version"] == "x"
-
-
-async def test_flush_waits_for_idle_within_its_timeout(client: Client) -> None:
-    task = client.start("busy", tokens=400)
-    await client.until_running(1)
-    assert await client.get("/flush_cache") == (400, "Flush cache failed.\n")
-    assert (await client.get("/flush_cache?timeout=0.001"))[1] == "Timed out waiting for idle state."
-    status, text = await client.get("/flush_cache?timeout=60")
-    assert (status, text.splitlines()[0]) == (200, "Cache flushed.")
-    await task
-
-
 async def test_a_client_that_leaves_frees_its_samples(client: Client) -> None:
     task = client.start("gone")
     await client.until_running(1)
@@ -406,8 +408,7 @@ async def test_an_interrupted_sample_continues_the_same_stream(client: Client) -
 async def test_state_endpoints_have_the_fields_that_clients_read(client: Client) -> None:
     info = (await client.get("/server_info"))[1]
     assert (info["status"], info["max_running_requests"], info["context_length"]) == ("ready", 8, CONTEXT)
-    models = (await client.get("/v1/models"))[1]
-    assert models["data"][0]["max_model_len"] == CONTEXT
+    assert info["disable_radix_cache"] is True  # what `GenerationServerClient.shares_prefixes` looks at
     await client.generate(input_ids=[1], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
     metrics = (await client.get("/metrics"))[1]
     assert 'sglang:generation_tokens_total{model_name="qwen2"} 4.0' in metrics

@@ -31,7 +31,6 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
-from asyncrl.inference.sglang.preflight import IncompatibleWeights, check_weights, read_signature
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
@@ -69,11 +68,11 @@ class Backend:
     models: Mapping[str, Path]
 
 
-def make_model(folder: Path, seed: int, hidden: int = 32) -> Qwen2ForCausalLM:
+def make_model(folder: Path, seed: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=hidden,
+        hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -92,11 +91,11 @@ def make_model(folder: Path, seed: int, hidden: int = 32) -> Qwen2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, Qwen2ForCausalLM]]:
-    """Three models: the initial one, another of the same shapes, and one of other shapes."""
+    """Two models of the same shapes; the first is the initial one."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
-    plans = {"base": (1, 32), "next": (2, 32), "wider": (3, 64)}
-    return {name: (root / name, make_model(root / name, *plan)) for name, plan in plans.items()}
+    seeds = {"base": 1, "next": 2}
+    return {name: (root / name, make_model(root / name, seed)) for name, seed in seeds.items()}
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=[needs_sglang, pytest.mark.sglang])])
@@ -538,12 +537,22 @@ async def test_an_abort_in_the_queue_has_no_output_and_is_understood(
         assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def load_of(server: Server) -> Json:
+    """How many requests run and wait, from where each engine says it."""
+    if server.backend.kind == "sglang":
+        _, reply = await server.get("/v1/loads?include=core")
+        loads: list[Json] = reply["loads"]
+    else:
+        _, reply = await server.get("/server_info")
+        loads = reply["internal_states"]
+    return loads[0]
+
+
 async def until_load(server: Server, condition: Callable[[Json], bool]) -> None:
     """Wait until the server's load is as `condition` wants it."""
     async with asyncio.timeout(LIMIT_S):
         while True:
-            _, loads = await server.get("/v1/loads?include=core")
-            if condition(loads["loads"][0]):
+            if condition(await load_of(server)):
                 return
             await asyncio.sleep(0.02)
 
@@ -639,7 +648,7 @@ async def test_an_interrupting_update_aborts_what_runs_and_the_answer_goes_on_wi
     server: Server, client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
 ) -> None:
     stream = await server.start()
-    await client.pause("abort")
+    await client.pause(PauseMode.abort)
     await client.update_weights(str(server.backend.models["next"]), 1, timeout_s=LIMIT_S)
     await client.resume()
     partial = await stream.result()
@@ -711,7 +720,7 @@ async def test_versions_are_told_token_by_token_across_an_update(
         assert_close(logprobs_of(result)[boundary:], expected)
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", [PauseMode.retract, PauseMode.in_place])
 async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_their_order(
     mode: PauseMode, server: Server, client: GenerationServerClient
 ) -> None:
@@ -741,9 +750,9 @@ async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
     url = server.backend.url
     with pytest.raises(UpdateFailed):
         await update_server(
-            BeginUpdate(0, url, 1, Target(1, "/nowhere"), "in_place"), client, DiskManagerEnd(), timeout_s=5
+            BeginUpdate(0, url, 1, Target(1, "/nowhere"), PauseMode.in_place), client, DiskManagerEnd(), timeout_s=5
         )
-    again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), "abort", frozen=True)
+    again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), PauseMode.abort, frozen=True)
     await update_server(again, client, DiskManagerEnd(), timeout_s=LIMIT_S)
     assert (await stream.result())["meta_info"]["finish_reason"]["type"] == "abort"
     output = await server.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})
@@ -760,13 +769,6 @@ async def test_a_missing_folder_is_refused_and_the_old_weights_go_on(
     assert await server.label() == "0"
     output = await server.generate(sampling_params={"max_new_tokens": 10, "ignore_eos": True})
     assert_close(logprobs_of(output), reference(models, "base", output["output_ids"]))
-
-
-async def test_weights_of_other_shapes_are_found_out_before_they_are_sent(server: Server) -> None:
-    served = read_signature(server.backend.models["base"])
-    check_weights(served, read_signature(server.backend.models["next"]), tied=True)
-    with pytest.raises(IncompatibleWeights, match=r"has shape \[.*64.*\], the server's has \[.*32.*\]"):
-        check_weights(served, read_signature(server.backend.models["wider"]), tied=True)
 
 
 async def test_a_refused_update_leaves_the_weights_unknown_until_a_whole_one_succeeds(
@@ -822,7 +824,7 @@ async def test_weights_from_memory_are_those_from_disk(
     for version, model in ((1, "next"), (2, "base"), (3, "next")):
         weights = Qwen2ForCausalLM.from_pretrained(server.backend.models[model]).state_dict()
         tensors = [(name, tensor) for name, tensor in weights.items() if name != "lm_head.weight"]
-        await client.pause("retract")
+        await client.pause(PauseMode.retract)
         await channel.send(tensors, version)
         await client.resume()
         assert await client.served_version() == version
@@ -846,7 +848,7 @@ async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_
     weights = Qwen2ForCausalLM.from_pretrained(server.backend.models["next"]).state_dict()
     tensors = [(name, tensor) for name, tensor in weights.items() if name != "lm_head.weight"]
     stream = await server.start(LONG)
-    await client.pause("in_place")
+    await client.pause(PauseMode.in_place)
     await channel.send(tensors, 1, keep_cache=True)
     await client.resume()
     meta = (await stream.result())["meta_info"]
@@ -856,22 +858,6 @@ async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_
     await http.close()
 
 
-async def test_the_label_can_be_changed_alone(server: Server) -> None:
-    reply = await server.ok("/update_weight_version", {"new_version": "12", "abort_all_requests": False})
-    assert (reply["success"], reply["new_version"]) == (True, "12")
-    assert await server.label() == "12"
-
-
-async def test_the_cache_is_flushed_when_idle_and_refused_when_not(server: Server) -> None:
-    status, text = await server.post("/flush_cache")
-    assert status == 200
-    assert text.startswith("Cache flushed.")
-    stream = await server.start()
-    assert (await server.post("/flush_cache"))[0] == 400
-    await server.ok("/abort_request", {"rid": stream.rid})
-    await stream.result()
-
-
 # ---- state
 
 
@@ -879,19 +865,9 @@ async def test_state_is_told_in_the_same_words(server: Server) -> None:
     _, info = await server.get("/model_info")
     assert info["model_path"] == str(server.backend.models["base"])
     assert info["is_generation"] is True
-    _, alias = await server.get("/get_model_info")
-    assert alias["weight_version"] == "0"
     _, details = await server.get("/server_info")
     assert details["status"] == "ready"
     assert details["max_total_num_tokens"] >= RUNNING * CONTEXT
-    _, listed = await server.get("/v1/models")
-    assert listed["data"][0]["max_model_len"] == CONTEXT
-    _, loads = await server.get("/v1/loads")
-    load = loads["loads"][0]
-    assert {"num_running_reqs", "num_waiting_reqs", "token_usage", "gen_throughput", "max_running_requests"} <= set(
-        load
-    )
-    assert load["max_running_requests"] == RUNNING
     status, metrics = await server.get("/metrics")
     assert status == 200
     assert "sglang:num_running_reqs" in metrics

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GateBooks, ServerStatus, WantedRollout
@@ -341,7 +341,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
     run = Run(tmp_path, config_of(update_mode=mode))
     await run.client()
     model = tiny_model()
-    engines = [Engine(tiny_model(), max_running_requests=32, weight_version="0") for _ in range(2)]
+    engines = [GenerationEngine(tiny_model(), max_running_requests=32, weight_version="0") for _ in range(2)]
     servers = []
     for index, engine in enumerate(engines):
         engine.start()
@@ -443,7 +443,7 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     """Ten versions that differ by more than five times the bound, which is far below the default tolerance."""
     model = tiny_model().to(torch.float32 if dtype == "float32" else torch.bfloat16)
     served = tiny_model().to(model.dtype)
-    engine = Engine(served, max_running_requests=8, weight_version="0")
+    engine = GenerationEngine(served, max_running_requests=8, weight_version="0")
     engine.start()
     server = await serve(engine, eos_token_ids=())
     run.register(0, server)
@@ -488,7 +488,7 @@ def tiny_model() -> Qwen2ForCausalLM:
     ).eval()
 
 
-async def until_generated(engines: list[Engine], tokens: int) -> None:
+async def until_generated(engines: list[GenerationEngine], tokens: int) -> None:
     """Wait until the engines have generated `tokens` in all, or have nothing left to do."""
     async with asyncio.timeout(30):
         while True:

@@ -9,17 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import uvloop
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.server import serve
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-THREAD_SWITCH_S = 5e-4
-"""How long the HTTP thread may hold the interpreter while the engine's thread wants it back (Python's default is ten
-times that, about a decode step of a small model)."""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -30,7 +26,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free port, printed at the start")
     parser.add_argument("--api-key", help="bearer token asked of every call but health, readiness and metrics")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=list(Dtype), default=Dtype.float32, type=Dtype)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the computation")
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")
@@ -38,15 +34,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only, no text in or out")
     return parser.parse_args(arguments)
-
-
-def load_model(options: argparse.Namespace) -> PreTrainedModel:
-    """The model of `--model-path` on its device."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        options.model_path, dtype=DTYPES[options.dtype], local_files_only=True
-    )
-    torch.nn.Module.to(model, torch.device(options.device))
-    return model
 
 
 class HuggingFaceText:
@@ -67,8 +54,8 @@ class HuggingFaceText:
 async def run(options: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
     tokenizer = None if options.skip_tokenizer_init else HuggingFaceText(options.model_path)
-    engine = Engine(
-        load_model(options),
+    engine = GenerationEngine(
+        load_model(Path(options.model_path), device=options.device, dtype=options.dtype, threads=options.threads),
         max_running_requests=options.max_running_requests,
         max_model_len=options.context_length,
         max_total_tokens=options.max_total_tokens,
@@ -89,10 +76,7 @@ async def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry point."""
-    options = parse_arguments(arguments)
-    torch.set_num_threads(options.threads)
-    sys.setswitchinterval(THREAD_SWITCH_S)
-    uvloop.run(run(options))
+    uvloop.run(run(parse_arguments(arguments)))
     return 0
 
 

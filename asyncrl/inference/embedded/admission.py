@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 
-class Schedulable(Protocol):
-    """What the scheduler needs to know of a sample."""
+class Waiting(Protocol):
+    """What the queue needs to know of a sample."""
 
     @property
     def arrival(self) -> int:
@@ -28,11 +28,11 @@ class Schedulable(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Schedulable)
+S = TypeVar("S", bound=Waiting)
 
 
 @dataclass(slots=True)
-class Scheduler(Generic[S]):
+class AdmissionQueue(Generic[S]):
     """The waiting queue and the admission rule."""
 
     max_running: int

@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.inference.embedded.admission import Scheduler
+from asyncrl.api.generation import FinishReason
+from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.model_io import ModelRunner
 from asyncrl.inference.embedded.sequence import Sequence
-from asyncrl.inference.embedded.types import FinishReason, GenerationOutput
+from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
 Detokenize = Callable[[list[int]], str]
 OnFinish = Callable[[Sequence, GenerationOutput], None]
@@ -28,22 +29,22 @@ CHANGE_SHARE = 16
 for a small model is most of a decode step, while a hole costs its share of the steps until then."""
 
 
-class Batch:
+class DecodeBatch:
     """The running samples, the queue before them, and the step that moves them on.
 
     Args:
         runner: the model with its cache.
-        scheduler: queue and admission rule.
+        queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
     """
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler[Sequence], on_finish: OnFinish, detokenize: Detokenize | None
+        self, runner: ModelRunner, queue: AdmissionQueue[Sequence], on_finish: OnFinish, detokenize: Detokenize | None
     ) -> None:
-        self.runner, self.scheduler = runner, scheduler
+        self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
-        self._table = RowTable(scheduler.max_running, runner.vocab_size, runner.device)
+        self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
         self.rows: list[Sequence | None] = []
         self.version = ""
         self.weights_epoch = 0
@@ -108,11 +109,7 @@ class Batch:
         """Whether enough has changed to pay for joining and packing: one row in `CHANGE_SHARE`, or anything for
         long."""
         live = self.live
-        arrivals = (
-            min(len(self.scheduler.waiting), self.scheduler.max_running - live)
-            if self.scheduler.has_admissible()
-            else 0
-        )
+        arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
         changes = self._holes + arrivals
         if changes == 0:
             return False
@@ -127,7 +124,7 @@ class Batch:
         self._table.release_columns(self._spent_columns)
         self._spent_columns = []
         running = self.running
-        admitted = self._without_empty(self.scheduler.admit(running))
+        admitted = self._without_empty(self.queue.admit(running))
         if self._holes > len(admitted):
             self._pack()
         if admitted:
@@ -143,7 +140,7 @@ class Batch:
                 sequence.prompt_logprobs = self.runner.prompt_logprobs(request.input_ids, request.prompt_logprobs_from)
             if request.sampling.max_new_tokens == 0:
                 self.prompt_tokens += len(request.input_ids)
-                self._on_finish(sequence, sequence.output([], [], self.version, FinishReason("length")))
+                self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))
         return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
@@ -238,13 +235,13 @@ class Batch:
         self._uniform = self._longest_offset == min(offsets, default=0)
         self._lengths_changed = False
 
-    def _leave(self, sequences: list[Sequence], reason: FinishReason | None) -> None:
-        """Take samples out of the batch and hand out their outputs; without a reason it is read off the last token."""
+    def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
+        """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
         outputs = self._outputs(sequences)
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
-            why = reason if reason is not None else _natural_reason(sequence, tokens)
-            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, why))
+            ending = _natural_end(sequence, tokens) if finish is None else finish
+            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, ending))
 
     def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
@@ -274,7 +271,7 @@ class Batch:
             elif sequence.job.on_progress is not None:
                 sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
         for sequence, text in stopped:
-            self._leave([sequence], FinishReason("stop", matched=text))
+            self._leave([sequence], Finish(FinishReason.stop, matched=text))
 
     def _stop_string(self, sequence: Sequence, tokens: list[int]) -> str | None:
         strings = sequence.request.sampling.stop_strings
@@ -289,13 +286,13 @@ class Batch:
         """End matching samples, running ones with their partial output; returns how many."""
         running = [sequence for sequence in self.running if matches(sequence)]
         if running:
-            self._leave(running, FinishReason("abort"))
-        queued = [sequence for sequence in self.scheduler.waiting if matches(sequence)]
+            self._leave(running, Finish(FinishReason.abort))
+        queued = [sequence for sequence in self.queue.waiting if matches(sequence)]
         for sequence in queued:
-            self.scheduler.waiting.remove(sequence)
+            self.queue.waiting.remove(sequence)
             partial = bool(sequence.tokens)
             output = sequence.output(
-                sequence.tokens, sequence.logprobs, self.version, FinishReason("abort", queued=not partial)
+                sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
             )
             self._on_finish(sequence, output)
         return len(running) + len(queued)
@@ -311,18 +308,8 @@ class Batch:
             sequence.joined_at = self.steps
             sequence.retractions += 1
             sequence.set_prefix()
-        self.scheduler.waiting.extendleft(reversed(running))
+        self.queue.waiting.extendleft(reversed(running))
         return len(running)
-
-    @torch.inference_mode()
-    def clear_cache(self) -> None:
-        """Release the cache's memory; only while nothing runs."""
-        self._reorganised_at = self.steps
-        self._table.release_columns(self._spent_columns)
-        self._spent_columns = []
-        self.rows.clear()
-        self._holes = 0
-        self.runner.cache.release()
 
     def relabel(self, version: str) -> None:
         """Tokens from here on carry `version`."""
@@ -339,7 +326,7 @@ class Batch:
             self.runner.cache.scrub()
 
 
-def _natural_reason(sequence: Sequence, tokens: list[int]) -> FinishReason:
+def _natural_end(sequence: Sequence, tokens: list[int]) -> Finish:
     if tokens[-1] in sequence.request.sampling.stop_token_ids:
-        return FinishReason("stop", matched=tokens[-1])
-    return FinishReason("length")
+        return Finish(FinishReason.stop, matched=tokens[-1])
+    return Finish(FinishReason.length)

@@ -128,12 +128,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._key_buffer.zero_()
         self._value_buffer.zero_()
 
-    def release(self) -> None:
-        """Free the slots' memory."""
-        self.keys = self.values = None
-        self._key_buffer = self._value_buffer = torch.empty(0)
-        self.is_initialized = False
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys attended to and their offset; the engine passes its own masks, transformers asks for the form only."""
         return self._owner.length, 0
@@ -233,11 +227,3 @@ class SlotCache(Cache):
             layer.scrub()
         if self._spare is not None:
             self._spare.zero_()
-
-    def release(self) -> None:
-        """Free the slots' memory; the next `reserve` allocates anew."""
-        self.length = self.tokens = 0
-        self._spare = None
-        self._bases.clear()
-        for layer in self._slot_layers:
-            layer.release()

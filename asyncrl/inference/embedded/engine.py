@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.admission import Scheduler
-from asyncrl.inference.embedded.batch import Batch, Detokenize
+from asyncrl.inference.embedded.admission import AdmissionQueue
+from asyncrl.inference.embedded.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.commands import Command, Mailbox
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
@@ -37,8 +37,8 @@ from asyncrl.inference.embedded.types import (
     EngineStoppedError,
     GenerationOutput,
     Job,
-    PauseMode,
 )
+from asyncrl.inference.messages import PauseMode
 from asyncrl.weights.loading import WeightUpdateError, apply_weights, stage_weights
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class _Drain:
     change: Command[Any]
 
 
-class Engine:
+class GenerationEngine:
     """Continuous batching over a transformers causal LM.
 
     Args:
@@ -100,16 +100,14 @@ class Engine:
         )
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
-        scheduler: Scheduler[Sequence] = Scheduler(max_running_requests, self.max_total_tokens)
-        self._batch = Batch(runner, scheduler, self._jobs.note, detokenize)
+        queue: AdmissionQueue[Sequence] = AdmissionQueue(max_running_requests, self.max_total_tokens)
+        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
         self._batch.relabel(weight_version)
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
         self._paused: PauseMode | None = None
         self._drains: deque[_Drain] = deque()
-        self._flush_waiters: list[Command[bool]] = []
         self._retractions = 0
         self._meter = WorkMeter()
         self._stats = EngineStats()
@@ -137,7 +135,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """True while the engine can serve."""
-        return self._failure is None and not self._mailbox.closed
+        return not self._mailbox.closed
 
     @property
     def paused(self) -> bool:
@@ -186,16 +184,6 @@ class Engine:
         """Generate again."""
         return self._mailbox.post(self._resume)
 
-    def set_version(self, label: str, abort_all: bool) -> Future[None]:
-        """Change the label of the weights, not the weights."""
-
-        def change() -> None:
-            if abort_all:
-                self._batch.abort(lambda _: True)
-            self._batch.relabel(label)
-
-        return self._mailbox.post(change)
-
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
     ) -> Future[int]:
@@ -232,38 +220,11 @@ class Engine:
         self._mailbox.post(request)
         return change.future
 
-    def flush_cache(self, wait: bool = False) -> Future[bool]:
-        """Release the KV cache's memory; False where samples run or wait. With `wait` the answer comes once none do."""
-        answer = Command(self._flush)
-
-        def flush() -> None:
-            if wait and not self._idle():
-                self._flush_waiters.append(answer)
-            else:
-                answer.run()
-
-        self._mailbox.post(flush)
-        return answer.future
-
-    def _idle(self) -> bool:
-        waiting = bool(self._batch.scheduler.waiting) and self._paused is None
-        return not self._batch.running and not waiting
-
-    def _flush(self) -> bool:
-        idle = self._idle()
-        if idle:
-            self._batch.clear_cache()
-        return idle
-
     def step(self) -> bool:
         """Run commands and one step on the caller's thread, for use without `start`; False when there was nothing to
         do."""
         self._run_commands()
         self._apply_drains()
-        if self._flush_waiters and self._idle():
-            for waiter in self._flush_waiters:
-                waiter.run()
-            self._flush_waiters.clear()
         if not self._runnable():
             self._renew_stats()
             return False
@@ -285,15 +246,13 @@ class Engine:
                 self.step()
         except Exception as error:
             logger.exception("the embedded engine failed")
-            self._failure = error
             failure = EngineStoppedError(f"the engine failed: {error!r}")
         finally:
             self._fail_all(failure)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the engine is to stop."""
-        changes = self._drains or (self._flush_waiters and self._idle())
-        if not (changes or self._runnable()):
+        if not (self._drains or self._runnable()):
             self._renew_stats()
             self._mailbox.wait()
         return not self._mailbox.closed
@@ -307,28 +266,28 @@ class Engine:
     def _runnable(self) -> bool:
         if self._paused is not None:
             return False
-        return bool(self._batch.rows) or self._batch.scheduler.has_admissible()
+        return bool(self._batch.rows) or self._batch.queue.has_admissible()
 
     def _apply_drains(self) -> None:
         """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
         waits."""
-        scheduler = self._batch.scheduler
+        queue = self._batch.queue
         while self._drains:
             drain = self._drains[0]
-            scheduler.barrier = drain.barrier
+            queue.barrier = drain.barrier
             if self._runnable():
                 return
             self._drains.popleft()
-            scheduler.barrier = None
+            queue.barrier = None
             drain.change.run()
 
     def _enqueue(self, job: Job) -> None:
-        self._batch.scheduler.waiting.extend(self._jobs.open(job))
+        self._batch.queue.waiting.extend(self._jobs.open(job))
 
     def _pause(self, mode: PauseMode) -> None:
-        if mode == "abort":
+        if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
-        elif mode == "retract":
+        elif mode == PauseMode.retract:
             self._retractions += self._batch.retract()
         self._paused = mode
 
@@ -345,8 +304,8 @@ class Engine:
         """Let nobody wait for an answer that will not come."""
         self._mailbox.close()
         self._jobs.fail(error)
-        for waiting in (*(drain.change for drain in self._drains), *self._flush_waiters):
-            waiting.fail(error)
+        for drain in self._drains:
+            drain.change.fail(error)
         while (command := self._mailbox.take()) is not None:
             command.fail(error)
 
@@ -355,7 +314,7 @@ class Engine:
         batch = self._batch
         self._stats = EngineStats(
             running=batch.live,
-            waiting=len(batch.scheduler.waiting),
+            waiting=len(batch.queue.waiting),
             paused=self._paused is not None,
             used_tokens=batch.used_tokens,
             max_total_tokens=self.max_total_tokens,

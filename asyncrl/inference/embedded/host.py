@@ -12,14 +12,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served, context_length
+from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
+from asyncrl.inference.settings import context_length
 
 _DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 _HEALTH_POLL_S = 0.25
 _THREAD_SWITCH_S = 5e-4
-"""Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it."""
+"""Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it, about
+a decode step of a small model."""
+
+
+def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTrainedModel:
+    """The causal LM in the folder `path`, on its device; this process is set up to run it on `threads` CPU threads."""
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(_THREAD_SWITCH_S)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], local_files_only=True)
+    torch.nn.Module.to(model, device=torch.device(device))
+    return model
 
 
 class EmbeddedHost:
@@ -32,7 +43,7 @@ class EmbeddedHost:
 
     def __init__(self, config: ExperimentConfig, *, token: str | None) -> None:
         self._config, self._token = config, token
-        self._engine: Engine | None = None
+        self._engine: GenerationEngine | None = None
         self._server: Server | None = None
 
     async def start(self) -> Served:
@@ -52,17 +63,13 @@ class EmbeddedHost:
         self._server = await serve(self._engine, host=self._config.system.host, token=self._token)
         return Served(self._server.url, os.getpid())
 
-    def _load(self) -> Engine:
+    def _load(self) -> GenerationEngine:
         generation = self._config.generation
-        torch.set_num_threads(generation.threads)
-        sys.setswitchinterval(_THREAD_SWITCH_S)
         path = Path(str(self._config.model.path))
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=_DTYPES[generation.dtype], local_files_only=True
-        )
         cuda = generation.device == Device.cuda or (generation.device == Device.auto and torch.cuda.is_available())
-        torch.nn.Module.to(model, device=torch.device("cuda" if cuda else "cpu"))
-        return Engine(
+        device = Device.cuda if cuda else Device.cpu
+        model = load_model(path, device=device, dtype=generation.dtype, threads=generation.threads)
+        return GenerationEngine(
             model,
             max_running_requests=generation.max_running_requests,
             max_model_len=context_length(self._config, model.config.to_dict()),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from asyncrl import __version__
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 
 VERSION = f"asyncrl-{__version__}"
 
 
-def model_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
+def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
     """`/model_info`; `has_text` says that the server has a tokenizer."""
     config = engine.model.config
     return {
@@ -32,7 +31,7 @@ def model_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
     }
 
 
-def server_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
+def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
     """`/server_info`."""
     return {
         "model_path": engine.model_path,
@@ -49,46 +48,17 @@ def server_info(engine: Engine, name: str, has_text: bool) -> dict[str, Any]:
         "version": VERSION,
         "tp_size": 1,
         "dp_size": 1,
+        "disable_radix_cache": True,  # what is cached under older weights is never copied to new requests
         "internal_states": [_load(engine)],
     }
 
 
-def models(engine: Engine, name: str, created: int) -> dict[str, Any]:
-    """`/v1/models`; `created` in seconds since the epoch."""
-    card = {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "sglang",
-        "root": name,
-        "parent": None,
-        "max_model_len": engine.max_model_len,
-    }
-    return {"object": "list", "data": [card]}
-
-
-def loads(engine: Engine) -> dict[str, Any]:
-    """`/v1/loads`."""
-    return {
-        "timestamp": time.time(),
-        "version": VERSION,
-        "accelerator": engine.model.device.type,
-        "num_accelerators": 1,
-        "loads": [_load(engine)],
-    }
-
-
-def _load(engine: Engine) -> dict[str, Any]:
+def _load(engine: GenerationEngine) -> dict[str, Any]:
     stats = engine.stats()
     return {
-        "timestamp": time.time(),
-        "dp_rank": 0,
         "num_running_reqs": stats.running,
         "num_waiting_reqs": stats.waiting,
-        "num_waiting_uncached_tokens": 0,
         "num_used_tokens": stats.used_tokens,
-        "num_total_tokens": stats.used_tokens,
-        "num_active_tokens": stats.used_tokens,
         "max_total_num_tokens": stats.max_total_tokens,
         "max_running_requests": stats.max_running_requests,
         "token_usage": stats.used_tokens / stats.max_total_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.sequence import Sequence
 from asyncrl.inference.embedded.types import GenerationOutput, Job, RequestError
 
@@ -69,9 +70,9 @@ class JobTable:
 
     def note(self, sequence: Sequence, output: GenerationOutput) -> None:
         """One sample has finished."""
-        assert output.finish_reason is not None
+        assert output.finish is not None
         self.finished += 1
-        self.aborted += output.finish_reason.kind == "abort"
+        self.aborted += output.finish.reason == FinishReason.abort
         with self._lock:
             self._rids.discard(output.rid)
         progress = self._open[id(sequence.job)]

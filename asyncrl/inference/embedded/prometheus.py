@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import EngineStats
 
 LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -49,7 +49,7 @@ def _counters(stats: EngineStats) -> tuple[_Reading, ...]:
 class EngineCollector(Collector):
     """Reads the engine's snapshot when scraped."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: GenerationEngine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -66,7 +66,7 @@ class EngineCollector(Collector):
                 yield family
 
 
-def build_registry(engine: Engine, model_name: str) -> tuple[CollectorRegistry, Histogram]:
+def build_registry(engine: GenerationEngine, model_name: str) -> tuple[CollectorRegistry, Histogram]:
     """A registry of its own for one server, and the histogram of whole-request latencies to observe."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, model_name))

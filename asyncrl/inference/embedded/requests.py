@@ -9,10 +9,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
 
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
+from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.seeds import derive_seed
+
+T = TypeVar("T")
 
 NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
@@ -31,28 +37,41 @@ NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
 """Sampling parameters of SGLang that the engine does not implement, with the values that ask for nothing."""
 FREE_PARAMS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
 """Accepted whatever they say: they only touch the text's form."""
-USED_PARAMS = (
-    "max_new_tokens",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_new_tokens",
-    "n",
-    "ignore_eos",
-    "no_stop_trim",
-    "sampling_seed",
-    "custom_params",
-)
-KNOWN_PARAMS = (*USED_PARAMS, *sorted(FREE_PARAMS), *NEUTRAL_PARAMS)
+
+
+class CustomParams(Struct, frozen=True):
+    """What `custom_params` may hold."""
+
+    seed_offset: int = 0
+    """Numbers of the sample's stream that are used already, by tokens at the end of its prompt."""
+
+
+class UsedParams(Struct):
+    """The sampling parameters that the engine honours, with SGLang's names and defaults."""
+
+    max_new_tokens: int = 128
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    custom_params: CustomParams = CustomParams()
+
+
+KNOWN_PARAMS = (*UsedParams.__struct_fields__, *sorted(FREE_PARAMS), *NEUTRAL_PARAMS)
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "input_embeds": (None,),
     "lora_path": (None,),
     "return_hidden_states": (None, False),
+    "return_text_in_logprobs": (None, False),
 }
 MAX_SAMPLES = 65536
 """Most samples of one call; more is a mistake."""
@@ -70,29 +89,39 @@ class TextCodec(Protocol):
         ...
 
 
-class WireError(ValueError):
+class Refusal(ValueError):
     """A refusal with the JSON body that SGLang would send."""
 
-    def __init__(self, message: str, body: Mapping[str, Any], status: int = 400) -> None:
+    def __init__(self, message: str, body: Mapping[str, Any]) -> None:
         super().__init__(message)
-        self.body, self.status = body, status
+        self.body = body
 
 
-def schema_error(message: str) -> WireError:
+def schema_error(message: str) -> Refusal:
     """The body is not of the right form."""
-    return WireError(
-        message, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
-    )
+    return Refusal(message, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
 
 
-def handler_error(message: str, status: int = 400) -> WireError:
+def handler_error(message: str) -> Refusal:
     """The form is right, but the request cannot be served."""
-    return WireError(message, {"error": {"message": message}}, status)
+    return Refusal(message, {"error": {"message": message}})
 
 
-def contract_error(message: str) -> WireError:
+def contract_error(message: str) -> Refusal:
     """A sampling parameter that does not exist."""
-    return WireError(message, {"error": message})
+    return Refusal(message, {"error": message})
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """The request body `raw` as a message.
+
+    Raises:
+        Refusal: it is no JSON, or not of this form; the message holds the field's path and what was expected.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise schema_error(f"the request's body is refused: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,134 +132,113 @@ class GenerateCall:
     as_list: bool
     stream: bool
     return_logprob: bool
-    text_in_logprobs: bool
     trim_stop: bool
 
 
-def _take(params: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    value = params.get(name)
-    if value is None:
-        return default
-    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
-        raise schema_error(f"{name} is {value!r}; expected {kind if isinstance(kind, tuple) else kind.__name__}")
-    return value
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
-
-
-def _prompts(body: Mapping[str, Any], tokenizer: TextCodec | None) -> tuple[list[list[int]], bool]:
+def _prompts(request: GenerateRequest, tokenizer: TextCodec | None) -> tuple[list[Sequence[int]], bool]:
     """The prompts as token ids, and whether they came as a list."""
-    ids, text = body.get("input_ids"), body.get("text")
+    ids, text = request.input_ids, request.text
     if (ids is None) == (text is None):
         raise handler_error("Either text, input_ids or input_embeds should be provided, and only one of them.")
-    if ids is not None:
-        if _is_ids(ids):
-            return [ids], False
-        if isinstance(ids, list) and ids and all(_is_ids(prompt) for prompt in ids):
-            return ids, True
+    if text is not None:
+        if tokenizer is None:
+            raise handler_error("text needs a tokenizer, and this server has none; send input_ids")
+        if not text:
+            raise schema_error("text must be a non-empty string or a list of them")
+        texts = [text] if isinstance(text, str) else text
+        return [tokenizer.encode(item) for item in texts], not isinstance(text, str)
+    prompts = [item for item in ids or () if not isinstance(item, int)]
+    if not prompts:
+        return [cast("Sequence[int]", ids)], False
+    if len(prompts) != len(ids or ()):
         raise schema_error("input_ids must be a list of integers or a list of such lists")
-    if tokenizer is None:
-        raise handler_error("text needs a tokenizer, and this server has none; send input_ids")
-    if isinstance(text, str):
-        return [tokenizer.encode(text)], False
-    if isinstance(text, list) and text and all(isinstance(item, str) for item in text):
-        return [tokenizer.encode(item) for item in text], True
-    raise schema_error("text must be a string or a list of strings")
+    return prompts, True
 
 
-def _params_of(body: Mapping[str, Any], count: int) -> tuple[list[Mapping[str, Any]], bool]:
+def _params(request: GenerateRequest, count: int) -> tuple[list[UsedParams], bool]:
     """Sampling parameters by prompt, and whether all prompts share one object."""
-    params = body.get("sampling_params")
-    if params is None:
-        params = {}
-    shared = isinstance(params, dict)
-    listed = [params] * count if isinstance(params, dict) else params
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise schema_error("sampling_params must be an object or a list of objects")
-    if len(listed) != count:
-        raise handler_error(f"sampling_params has {len(listed)} entries for {count} prompts")
-    for item in listed if not shared else listed[:1]:
-        for name in item:
-            if name not in KNOWN_PARAMS:
-                expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
-                raise contract_error(f"unknown field `{name}`, expected one of {expected}")
-        for name, neutral in NEUTRAL_PARAMS.items():
-            if name in item and item[name] not in neutral:
-                raise handler_error(f"{name} is {item[name]!r}; the embedded engine does not support it, leave it out")
-    return listed, shared
+    given = {} if request.sampling_params is None else request.sampling_params
+    if isinstance(given, dict):
+        return [_checked(given)] * count, True
+    if len(given) != count:
+        raise handler_error(f"sampling_params has {len(given)} entries for {count} prompts")
+    return [_checked(item) for item in given], False
 
 
-def _spec(params: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> SamplingSpec:
+def _checked(params: dict[str, Any]) -> UsedParams:
+    """One object of sampling parameters; null means the default."""
+    for name, value in params.items():
+        if name not in KNOWN_PARAMS:
+            expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
+            raise contract_error(f"unknown field `{name}`, expected one of {expected}")
+        _check_neutral(name, value, NEUTRAL_PARAMS)
+    try:
+        return msgspec.convert({name: value for name, value in params.items() if value is not None}, UsedParams)
+    except msgspec.ValidationError as error:
+        raise schema_error(f"sampling_params: {error}") from error
+
+
+def _check_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    if name in neutral and value not in neutral[name]:
+        raise handler_error(f"{name} is {value!r}; the embedded engine does not support it, leave it out")
+
+
+def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
     """One sample's specification; raises RequestError for values out of range."""
-    stops = _take(params, "stop_token_ids", list, [])
-    if not _is_ids(stops):
-        raise schema_error("stop_token_ids must be a list of integers")
-    strings = _take(params, "stop", (str, list), [])
-    strings = [strings] if isinstance(strings, str) else strings
-    if not all(isinstance(item, str) for item in strings):
-        raise schema_error("stop must be a string or a list of strings")
-    custom = _take(params, "custom_params", dict, {})
-    eos = () if _take(params, "ignore_eos", bool, False) else eos_token_ids
-    top_k = _take(params, "top_k", int, -1)
+    strings = [params.stop] if isinstance(params.stop, str) else params.stop
+    eos = () if params.ignore_eos else eos_token_ids
     return SamplingSpec(
-        max_new_tokens=_take(params, "max_new_tokens", int, 128),
-        temperature=float(_take(params, "temperature", (int, float), 1.0)),
-        top_p=float(_take(params, "top_p", (int, float), 1.0)),
-        top_k=top_k if top_k != 0 else -1,
-        min_p=float(_take(params, "min_p", (int, float), 0.0)),
-        min_new_tokens=_take(params, "min_new_tokens", int, 0),
-        stop_token_ids=tuple(dict.fromkeys((*stops, *eos))),
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        min_p=params.min_p,
+        min_new_tokens=params.min_new_tokens,
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
         stop_strings=tuple(item for item in strings if item),
-        seed=_take(params, "sampling_seed", int, None),
-        seed_offset=_take(custom, "seed_offset", int, 0),
+        seed=params.sampling_seed,
+        seed_offset=params.custom_params.seed_offset,
     )
 
 
-def _rids(body: Mapping[str, Any], prompts: int, copies: int) -> list[str]:
+def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
     """One id a sample: the client's where it gave one each, else `<rid>_<i>`, so that its prefix aborts them all."""
-    rid = body.get("rid")
     count = prompts * copies
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    if isinstance(rid, str) and rid:
-        return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
-    if not (isinstance(rid, list) and all(isinstance(item, str) and item for item in rid)):
+    if not all([rid] if isinstance(rid, str) else rid):
         raise schema_error("rid must be a non-empty string or a list of them")
+    if isinstance(rid, str):
+        return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
     if len(rid) != prompts:
         raise handler_error(f"rid has {len(rid)} entries for {prompts} prompts")
     return rid if copies == 1 else [f"{item}_{index}" for item in rid for index in range(copies)]
 
 
-def parse_generate(body: Any, tokenizer: TextCodec | None, eos_token_ids: tuple[int, ...]) -> GenerateCall:
-    """Turn the JSON body of `/generate` into a call.
+def parse_generate(raw: bytes, tokenizer: TextCodec | None, eos_token_ids: tuple[int, ...]) -> GenerateCall:
+    """Turn the body of `/generate` into a call.
 
     A seed given once for several samples is split: sample i of those that share it draws from `derive_seed(seed, i)`.
     One given for a single sample is that sample's stream itself.
 
     Raises:
-        WireError: the body is refused; it carries status and JSON.
+        Refusal: the body is refused.
         RequestError: a sampling value is out of range.
     """
-    if not isinstance(body, dict):
-        raise schema_error("the body must be a JSON object")
-    for name, neutral in UNSUPPORTED_FIELDS.items():
-        if body.get(name) not in neutral:
-            raise handler_error(f"{name} is {body[name]!r}; the embedded engine does not support it, leave it out")
-    prompts, listed = _prompts(body, tokenizer)
-    params, shared = _params_of(body, len(prompts))
-    copies = {_take(item, "n", int, 1) for item in (params[:1] if shared else params)}
+    request = decode(raw, GenerateRequest)
+    for name in UNSUPPORTED_FIELDS:
+        _check_neutral(name, getattr(request, name), UNSUPPORTED_FIELDS)
+    prompts, listed = _prompts(request, tokenizer)
+    params, shared = _params(request, len(prompts))
+    copies = {item.n for item in params}
     if len(copies) > 1 or min(copies) < 1:
         raise handler_error(f"n is {sorted(copies)}; it must be one number >= 1 for the whole batch")
     n = copies.pop()
     if len(prompts) * n > MAX_SAMPLES:
         raise handler_error(f"{len(prompts) * n} samples in one call; send at most {MAX_SAMPLES}")
-    specs = (
-        [_spec(params[0], eos_token_ids)] * len(prompts) if shared else [_spec(item, eos_token_ids) for item in params]
-    )
-    start = _take(body, "logprob_start_len", int, -1) if body.get("return_logprob") else -1
-    rids = _rids(body, len(prompts), n)
+    specs = [_spec(params[0], eos_token_ids)] * len(prompts) if shared else [_spec(p, eos_token_ids) for p in params]
+    start = -1 if request.logprob_start_len is None or not request.return_logprob else request.logprob_start_len
+    rids = _rids(request.rid, len(prompts), n)
     inputs = []
     for position, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
         ids = tuple(prompt)
@@ -243,8 +251,7 @@ def parse_generate(body: Any, tokenizer: TextCodec | None, eos_token_ids: tuple[
     return GenerateCall(
         inputs=tuple(inputs),
         as_list=listed or n > 1,
-        stream=_take(body, "stream", bool, False),
-        return_logprob=_take(body, "return_logprob", bool, False),
-        text_in_logprobs=_take(body, "return_text_in_logprobs", bool, False),
-        trim_stop=not _take(params[0], "no_stop_trim", bool, False),
+        stream=request.stream,
+        return_logprob=bool(request.return_logprob),
+        trim_stop=not params[0].no_stop_trim,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.inference.embedded.types import FinishReason, GenerationInput, GenerationOutput, Job, VersionSpan
+from asyncrl.inference.embedded.types import Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.inference.seeds import fresh_seed
 
 
@@ -89,9 +89,7 @@ class Sequence:
         if end > start:
             self.spans.append(VersionSpan(self.version, start, end))
 
-    def output(
-        self, tokens: list[int], logprobs: list[float], label: str, reason: FinishReason | None
-    ) -> GenerationOutput:
+    def output(self, tokens: list[int], logprobs: list[float], label: str, finish: Finish | None) -> GenerationOutput:
         """The reply for all output so far; `label` is the weight version in force now."""
         spans = list(self.spans)
         start = spans[-1].end if spans else 0
@@ -106,6 +104,6 @@ class Sequence:
             weight_version=label,
             spans=tuple(spans),
             num_retractions=self.retractions,
-            finish_reason=reason,
+            finish=finish,
             prompt_logprobs=self.prompt_logprobs,
         )

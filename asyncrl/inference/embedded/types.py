@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
 
-PauseMode = Literal["abort", "retract", "in_place"]
-FinishKind = Literal["stop", "length", "abort"]
+from asyncrl.api.generation import FinishReason
 
 
 class RequestError(ValueError):
-    """The engine refuses the request; the message names the field, its value and the mend."""
+    """The engine refuses the request; the message names the field, its value and how to fix it."""
 
 
 class EngineStoppedError(RuntimeError):
@@ -78,18 +76,18 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishReason:
-    """Why a sample ended. `matched` is the stop token's id or the stop string; `queued` marks an abort before it ever
+class Finish:
+    """How a sample ended. `matched` is the stop token's id or the stop string; `queued` marks an abort before it ever
     ran."""
 
-    kind: FinishKind
+    reason: FinishReason
     matched: int | str | None = None
     queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """One finished sample, or the state so far of one being streamed (`finish_reason` None)."""
+    """One finished sample, or the state so far of one being streamed (`finish` None)."""
 
     rid: str
     output_ids: list[int]
@@ -99,7 +97,7 @@ class GenerationOutput:
     weight_version: str
     spans: tuple[VersionSpan, ...]
     num_retractions: int
-    finish_reason: FinishReason | None
+    finish: Finish | None
     prompt_logprobs: list[float | None] | None = None
     """Log-probabilities of `input_ids[prompt_logprobs_from:]`; None for the first token of the prompt."""
 

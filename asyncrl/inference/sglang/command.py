@@ -15,7 +15,8 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.engine_host import BASE_VERSION, context_length
+from asyncrl.inference.engine_host import BASE_VERSION
+from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
@@ -57,9 +58,9 @@ def check_args(args: Mapping[str, Any]) -> None:
         ValueError: it holds a flag that another setting owns; the message names the flag and that setting.
     """
     for key, value in args.items():
-        mend = OWNED_FLAGS.get(key.lstrip("-").replace("-", "_"))
-        if mend is not None:
-            raise ValueError(f"generation.sglang.args.{key}={value!r}: this flag is set by asyncrl; {mend}")
+        instead = OWNED_FLAGS.get(key.lstrip("-").replace("-", "_"))
+        if instead is not None:
+            raise ValueError(f"generation.sglang.args.{key}={value!r}: this flag is set by asyncrl; {instead}")
 
 
 def build_command(

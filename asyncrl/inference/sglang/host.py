@@ -7,20 +7,20 @@ model's weights under version label "0"; `failed` waits for its end; `stop` lets
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
+from asyncrl.comm.http import HttpError, HttpRefused
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
+from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
@@ -159,29 +159,20 @@ class AdoptedHost:
             EngineStartError: it does not answer in time, refuses the token, or cannot load the model.
         """
         await wait_ready(self._url, self._token, self._timeout_s)
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with aiohttp.ClientSession(headers=_headers(self._token), timeout=timeout) as session:
-            info = await self._call(session, "GET", "/model_info", None)
-            if info.get("weight_version") != BASE_VERSION or info.get("model_path") != str(self._model_dir):
-                body = {"model_path": str(self._model_dir), "weight_version": BASE_VERSION, "abort_all_requests": True}
-                await self._call(session, "POST", "/update_weights_from_disk", body)
-        return Served(self._url, None)
-
-    async def _call(
-        self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None
-    ) -> dict[str, Any]:
+        wanted = ModelInfo(weight_version=BASE_VERSION, model_path=str(self._model_dir))
         try:
-            async with session.request(method, self._url + path, json=body) as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineStartError(f"adopted server {self._url}{path}: {type(error).__name__}: {error}") from error
-        if response.status == 401:
-            raise EngineStartError(f"adopted server {self._url} refuses the run's token: start it without --api-key")
-        if response.status != 200:
-            raise EngineStartError(f"adopted server {self._url}{path}: HTTP {response.status}: {text[:500]}")
-        reply = json.loads(text)
-        assert isinstance(reply, dict), reply
-        return reply
+            async with connect(self._url, self._token) as client:
+                if await client.model_info() != wanted:
+                    await client.update_weights(
+                        str(self._model_dir), int(BASE_VERSION), abort_all=True, timeout_s=self._timeout_s
+                    )
+        except HttpError as error:
+            if isinstance(error, HttpRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+                raise EngineStartError(
+                    f"adopted server {self._url} refuses the run's token: start it without --api-key"
+                ) from error
+            raise EngineStartError(f"adopted server {self._url} does not serve the initial model: {error}") from error
+        return Served(self._url, None)
 
     async def failed(self) -> str:
         """Never returns: the GserverManager watches its health, and takes it back when it answers again."""
@@ -193,37 +184,25 @@ class AdoptedHost:
 
 
 async def wait_ready(url: str, token: str | None, timeout_s: float) -> None:
-    """Wait until the server at `url` takes requests: `/ready`, or `/health_generate` on versions without it.
+    """Wait until the server at `url` takes requests.
 
     Raises:
-        EngineStartError: it did not within `timeout_s` seconds.
+        EngineStartError: it did not within `timeout_s` seconds; with what the last attempt gave.
     """
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
-    last = "nothing listens there"
+    last = "no reply"
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            aiohttp.ClientSession(headers=_headers(token), timeout=timeout) as session,
-        ):
-            path = "/ready"
+        async with asyncio.timeout(timeout_s), connect(url, token) as client:
             while True:
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(url + path) as response:
-                        if response.status == 200:
-                            return
-                        last = f"{path} answers HTTP {response.status}"
-                        if response.status == 404:
-                            path = "/health_generate"
+                try:
+                    return await client.ready(timeout_s=_REQUEST_TIMEOUT_S)
+                except HttpError as error:
+                    last = str(error)
                 await asyncio.sleep(_READY_POLL_S)
     except TimeoutError:
         raise EngineStartError(
-            f"server {url} was not ready within generation.start_timeout_s={timeout_s:g}: {last}; give it "
-            "longer if it was still loading"
+            f"server {url} was not ready within generation.start_timeout_s={timeout_s:g}: {last}; give it longer if it "
+            "was still loading"
         ) from None
-
-
-def _headers(token: str | None) -> dict[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def _make_scratch(preferred: Path) -> Path:

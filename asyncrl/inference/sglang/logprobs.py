@@ -29,25 +29,24 @@ def truncates(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0.0 and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0)
 
 
-def sampling_mask_fields(sampling: SamplingParams) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What to add to a `/generate` request so that the reply holds behaviour log-probabilities.
+def sampling_mask_fields(sampling: SamplingParams) -> tuple[bool, dict[str, Any]]:
+    """What a `/generate` request has to say so that the reply holds behaviour log-probabilities.
 
     Returns:
-        Fields for the request itself, and fields that replace those of its `sampling_params`; both empty where nothing
-        is cut off.
+        Its `return_sampling_mask`, and fields that replace those of its `sampling_params`.
 
     Raises:
         ValueError: `top_k` exceeds `MAX_SUPPORT`.
     """
     if not truncates(sampling):
-        return {}, {}
+        return False, {}
     if sampling.top_k > MAX_SUPPORT:
         raise ValueError(
             f"rollout.sampling.top_k={sampling.top_k}: log-probabilities are known for at most {MAX_SUPPORT} tokens; "
             f"use {MAX_SUPPORT} or less, or -1"
         )
     top_k = sampling.top_k if sampling.top_k > 0 else UNBOUNDED_TOP_K
-    return {"return_sampling_mask": True}, {"top_k": top_k}
+    return True, {"top_k": top_k}
 
 
 def behaviour_logprobs(meta_info: Mapping[str, Any]) -> list[float]:

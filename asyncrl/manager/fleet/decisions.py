@@ -43,10 +43,10 @@ from asyncrl.inference.client import PauseMode
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
-    UpdateMode.interrupt: "abort",
-    UpdateMode.retract: "retract",
-    UpdateMode.in_place: "in_place",
-    UpdateMode.finish: "abort",  # of a drained server: what arrived in spite of it
+    UpdateMode.interrupt: PauseMode.abort,
+    UpdateMode.retract: PauseMode.retract,
+    UpdateMode.in_place: PauseMode.in_place,
+    UpdateMode.finish: PauseMode.abort,  # of a drained server: what arrived in spite of it
 }
 
 BACKOFF = Backoff(0.5, 30.0)
@@ -89,12 +89,12 @@ class BeginUpdate:
     @property
     def keeps_requests(self) -> bool:
         """Whether what runs goes on by itself after the update."""
-        return self.pause != "abort"
+        return self.pause != PauseMode.abort
 
     @property
     def keeps_cache(self) -> bool:
         """Whether what runs goes on with the keys and values it has."""
-        return self.pause == "in_place"
+        return self.pause == PauseMode.in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class FleetDecisions:
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         assert self.target is not None
         quarantined = life.state is ServerState.QUARANTINED
-        pause = "abort" if quarantined else _PAUSES[self._mode]
+        pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.inference.client import GenerationServerClient
+from asyncrl.inference.client import GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
@@ -191,7 +191,7 @@ class FleetRunner:
                 self._show()
                 self._changed.notify()
                 try:
-                    await client.pause("retract", timeout_s=self._update_timeout_s)
+                    await client.pause(PauseMode.retract, timeout_s=self._update_timeout_s)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.comm.http import HttpError
-from asyncrl.inference.client import GenerationServerClient
+from asyncrl.inference.client import GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.weights.transports.base import ManagerEnd
 
@@ -32,7 +32,7 @@ async def update_server(
         HttpError: a step or a check failed.
     """
     if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
-        await client.pause("retract", timeout_s=timeout_s)
+        await client.pause(PauseMode.retract, timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
     target, keep_cache = order.target, order.keeps_cache
     await transport.bring(client, order.server, target.version, target.path, keep_cache=keep_cache, timeout_s=timeout_s)
@@ -41,5 +41,5 @@ async def update_server(
         for check in checks:
             await check(order.server, client, order.target)
     except HttpError:
-        await client.pause("retract", timeout_s=timeout_s)  # nothing generated under these weights is handed out
+        await client.pause(PauseMode.retract, timeout_s=timeout_s)  # nothing of these weights is handed out
         raise

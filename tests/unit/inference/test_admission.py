@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded.admission import Scheduler
+from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.cache import LENGTH_STEP, plan_length
 
 
@@ -18,10 +18,10 @@ class Item:
     reserved_tokens: int
 
 
-def scheduler_of(lengths: list[int], max_running: int, max_total: int) -> Scheduler[Item]:
-    scheduler: Scheduler[Item] = Scheduler(max_running, max_total)
-    scheduler.waiting.extend(Item(index, length) for index, length in enumerate(lengths))
-    return scheduler
+def queue_of(lengths: list[int], max_running: int, max_total: int) -> AdmissionQueue[Item]:
+    queue: AdmissionQueue[Item] = AdmissionQueue(max_running, max_total)
+    queue.waiting.extend(Item(index, length) for index, length in enumerate(lengths))
+    return queue
 
 
 @given(
@@ -33,11 +33,11 @@ def scheduler_of(lengths: list[int], max_running: int, max_total: int) -> Schedu
 def test_everything_runs_in_order_of_arrival_within_both_bounds(
     lengths: list[int], max_running: int, max_total: int, data: st.DataObject
 ) -> None:
-    scheduler = scheduler_of(lengths, max_running, max_total)
+    queue = queue_of(lengths, max_running, max_total)
     running: list[Item] = []
     started: list[Item] = []
-    while scheduler.waiting or running:
-        admitted = scheduler.admit(running)
+    while queue.waiting or running:
+        admitted = queue.admit(running)
         running, started = running + admitted, started + admitted
         assert len(running) <= max_running
         assert len(running) * max(item.reserved_tokens for item in running) <= max_total
@@ -47,13 +47,13 @@ def test_everything_runs_in_order_of_arrival_within_both_bounds(
 
 
 def test_a_barrier_holds_later_arrivals_only() -> None:
-    scheduler = scheduler_of([1, 1, 1, 1], 8, 100)
-    scheduler.barrier = 2
-    assert [item.arrival for item in scheduler.admit([])] == [0, 1]
-    assert not scheduler.has_admissible()
-    scheduler.barrier = None
-    assert scheduler.has_admissible()
-    assert [item.arrival for item in scheduler.admit([])] == [2, 3]
+    queue = queue_of([1, 1, 1, 1], 8, 100)
+    queue.barrier = 2
+    assert [item.arrival for item in queue.admit([])] == [0, 1]
+    assert not queue.has_admissible()
+    queue.barrier = None
+    assert queue.has_admissible()
+    assert [item.arrival for item in queue.admit([])] == [2, 3]
 
 
 @given(current=st.integers(0, 600), needed=st.integers(1, 500), slack=st.integers(0, 1000))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.api.generation import FinishReason
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import (
     EngineStoppedError,
     GenerationInput,
@@ -19,6 +21,7 @@ from asyncrl.inference.embedded.types import (
     RequestError,
     SamplingSpec,
 )
+from asyncrl.inference.messages import PauseMode
 from asyncrl.weights.loading import WeightUpdateError, stage_weights
 
 LIMIT_S = 60.0
@@ -43,40 +46,40 @@ def sample(rid: str, tokens: int = 20, prompt: tuple[int, ...] = (1, 2, 3), **sp
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, **spec))  # type: ignore[arg-type]
 
 
-def drain(engine: Engine) -> None:
+def drain(engine: GenerationEngine) -> None:
     while engine.step():
         pass
 
 
-def run(engine: Engine, *inputs: GenerationInput) -> list[GenerationOutput]:
+def run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
     future = engine.submit(Job(inputs))
     drain(engine)
     return future.result(timeout=0)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_company() -> None:
-    alone = run(Engine(make_model()), sample("a", 40, seed=5))[0]
+    alone = run(GenerationEngine(make_model()), sample("a", 40, seed=5))[0]
     company = [
         sample(f"c{i}", 10 + 7 * i, prompt=tuple(range(1, 2 + i)), seed=i, temperature=0.5 * i) for i in range(9)
     ]
-    crowd = run(Engine(make_model(), max_running_requests=4), *company, sample("a", 40, seed=5))
+    crowd = run(GenerationEngine(make_model(), max_running_requests=4), *company, sample("a", 40, seed=5))
     assert crowd[-1].output_ids == alone.output_ids
     assert crowd[-1].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def test_requests_without_a_seed_differ() -> None:
-    outputs = run(Engine(make_model()), *(sample(f"u{i}", 30) for i in range(4)))
+    outputs = run(GenerationEngine(make_model()), *(sample(f"u{i}", 30) for i in range(4)))
     assert len({tuple(output.output_ids) for output in outputs}) == 4
 
 
 def test_retraction_continues_the_same_stream_and_keeps_what_was_said() -> None:
-    whole = run(Engine(make_model()), sample("a", 40, seed=5))[0]
-    engine = Engine(make_model())
+    whole = run(GenerationEngine(make_model()), sample("a", 40, seed=5))[0]
+    engine = GenerationEngine(make_model())
     future = engine.submit(Job((sample("a", 40, seed=5),)))
     for _ in range(13):
         engine.step()
-    for mode in ("retract", "in_place"):
-        engine.pause(mode)  # type: ignore[arg-type]
+    for mode in (PauseMode.retract, PauseMode.in_place):
+        engine.pause(mode)
         drain(engine)
         assert engine.paused
         assert not future.done()
@@ -93,16 +96,16 @@ def test_retraction_continues_the_same_stream_and_keeps_what_was_said() -> None:
 def test_min_new_tokens_forbids_stopping_before_and_not_after() -> None:
     every = tuple(range(1, 20))
     spec = SamplingSpec(max_new_tokens=30, min_new_tokens=12, stop_token_ids=every, seed=1)
-    (output,) = run(Engine(make_model()), GenerationInput("m", (3, 4), spec))
+    (output,) = run(GenerationEngine(make_model()), GenerationInput("m", (3, 4), spec))
     assert output.output_ids[:12] == [0] * 12
     assert output.logprobs[:12] == [0.0] * 12
-    assert output.finish_reason is not None
-    assert output.finish_reason.kind == "stop"
+    assert output.finish is not None
+    assert output.finish.reason == FinishReason.stop
     assert output.output_ids[-1] != 0
 
 
 def test_memory_stays_within_max_total_tokens() -> None:
-    engine = Engine(make_model(), max_running_requests=8, max_total_tokens=120)
+    engine = GenerationEngine(make_model(), max_running_requests=8, max_total_tokens=120)
     future = engine.submit(Job(tuple(sample(f"x{i}", 10 + i, seed=i) for i in range(20))))
     most = 0
     while engine.step():
@@ -125,7 +128,7 @@ def test_memory_stays_within_max_total_tokens() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(request_: GenerationInput, message: str) -> None:
-    engine = Engine(make_model(), max_total_tokens=100)
+    engine = GenerationEngine(make_model(), max_total_tokens=100)
     with pytest.raises(RequestError, match=message):
         engine.submit(Job((request_,)))
     assert len(run(engine, sample("e", 5))[0].output_ids) == 5
@@ -139,13 +142,13 @@ def test_sampling_values_out_of_range_are_refused(spec: dict[str, float]) -> Non
 
 def test_engine_settings_out_of_range_name_the_field() -> None:
     with pytest.raises(ValueError, match="max_running_requests is 0"):
-        Engine(make_model(), max_running_requests=0)
+        GenerationEngine(make_model(), max_running_requests=0)
     with pytest.raises(ValueError, match="max_model_len is 300, but the model's positions end at 256"):
-        Engine(make_model(), max_model_len=300)
+        GenerationEngine(make_model(), max_model_len=300)
 
 
 def test_an_idle_engine_sleeps_and_wakes_for_a_request() -> None:
-    engine = Engine(make_model())
+    engine = GenerationEngine(make_model())
     engine.start()
     first = engine.submit(Job((sample("a", 5),))).result(timeout=LIMIT_S)
     steps = engine.stats().steps
@@ -157,9 +160,9 @@ def test_an_idle_engine_sleeps_and_wakes_for_a_request() -> None:
         engine.submit(Job((sample("c", 5),)))
 
 
-def test_a_failing_model_fails_every_waiting_caller(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_model_fails_every_waiting_caller(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = make_model()
-    engine = Engine(model)
+    engine = GenerationEngine(model)
     broken = threading.Event()
 
     def fail(*_: object) -> None:
@@ -168,9 +171,11 @@ def test_a_failing_model_fails_every_waiting_caller(caplog: pytest.LogCaptureFix
 
     model.register_forward_pre_hook(fail)
     job = engine.submit(Job((sample("a", 5),)))
-    flushed: Future[bool] = engine.flush_cache(wait=True)
+    make_model(1).save_pretrained(tmp_path)
+    update = engine.update_weights(str(tmp_path))
     engine.start()
-    for future in (job, flushed):
+    future: Future[Any]
+    for future in (job, update):
         with pytest.raises(EngineStoppedError, match="broken model"):
             future.result(timeout=LIMIT_S)
     assert broken.is_set()
@@ -190,11 +195,11 @@ def test_staging_touches_nothing_and_names_what_does_not_fit(tmp_path: Path) -> 
 
 
 def test_progress_of_a_streamed_sample_is_cumulative() -> None:
-    engine = Engine(make_model())
+    engine = GenerationEngine(make_model())
     seen: list[GenerationOutput] = []
     future = engine.submit(Job((sample("s", 12, seed=3),), on_progress=lambda _, output: seen.append(output)))
     drain(engine)
     final = future.result(timeout=0)[0]
     assert [len(output.output_ids) for output in seen] == list(range(1, 13))
     assert all(final.output_ids[: len(output.output_ids)] == output.output_ids for output in seen)
-    assert [output.finish_reason is None for output in seen] == [True] * 11 + [False]
+    assert [output.finish is None for output in seen] == [True] * 11 + [False]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.linears import LEAST_WEIGHT, PackedLinears
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 
@@ -41,7 +41,7 @@ def wide_model(seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def worst_error(engine: Engine, reference: nn.Module) -> float:
+def worst_error(engine: GenerationEngine, reference: nn.Module) -> float:
     """Largest difference between log-probabilities of ragged samples and a plain forward."""
     rng = random.Random(0)
     inputs = []
@@ -69,7 +69,7 @@ def test_logprobs_over_packed_weights_equal_a_plain_forward_before_and_after_an_
     model, new = wide_model(0), wide_model(1)
     reference = copy.deepcopy(model)
     assert len(PackedLinears.of(model).weights) == 2 * 7
-    engine = Engine(model, max_running_requests=5)
+    engine = GenerationEngine(model, max_running_requests=5)
     assert worst_error(engine, reference) < 1e-6
     new.save_pretrained(tmp_path)
     engine.update_weights(str(tmp_path), "v1")

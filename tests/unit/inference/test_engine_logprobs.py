@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 
 VOCAB = 61
@@ -48,7 +48,7 @@ def build(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     return model.eval()
 
 
-def run(engine: Engine, inputs: list[GenerationInput]) -> list[GenerationOutput]:
+def run(engine: GenerationEngine, inputs: list[GenerationInput]) -> list[GenerationOutput]:
     future = engine.submit(Job(tuple(inputs)))
     while engine.step():
         pass
@@ -81,7 +81,7 @@ def ragged_inputs(seed: int, count: int, temperature: float = 1.0) -> list[Gener
 def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(architecture: str, temperature: float) -> None:
     model = build(architecture)
     reference = copy.deepcopy(model)
-    engine = Engine(model, max_running_requests=5)
+    engine = GenerationEngine(model, max_running_requests=5)
     inputs = ragged_inputs(11, 17, temperature)
     for request, output in zip(inputs, run(engine, inputs), strict=True):
         assert len(output.output_ids) == request.sampling.max_new_tokens
@@ -92,7 +92,7 @@ def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(architectu
 def test_bfloat16_logprobs_stay_near_a_plain_forward() -> None:
     model = build("qwen2", torch.bfloat16)
     reference = copy.deepcopy(model)
-    engine = Engine(model, max_running_requests=4)
+    engine = GenerationEngine(model, max_running_requests=4)
     inputs = ragged_inputs(5, 6)
     for request, output in zip(inputs, run(engine, inputs), strict=True):
         expected = plain_logprobs(reference, request.input_ids, output.output_ids, 1.0)
@@ -105,7 +105,7 @@ def test_prompt_logprobs_equal_a_plain_forward(architecture: str) -> None:
     reference = copy.deepcopy(model)
     prompt = tuple(random.Random(2).randrange(VOCAB) for _ in range(20))
     request = GenerationInput("p", prompt, SamplingSpec(max_new_tokens=0, temperature=0.5), prompt_logprobs_from=0)
-    (output,) = run(Engine(model), [request])
+    (output,) = run(GenerationEngine(model), [request])
     assert output.output_ids == []
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
@@ -118,7 +118,7 @@ def test_a_group_is_prefilled_once_and_each_sample_is_exact() -> None:
     reference = copy.deepcopy(model)
     prompt = tuple(range(3, 20))
     inputs = [GenerationInput(f"g{i}", prompt, SamplingSpec(max_new_tokens=5 + i, seed=i)) for i in range(6)]
-    engine = Engine(model, max_running_requests=4)
+    engine = GenerationEngine(model, max_running_requests=4)
     outputs = run(engine, inputs)
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
     for request, output in zip(inputs, outputs, strict=True):

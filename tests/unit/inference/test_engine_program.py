@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from asyncrl.inference.embedded.engine import Engine
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 
 VOCAB = 30
@@ -41,7 +41,9 @@ def tiny(architecture: str, seed: int) -> Any:
     return model
 
 
-def generate(engine: Engine, seed: int, count: int = 12) -> list[tuple[tuple[int, ...], list[int], list[float]]]:
+def generate(
+    engine: GenerationEngine, seed: int, count: int = 12
+) -> list[tuple[tuple[int, ...], list[int], list[float]]]:
     rng = random.Random(seed)
     inputs = [
         GenerationInput(
@@ -70,7 +72,7 @@ def worst_error(model: nn.Module, samples: list[tuple[tuple[int, ...], list[int]
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma", "gemma3_text"])
 def test_recorded_decoding_follows_a_weight_update(architecture: str, tmp_path: Path, caplog: Any) -> None:
-    engine = Engine(tiny(architecture, 0), max_running_requests=4)
+    engine = GenerationEngine(tiny(architecture, 0), max_running_requests=4)
     new = tiny(architecture, 1)
     new.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, logger="asyncrl"):
@@ -104,7 +106,7 @@ def test_a_model_whose_control_flow_depends_on_data_is_decoded_eagerly_and_exact
     model = Doubtful(config)
     reference = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, logger="asyncrl"):
-        samples = generate(Engine(model, max_running_requests=4), 3)
+        samples = generate(GenerationEngine(model, max_running_requests=4), 3)
     assert [record for record in caplog.records if "control flow depends on data" in record.getMessage()]
     assert worst_error(reference, samples) < 1e-6
 
@@ -113,7 +115,7 @@ def test_the_engine_leaves_the_model_as_it_was() -> None:
     model = tiny("qwen3", 0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     pointers = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    generate(Engine(model, max_running_requests=4), 5)
+    generate(GenerationEngine(model, max_running_requests=4), 5)
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.engine_host import RestartBudget, context_length
+from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, NoFreePorts, PortBlock, reserve_ports
 
@@ -142,11 +142,3 @@ def test_a_block_with_a_strangers_port_in_it_is_passed_over() -> None:
         block = reserve_ports("127.0.0.1", first=base, last=base + 2 * BLOCK_SIZE - 1)
     assert block.base == base + BLOCK_SIZE
     block.release()
-
-
-def test_restarts_are_bounded_within_a_window_and_allowed_again_after_it() -> None:
-    budget = RestartBudget(limit=2, window_s=10.0)
-    assert [budget.spend(now) for now in (0.0, 1.0, 9.9)] == [True, True, False]
-    assert budget.spend(10.0)
-    assert not budget.spend(10.5)
-    assert budget.spend(11.0)

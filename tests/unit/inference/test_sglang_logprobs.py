@@ -20,16 +20,16 @@ from asyncrl.inference.sglang.logprobs import (
     ],
 )
 def test_nothing_is_asked_for_where_nothing_is_cut_off(sampling: SamplingParams) -> None:
-    assert sampling_mask_fields(sampling) == ({}, {})
+    assert sampling_mask_fields(sampling) == (False, {})
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)])
 def test_a_cut_without_top_k_asks_for_the_support_within_a_bounded_top_k(sampling: SamplingParams) -> None:
-    assert sampling_mask_fields(sampling) == ({"return_sampling_mask": True}, {"top_k": UNBOUNDED_TOP_K})
+    assert sampling_mask_fields(sampling) == (True, {"top_k": UNBOUNDED_TOP_K})
 
 
 def test_a_top_k_within_the_bound_is_kept() -> None:
-    assert sampling_mask_fields(SamplingParams(top_k=50)) == ({"return_sampling_mask": True}, {"top_k": 50})
+    assert sampling_mask_fields(SamplingParams(top_k=50)) == (True, {"top_k": 50})
     with pytest.raises(ValueError, match=f"top_k={MAX_SUPPORT + 1}.*use {MAX_SUPPORT} or less"):
         sampling_mask_fields(SamplingParams(top_k=MAX_SUPPORT + 1))
 

@@ -1,0 +1,82 @@
+"""What is asked of a generation server: the part of SGLang's HTTP API that a run uses, as types for both ends.
+
+Fields and defaults are SGLang's. The client sends these bodies to either engine; the embedded engine's server decodes
+and checks its requests with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum, auto
+from typing import Any
+
+from msgspec import Struct
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests while generation is paused."""
+
+    abort = auto()
+    """They are answered with what they have."""
+    retract = auto()
+    """They go back to the queue, to be prefilled again under the weights in force then."""
+    in_place = auto()
+    """They are frozen and keep what is cached for them."""
+
+
+class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
+    """`POST /generate`: continue prompts given as token ids, or as text where the server has a tokenizer."""
+
+    input_ids: Sequence[int | Sequence[int]] | None = None
+    """One prompt, or a list of them."""
+    text: str | list[str] | None = None
+    rid: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    """One object for all prompts, or one each."""
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    """First prompt position that is scored; none where it is left out."""
+    stream: bool = False
+    return_sampling_mask: bool = False
+    """SGLang's way to log-probabilities of the distribution really sampled from; the embedded engine always gives
+    them."""
+    # fields that the embedded engine knows only to refuse them, where they ask for something
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
+    input_embeds: Any = None
+    lora_path: Any = None
+    return_hidden_states: Any = None
+    return_text_in_logprobs: Any = None
+
+
+class PauseRequest(Struct):
+    """`POST /pause_generation`: generate nothing more until continued; requests that arrive are held."""
+
+    mode: PauseMode = PauseMode.abort
+
+
+class ContinueRequest(Struct):
+    """`POST /continue_generation`."""
+
+
+class AbortRequest(Struct, omit_defaults=True):
+    """`POST /abort_request`: end requests whose id begins with `rid`, or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class UpdateWeightsRequest(Struct):
+    """`POST /update_weights_from_disk`: load the checkpoint in `model_path`, labelled `weight_version` from then on."""
+
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class ModelInfo(Struct):
+    """Reply of `GET /model_info`, as far as it is read."""
+
+    weight_version: str
+    model_path: str | None = None
