@@ -16,6 +16,7 @@ check: setup
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
+	$(VENV)/bin/lint-imports
 
 setup:
 	@launchers/setup.sh $(VENV) dev,etcd

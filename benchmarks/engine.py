@@ -41,7 +41,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import orjson
+import msgspec
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -165,9 +165,11 @@ def over_http(url: str) -> Contender:
             "sampling_params": [{"max_new_tokens": length, "ignore_eos": True} for length in load.lengths],
             "return_logprob": True,
         }
-        request = urllib.request.Request(f"{url}/generate", orjson.dumps(body), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{url}/generate", msgspec.json.encode(body), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=CALL_LIMIT_S) as reply:
-            return sum(len(item["output_ids"]) for item in orjson.loads(reply.read()))
+            return sum(len(item["output_ids"]) for item in msgspec.json.decode(reply.read()))
 
     return run
 

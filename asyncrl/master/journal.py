@@ -19,6 +19,7 @@ from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.observability.metrics import MetricsWriter
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.runtime.run_dir import METRICS_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class Journal:
 
     def open(self, run_dir: Path, version: int, now: float, state: dict[str, Any] | None = None) -> None:
         """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0."""
-        self._metrics = MetricsWriter.open(run_dir, self._config, first_step=version + 1 if version else 0)
+        self._metrics = MetricsWriter.open(
+            run_dir / METRICS_FILE, self._config, first_step=version + 1 if version else 0
+        )
         self._started_at = now
         self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale])
         if version == 0 and self.evaluation_due(0):

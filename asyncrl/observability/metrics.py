@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.run_dir import METRICS_FILE
 
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
@@ -125,14 +124,14 @@ class MetricsWriter:
         self._sinks: tuple[Sink, ...] = (jsonl, *sinks)
 
     @classmethod
-    def open(cls, run_dir: Path, config: ExperimentConfig, first_step: int = 0) -> MetricsWriter:
+    def open(cls, file: Path, config: ExperimentConfig, first_step: int = 0) -> MetricsWriter:
         """The sinks that `config.logging` asks for; this launch's rows begin at `first_step`."""
         sinks: list[Sink] = []
         if config.logging.tensorboard:
-            sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR, first_step))
+            sinks.append(TensorBoardSink(file.parent / TENSORBOARD_DIR, first_step))
         if config.logging.wandb_project:
-            sinks.append(WandbSink(config.logging.wandb_project, run_dir, config))
-        return cls(JsonlSink(run_dir / METRICS_FILE, first_step), *sinks)
+            sinks.append(WandbSink(config.logging.wandb_project, file.parent, config))
+        return cls(JsonlSink(file, first_step), *sinks)
 
     @property
     def last_step(self) -> int:

@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import orjson
+import msgspec
 import xxhash
 
 from asyncrl.weights.atomic_dir import write_file
@@ -102,7 +102,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "files": manifest.files,
         "tensors": manifest.tensors,
     }
-    write_file(directory / MANIFEST_FILE, orjson.dumps(document))
+    write_file(directory / MANIFEST_FILE, msgspec.json.encode(document))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -113,7 +113,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        document = orjson.loads(path.read_bytes())
+        document = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(
             f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"

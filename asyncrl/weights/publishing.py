@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import orjson
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -248,7 +248,7 @@ class _Writing:
         with atomic_dir.syncing([file.path for file in files]):
             self.written = {file.path.name: file.entry() for file in files}
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
-            self._part(self.ranks.rank).write_bytes(orjson.dumps(self.written))
+            self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
 
     def finish(self, shared: SharedFiles, canary: Canary | None) -> None:
         if not self.ranks.leads:
@@ -258,7 +258,7 @@ class _Writing:
             if rank == self.ranks.rank:
                 continue
             part = self._part(rank)
-            files |= {name: FileEntry(**entry) for name, entry in orjson.loads(part.read_bytes()).items()}
+            files |= {name: FileEntry(**entry) for name, entry in msgspec.json.decode(part.read_bytes()).items()}
             part.unlink()
         if len(self.shards) > 1:
             files[_INDEX_FILE] = _write_file(self.directory / _INDEX_FILE, self._index())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-import orjson
+import msgspec
 import torch
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    encoded = orjson.dumps(header)
+    encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     parts = [memoryview(struct.pack("<Q", len(encoded)) + encoded)]
     with FileIO(path, "x") as file:

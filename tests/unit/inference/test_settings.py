@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import check
-from asyncrl.runtime import gpus
+from asyncrl.runtime import hardware as gpus
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def points(folder: Path) -> dict[tuple[int, str], float]:
 
 
 def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path) -> None:
-    with MetricsWriter.open(tmp_path, ExperimentConfig()) as writer:
+    with MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig()) as writer:
         writer.write(0, {"eval/held_out/accuracy": 0.125})
         writer.write(300, {"reward/mean": 0.5, "loss": -1, "parts": [1.0]})
         assert points(tmp_path / "tensorboard") == {
@@ -100,7 +100,7 @@ def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path)
 
 def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
     for first_step, steps in ((0, range(5)), (3, range(3, 6))):
-        with MetricsWriter.open(tmp_path, ExperimentConfig(), first_step) as writer:
+        with MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig(), first_step) as writer:
             for step in steps:
                 writer.write(step, {"x": 10 * first_step + step})
     assert points(tmp_path / "tensorboard") == {

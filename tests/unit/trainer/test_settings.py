@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
-from asyncrl.algorithms.registry import resolve
-from asyncrl.config.catalog import known
+from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device
 from asyncrl.trainer import settings
