@@ -8,13 +8,13 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import check
-from asyncrl.runtime import hardware as gpus
+from asyncrl.runtime import hardware
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which the driver lists this machine's GPUs; empty so far."""
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path)
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -79,6 +79,6 @@ def test_a_server_is_adopted_once(machine: Path) -> None:
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("1", 1), ("0,1,2,3", 2), (" , ", 0)])
 def test_gpus_are_those_left_visible(visible: str, count: int, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(machine, 2)
-    assert gpus.count_gpus() == 2
+    assert hardware.count_gpus() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_gpus() == count
+    assert hardware.count_gpus() == count

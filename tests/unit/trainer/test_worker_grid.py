@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.shards import ModelShardID
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.settings import worker_grid
 from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
@@ -47,14 +46,11 @@ def test_each_copy_has_one_head_and_the_publisher_is_a_head(grid: WorkerGrid) ->
 
 
 @given(grids)
-def test_the_routing_table_names_the_host_of_every_shard(grid: WorkerGrid) -> None:
+def test_every_worker_hosts_every_role_and_the_heads_take_trajectories(grid: WorkerGrid) -> None:
     table = grid.routing_table(["actor", "ref"])
-    for role in ("actor", "ref"):
-        shards = table.shards_of(role)
-        assert sorted(shards.values()) == list(range(grid.workers))
-        for shard, worker in shards.items():
-            place = grid.coordinates(worker)
-            assert shard == ModelShardID(role, place.data, place.tensor, place.pipeline)
+    everyone = list(range(grid.workers))
+    assert table.placement == {"actor": everyone, "ref": everyone}
+    assert table.data_workers == grid.data_heads
 
 
 @pytest.mark.parametrize("worker", [-1, 2])
