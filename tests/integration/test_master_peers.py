@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import MemoryResolver
+from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
@@ -46,8 +46,8 @@ async def test_an_evaluation_is_the_shares_of_all_rollout_workers() -> None:
     assert result == EvaluationResult((1.0, 0.0, 1.0), (2, 2, 1), min_version=5, max_version=6)
 
 
-async def test_a_name_is_awaited_for_so_long_unless_the_run_stops() -> None:
-    with MemoryResolver("test_master_peers") as resolver:
+async def test_a_name_is_awaited_for_so_long_unless_the_run_stops(tmp_path: Path) -> None:
+    with FileResolver(str(tmp_path)) as resolver:
         stop = asyncio.Event()
         with pytest.raises(NameResolveTimeout, match=r"'gserver_manager'.*0\.05 s"):
             await await_name(resolver, "gserver_manager", 0.05, stop)
@@ -59,8 +59,8 @@ async def test_a_name_is_awaited_for_so_long_unless_the_run_stops() -> None:
             await await_name(resolver, "nobody", LIMIT_S, stop)
 
 
-def test_announcements_are_what_the_readers_expect() -> None:
-    with MemoryResolver("test_master_board") as resolver:
+def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
+    with FileResolver(str(tmp_path)) as resolver:
         board = NameBoard(resolver)
         board.announce_version(3, "/w/v3")
         board.announce_version(4, "/w/v4")
