@@ -195,13 +195,7 @@ class ModelWorker(Worker):
         )
 
     async def _send_weights(self, request: SendWeights) -> Done:
-        await self._to_servers.send(
-            request.server,
-            request.url,
-            request.version,
-            keep_cache=request.keep_cache,
-            timeout_s=request.timeout_s,
-        )
+        await self._to_servers.send(request)
         return Done()
 
     # The main thread.
