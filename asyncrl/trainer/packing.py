@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Indices = TypeVar("Indices")
 
 
 class AttentionKind(StrEnum):
@@ -83,7 +85,7 @@ def _fill(
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Block(Generic[Indices]):
     """Sequences of a packed stream as rows of one length, for attention.
 
     `gather`, shape [rows * width], takes the stream's positions into rows (padding repeats position 0 of the stream,
@@ -93,11 +95,11 @@ class Block:
 
     rows: int
     width: int
-    gather: Ints
-    scatter: Ints
+    gather: Indices
+    scatter: Indices
 
 
-def blocks(lengths: Sequence[int]) -> list[Block]:
+def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
     """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
 
     Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
@@ -105,7 +107,7 @@ def blocks(lengths: Sequence[int]) -> list[Block]:
     Raises:
         ValueError: `lengths` is not descending.
     """
-    made: list[Block] = []
+    made: list[Block[Ints]] = []
     start = first = 0
     tokens = 0
     for index, length in enumerate(lengths):
@@ -122,7 +124,7 @@ def blocks(lengths: Sequence[int]) -> list[Block]:
     return made
 
 
-def _block(lengths: Sequence[int], start: int) -> Block:
+def _block(lengths: Sequence[int], start: int) -> Block[Ints]:
     rows, width = len(lengths), lengths[0]
     sizes = np.asarray(lengths, dtype=np.int64)
     real = np.arange(width) < sizes[:, None]

@@ -1,7 +1,7 @@
 """ModelWorker: one training rank. It holds the trajectories' tensors and computes what the master asks for.
 
 Two threads of I/O, one that computes. The trajectory puller takes in rollouts and acknowledges them once they are in
-the inbox; the request server answers what is quick at once (metadata, discards, status) and queues what computes; the
+the inbox; the request server answers what is quick at once (metadata, discards) and queues what computes; the
 main thread does the queued calls one after the other, in the order in which they came, so that collectives run in the
 same order on all ranks.
 
@@ -38,7 +38,6 @@ from asyncrl.trainer.messages import (
     CollectWeights,
     Discard,
     EndStep,
-    InboxStatus,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -48,7 +47,6 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     SendWeights,
-    Status,
 )
 from asyncrl.trainer.redistribute import redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
@@ -83,17 +81,7 @@ class ModelWorker(Worker):
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = choose_device(config.trainer.device)
         self._place = self._open.enter_context(
-            training_world(
-                worker=self.index,
-                grid=worker_grid(config),
-                device=device,
-                host=config.system.host,
-                run_dir=self.run_dir,
-                resolver=self.resolver,
-                join_timeout_s=config.system.start_timeout_s,
-                collective_timeout_s=config.trainer.collective_timeout_s,
-                lease_s=config.system.heartbeat_s,
-            )
+            training_world(config, self.index, worker_grid(config), device, self.run_dir, self.resolver)
         )
         graph = load_graph(config)
         self._device = device
@@ -124,7 +112,6 @@ class ModelWorker(Worker):
             immediate={
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
-                Status: self._status,
                 SendWeights: self._send_weights,
             },
             queued={
@@ -184,16 +171,6 @@ class ModelWorker(Worker):
         self._inbox.remove(request.rollout_ids)
         return Done()
 
-    async def _status(self, request: Status) -> InboxStatus:
-        counters = self._puller.counters
-        return InboxStatus(
-            held=len(self._inbox),
-            received=counters.received,
-            duplicates=counters.duplicates,
-            malformed=counters.malformed,
-            unauthenticated=counters.unauthenticated,
-        )
-
     async def _send_weights(self, request: SendWeights) -> Done:
         await self._to_servers.send(request)
         return Done()
@@ -244,25 +221,19 @@ class ModelWorker(Worker):
 
     def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
-        role, version, ranks = request.role, request.version, self._place.everyone
-        policy = self._rank.policy(role)
+        policy = self._rank.policy(request.role)
         canary = self._canary(policy)
-        self._to_servers.hold(version, policy.published_tensors())
-        if request.to_disk:
-            published = publishing.publish(
-                policy.published_tensors(),
-                self.run_dir / WEIGHTS_DIR,
-                role=role,
-                version=version,
-                ranks=ranks,
-                shared=self._shared.setdefault(role, SharedFiles(policy.model_config, self._assets)),
-                canary=canary,
-            )
-        else:
-            root = self.run_dir / ANNOUNCED_DIR
-            published = publishing.announce(
-                policy.published_tensors(), root, role=role, version=version, ranks=ranks, canary=canary
-            )
+        self._to_servers.hold(request.version, policy.published_tensors())
+        shared = self._shared.setdefault(request.role, SharedFiles(policy.model_config, self._assets))
+        published = publishing.publish(
+            policy.published_tensors(),
+            self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
+            role=request.role,
+            version=request.version,
+            ranks=self._place.everyone,
+            shared=shared if request.to_disk else None,
+            canary=canary,
+        )
         return PublishedWeights(str(published))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:

@@ -67,7 +67,7 @@ def publish(
     role: str,
     version: int,
     ranks: Ranks,
-    shared: SharedFiles,
+    shared: SharedFiles | None,
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -79,7 +79,8 @@ def publish(
 
     Args:
         named_tensors: by their names in a Hugging Face folder, tied ones once; the same on all ranks.
-        shared: what lies beside the weights of every version.
+        shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
+            weights from memory; the folder has the canary and a manifest that names no file of weights.
         canary: by which a server that loaded the version can be checked; the same on all ranks.
 
     Raises:
@@ -88,40 +89,18 @@ def publish(
     """
     final = version_dir(root, role, version)
     tensors = dict(named_tensors)
-    whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
-    if whole.item() < ranks.world:
+    if shared is None:
+        shards, entries = [], _entries(tensors.items(), "")
+    else:
+        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
+        if whole.item() == ranks.world:
+            return final
         shards = plan_shards(tensors, ranks.world, max_shard_bytes)
-        writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
-        ranks.together(writing.begin, f"creating {final}")
-        ranks.together(writing.write, f"writing {final}")
-        ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
-    return final
-
-
-def announce(
-    named_tensors: Iterable[tuple[str, Tensor]],
-    root: Path,
-    *,
-    role: str,
-    version: int,
-    ranks: Ranks,
-    canary: Canary | None,
-) -> Path:
-    """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
-    which names no weight files, and the canary. Called by all ranks; returns its folder on all once it is visible.
-
-    Raises:
-        PeerFailed: the leading rank could not write it.
-        OSError: this rank could not.
-    """
-    final = version_dir(root, role, version)
-    writing = _Writing(final, Manifest(role, version, {}, _entries(named_tensors, "")), (), ranks)
-
-    def write() -> None:
-        writing.begin()
-        writing.finish(None, canary)
-
-    ranks.together(write, f"announcing {final}")
+        entries = _tensor_entries(shards)
+    writing = _Writing(final, Manifest(role, version, {}, entries), shards, ranks)
+    ranks.together(writing.begin, f"creating {final}")
+    ranks.together(writing.write, f"writing {final}")
+    ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
     return final
 
 
@@ -247,7 +226,7 @@ class _Writing:
             return
         files = self.written if shared is None else shared.link_into(self.directory) | self.written
         others = (rank for rank in range(self.ranks.world) if rank != self.ranks.rank)
-        for part in map(self._part, others if self.shards else ()):
+        for part in map(self._part, others):
             files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
             part.unlink()
         if len(self.shards) > 1:

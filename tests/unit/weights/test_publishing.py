@@ -151,7 +151,7 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
     canary = Canary((1, 2), (0.0, -1.0))
     root = tmp_path / "announced"
     tensors = weights.published_tensors(model).items()
-    announced = weights.announce(tensors, root, role="actor", version=2, ranks=Ranks(), canary=canary)
+    announced = weights.publish(tensors, root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary)
     manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
     assert manifest.files.keys() == {CANARY_FILE}
