@@ -253,12 +253,7 @@ class ModelWorker(Worker):
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
-        self._rank.save_checkpoint(
-            Path(request.path),
-            version=request.version,
-            master_state=request.master_state,
-            keep=request.keep,
-        )
+        self._rank.save_checkpoint(request)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

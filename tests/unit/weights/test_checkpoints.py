@@ -16,6 +16,7 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
@@ -31,7 +32,7 @@ RunStep = Callable[..., dict[str, StatValues]]
 
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
     path = root / f"v{version}"
-    rank.save_checkpoint(path, version=version, master_state={"version": version}, keep=keep)
+    rank.save_checkpoint(SaveCheckpoint(str(path), version, keep, {"version": version}))
     return path
 
 
