@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
@@ -29,7 +29,7 @@ from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
-from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
+from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.messages import (
@@ -70,7 +70,6 @@ class ModelWorker(Worker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
-        self._functions: dict[str, ModelFunction] = {}
         self._batch: StepBatch | None = None
 
     def configure(self) -> None:
@@ -131,7 +130,7 @@ class ModelWorker(Worker):
             transport = weight_transport(self.config.manager.weight_transport)
             self._to_servers = transport.trainer_end(self.config, token, self._device)
             self._open.callback(self._close_connections)
-        self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
+        self._puller = TrajectoryPuller(system.host, security, on_message=partial(self._inbox.put, timeout_s=_ROOM_S))
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
@@ -141,9 +140,6 @@ class ModelWorker(Worker):
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
-
-    def _receive(self, trajectory: Trajectory) -> None:
-        self._inbox.put(trajectory, _ROOM_S)
 
     def _on_arrival(self) -> None:
         if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn

@@ -49,7 +49,8 @@ def save(parts: Parts, path: Path, ranks: Ranks, *, version: int, state: Mapping
     def finish() -> None:
         if ranks.leads:
             # The key is older than averaged weights among the parts.
-            document = {"version": version, "optimizers": _metadata(parts, ranks), **state}
+            metadata = {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
+            document = {"version": version, "optimizers": metadata, **state}
             atomic_dir.write_file(directory / STATE_FILE, json.dumps(document).encode())
             files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
             write_manifest(directory, Manifest("checkpoint", version, files))
@@ -92,10 +93,6 @@ def write_share(parts: Parts, directory: Path, ranks: Ranks) -> None:
         }
         _write(directory / _slice_file(f"{role}.{part.state_kind}", ranks.rank, ranks.world), share)
     _write(directory / _rng_file(ranks.rank), _rng_state())
-
-
-def _metadata(parts: Parts, ranks: Ranks) -> dict[str, Any]:
-    return {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
 
 
 def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:

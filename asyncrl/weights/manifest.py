@@ -164,12 +164,9 @@ def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
     large = [name for name in by_size if files[name].bytes >= _LARGE_BYTES]
     for name in by_size[: len(by_size) - len(large)]:
         _check_sum(directory, name, files[name])
-    if len(large) == 1:
-        _check_sum(directory, large[0], files[large[0]])
-    elif large:
-        with ThreadPoolExecutor(min(_THREADS, len(large))) as pool:
-            for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
-                pass
+    with ThreadPoolExecutor(_THREADS) as pool:  # which starts no more threads than it is given files
+        for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
+            pass
 
 
 def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:

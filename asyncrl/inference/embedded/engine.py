@@ -177,11 +177,11 @@ class GenerationEngine:
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop generating; the result comes when no further token will be produced."""
-        return self._mailbox.post(lambda: self._pause(mode))
+        return self._mailbox.post(lambda: self._set_paused(mode))
 
     def resume(self) -> Future[None]:
         """Generate again."""
-        return self._mailbox.post(self._resume)
+        return self._mailbox.post(lambda: self._set_paused(None))
 
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
@@ -277,15 +277,13 @@ class GenerationEngine:
             queue.barrier = None
             drain.change.run()
 
-    def _pause(self, mode: PauseMode) -> None:
+    def _set_paused(self, mode: PauseMode | None) -> None:
+        """Stop as `mode` says; None goes on."""
         if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
         elif mode == PauseMode.retract:
             self._retractions += self._batch.retract()
         self._paused = mode
-
-    def _resume(self) -> None:
-        self._paused = None
 
     def _deliver(self) -> None:
         """Answer the jobs that are complete, once the statistics tell of them."""

@@ -96,11 +96,6 @@ def handler_error(message: str) -> Refusal:
     return Refusal(message, {"error": {"message": message}})
 
 
-def contract_error(message: str) -> Refusal:
-    """A sampling parameter that does not exist."""
-    return Refusal(message, {"error": message})
-
-
 def decode(raw: bytes, kind: type[T]) -> T:
     """The request body `raw` as a message.
 
@@ -159,7 +154,8 @@ def _checked(params: dict[str, Any]) -> UsedParams:
     for name, value in params.items():
         if name not in KNOWN_PARAMS:
             expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
-            raise contract_error(f"unknown field `{name}`, expected one of {expected}")
+            message = f"unknown field `{name}`, expected one of {expected}"
+            raise Refusal(message, {"error": message})
         _check_neutral(name, value, NEUTRAL_PARAMS)
     try:
         return msgspec.convert({name: value for name, value in params.items() if value is not None}, UsedParams)
