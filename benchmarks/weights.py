@@ -44,7 +44,7 @@ from asyncrl.inference.client import GenerationServerClient
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.trainer.parallel import Ranks
-from asyncrl.weights.atomic_dir import sync_directory, sync_files
+from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.manifest import verify
 from asyncrl.weights.publishing import publish, published_tensors, tokenizer_assets
 from asyncrl.weights.shared_files import SharedFiles
@@ -147,7 +147,7 @@ def plain(model: PreTrainedModel, file: Path) -> tuple[float, float]:
     """Seconds to write the model's bytes durably, and to read them."""
     start = time.perf_counter()
     save_file({name: tensor.contiguous() for name, tensor in published_tensors(model).items()}, file)
-    sync_files([file])
+    sync_file(file)
     sync_directory(file.parent)
     middle = time.perf_counter()
     held: list[Tensor] = []

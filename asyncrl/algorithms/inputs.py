@@ -109,9 +109,9 @@ class AdvantageInputs:
     """A rank's whole batch for an advantage estimator.
 
     `values_T[t]` is the value of the prefix before token t, the state in which it was chosen; `bootstrap_values_S` that
-    of the whole sequence (`critic.align_values` makes both from a critic's output). `token_rewards_T` is added to
-    the sequence's reward token by token (a KL penalty). `group_ids_S` are any integers; members need not be adjacent
-    and may stem from different policy versions. `all_reduce` sums over ranks; None on one rank.
+    of the whole sequence (`critic_alignment.align_values` makes both from a critic's output). `token_rewards_T` is
+    added to the sequence's reward token by token (a KL penalty). `group_ids_S` are any integers; members need not be
+    adjacent and may stem from different policy versions. `all_reduce` sums over ranks; None on one rank.
     """
 
     rewards_S: Tensor

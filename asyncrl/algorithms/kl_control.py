@@ -3,68 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 ERROR_LIMIT = 0.2
 """Ziegler et al. clip the proportional error to +-0.2, so that one odd batch cannot throw the coefficient."""
 
 
-class KLController(Protocol):
-    """Holds the coefficient in force."""
-
-    coef: float
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Takes note of a finished step's mean KL (nats per token or per sequence, as `target`) over `num_samples`."""
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state_dict`."""
-
-
 @dataclass
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """The coefficient in force: a constant, or where there is a target
 
-    coef: float
+        coef <- coef (1 + clip(kl / target - 1, +-0.2) n / horizon)
 
-    def update(self, kl: float, num_samples: int) -> None:
-        """Changes nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Nothing: the coefficient is a setting."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Changes nothing: a resumed run may have another coefficient."""
-
-
-@dataclass
-class AdaptiveKLController:
-    """coef <- coef (1 + clip(kl / target - 1, +-0.2) num_samples / horizon).
-
-    Ziegler et al. 2019 (arXiv:1909.08593) section 2.2. `horizon` is in samples: the larger, the slower. Raises
-    ValueError unless all three are positive.
+    Ziegler et al. 2019 (arXiv:1909.08593) section 2.2; n and `horizon` are in samples: the larger the horizon, the
+    slower. `target` 0 keeps the coefficient constant, and one of 0 stays 0.
     """
 
     coef: float
-    target: float
-    horizon: float
+    target: float = 0.0
+    horizon: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("coef", "target", "horizon"):
-            value = vars(self)[name]
-            if value <= 0.0:
-                raise ValueError(f"{name} is {value}; an adaptive KL coefficient needs it above 0")
+        self._adapts = self.coef > 0.0 and self.target > 0.0
 
     def update(self, kl: float, num_samples: int) -> None:
-        error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
-        self.coef *= 1.0 + error * num_samples / self.horizon
+        """Takes note of a finished step's mean KL (nats per token or per sequence, as `target`) over `num_samples`."""
+        if self._adapts:
+            error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
+            self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        """What a checkpoint must hold; nothing of a constant, which is a setting."""
+        return {"coef": self.coef} if self._adapts else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state.get("coef", self.coef)  # it may have been fixed before
+        """Restores `state_dict`. A constant stays: a resumed run may have another."""
+        if self._adapts:
+            self.coef = state.get("coef", self.coef)  # it may have been fixed before

@@ -58,11 +58,3 @@ class ObjectiveSpec:
     entropy_coef: float = 0.0
     aggregation: Choice = Choice("token_mean")
     prox: ProximalMode = ProximalMode.recompute
-
-
-@dataclass(frozen=True)
-class ValueObjectiveSpec:
-    """The critic's objective."""
-
-    value_loss: Choice = Choice("clipped")
-    aggregation: Choice = Choice("token_mean")

@@ -16,6 +16,9 @@ from asyncrl.algorithms.inputs import AllReduce
 from asyncrl.algorithms.packing import as_float
 from asyncrl.algorithms.spec import ValueNormalisation
 
+MIN_STD = 1e-4
+"""The standard deviation is held above this, in reward units: it is divided by."""
+
 
 class ValueNorm:
     """Running mean and variance of returns.
@@ -23,22 +26,17 @@ class ValueNorm:
     Args:
         mode: `running` or `ema`.
         decay: weight of the past in `ema`, per update, in [0, 1).
-        min_std: the standard deviation is held above this, in reward units.
 
     Raises:
-        ValueError: an unknown mode, a decay outside [0, 1) or a min_std that is not positive.
+        ValueError: the mode is `none`, or a decay outside [0, 1).
     """
 
-    def __init__(
-        self, mode: ValueNormalisation = ValueNormalisation.running, decay: float = 0.99, min_std: float = 1e-4
-    ) -> None:
+    def __init__(self, mode: ValueNormalisation = ValueNormalisation.running, decay: float = 0.99) -> None:
         if mode == ValueNormalisation.none:
             raise ValueError("value normalisation mode is none; make no ValueNorm, or choose running or ema")
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay is {decay}; set it to 0 or more and below 1 (0.99 is usual)")
-        if min_std <= 0.0:
-            raise ValueError(f"min_std is {min_std}; it is divided by, set it above 0")
-        self.mode, self.decay, self.min_std = mode, decay, min_std
+        self.mode, self.decay = mode, decay
         self._weight = self._mean_sum = self._square_sum = 0.0
 
     @property
@@ -51,7 +49,7 @@ class ValueNorm:
         """Standard deviation of the returns seen, 1 before the first."""
         if not self._weight:
             return 1.0
-        return max(math.sqrt(self._square_sum / self._weight), self.min_std)
+        return max(math.sqrt(self._square_sum / self._weight), MIN_STD)
 
     def update(self, returns_T: Tensor, mask_T: Tensor, all_reduce: AllReduce | None = None) -> None:
         """Takes in a batch of returns in reward units. Every rank must call it."""

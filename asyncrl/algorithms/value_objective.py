@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.inputs import ValueLossInputs
-from asyncrl.algorithms.spec import Resolve, ValueObjectiveSpec
+from asyncrl.algorithms.spec import Choice, Resolve
 from asyncrl.algorithms.stats import Stats, mean_stat
 
 
 class ValueObjective:
-    """The critic's objective that `spec` describes, of the functions that `resolve` finds. Holds no state."""
+    """The critic's objective of the functions that `resolve` finds. Holds no state."""
 
-    def __init__(self, spec: ValueObjectiveSpec, resolve: Resolve) -> None:
-        self._loss = resolve("value_loss", spec.value_loss.name, spec.value_loss.params)
-        self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
+    def __init__(self, value_loss: Choice, aggregation: Choice, resolve: Resolve) -> None:
+        self._loss = resolve("value_loss", value_loss.name, value_loss.params)
+        self._aggregation = resolve("aggregation", aggregation.name, aggregation.params)
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
         """This micro-batch's share of the global denominator."""

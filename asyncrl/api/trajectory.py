@@ -54,12 +54,6 @@ class Sample:
             )
 
     @property
-    def oldest_version(self) -> int:
-        """Policy version of the oldest generated token; -1 if nothing was generated."""
-        generated = self.versions[self.loss_mask.astype(bool)]
-        return int(generated.min()) if generated.size else -1
-
-    @property
     def generated_length(self) -> int:
         """Number of generated tokens."""
         return int(self.loss_mask.sum())
@@ -190,9 +184,3 @@ class Trajectory:
     def columns(self) -> SampleColumns:
         """The samples, at least one, in whole columns; joined at each call if they are not so already."""
         return SampleColumns.join(self.samples)
-
-    @property
-    def oldest_version(self) -> int:
-        """Policy version of the oldest generated token of any sample; -1 if nothing was generated."""
-        versions = [sample.oldest_version for sample in self.samples if sample.generated_length]
-        return min(versions, default=-1)

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.api.generation import FinishReason, SamplingParams
+from asyncrl.api.generation import Completion, FinishReason, SamplingParams
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.inference.messages import (
     AbortRequest,
@@ -72,16 +72,6 @@ class GenerateItem:
     seed_offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCompletion:
-    """What one call generated for a sample: three lists of one length."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason
-
-
 def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> str:
     """The id of a sample's attempt on the wire; with no `sample`, the prefix of all of `request_id`'s.
 
@@ -118,7 +108,7 @@ def parse_version(label: object) -> int:
     raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
 
 
-def parse_completion(reply: Mapping[str, Any]) -> ServerCompletion:
+def parse_completion(reply: Mapping[str, Any]) -> Completion:
     """One sample of a `/generate` reply.
 
     Raises:
@@ -129,7 +119,7 @@ def parse_completion(reply: Mapping[str, Any]) -> ServerCompletion:
         finish = meta["finish_reason"]["type"]
         token_ids: list[int] = reply["output_ids"]
         if finish == FinishReason.abort and not token_ids:
-            return ServerCompletion([], [], [], FinishReason.abort)
+            return Completion([], [], [], FinishReason.abort)
         logprobs = behaviour_logprobs(meta)
         versions = _token_versions(meta, len(token_ids))
     except (KeyError, TypeError, IndexError) as error:
@@ -140,7 +130,7 @@ def parse_completion(reply: Mapping[str, Any]) -> ServerCompletion:
         raise MalformedReply(
             f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
         )
-    return ServerCompletion(token_ids, logprobs, versions, FinishReason(finish))
+    return Completion(token_ids, logprobs, versions, FinishReason(finish))
 
 
 def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
@@ -169,7 +159,7 @@ class GenerationServerClient:
 
     async def generate(
         self, items: Sequence[GenerateItem], sampling: SamplingParams, *, timeout_s: float
-    ) -> list[ServerCompletion]:
+    ) -> list[Completion]:
         """Generate for all `items` in one call; the completions are in their order.
 
         Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.

@@ -43,7 +43,6 @@ from asyncrl.comm.retry import Backoff
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
-    ServerCompletion,
     check_tokens,
     derive_seed,
     wire_rid,
@@ -78,7 +77,7 @@ class _Draft:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
 
-    def extend(self, part: ServerCompletion, budget: int) -> None:
+    def extend(self, part: Completion, budget: int) -> None:
         """Append what a round brought; `budget` is the sample's `max_new_tokens`."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
@@ -137,7 +136,7 @@ class RolloutClient:
         self._max_failures = max_failures
         self._vocab_size = vocab_size
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._calls_to: dict[str, set[asyncio.Task[list[ServerCompletion]]]] = {}
+        self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self.stats = ClientStats()
@@ -286,7 +285,7 @@ class RolloutClient:
 
     async def _call(
         self, server: GenerationServerClient, own_id: str, items: list[GenerateItem], sampling: SamplingParams
-    ) -> list[ServerCompletion]:
+    ) -> list[Completion]:
         """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits."""
         call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
         calls = self._calls_to.setdefault(server.url, set())

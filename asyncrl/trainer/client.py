@@ -20,20 +20,20 @@ class PublisherClient:
         self._resolver, self._security, self._key = resolver, security, names.worker_key("model_worker", worker)
         self._connected: tuple[str, RequestClient] | None = None
 
-    async def send_weights(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
-        """Have it bring the paused server with index `server` at `url` to `version`, which it holds in memory.
+    async def send_weights(self, order: SendWeights) -> None:
+        """Have it carry out `order` with what it holds in memory.
 
         Raises:
             UpdateFailed: it did not; what weights the server has is unknown.
         """
         try:
             client = await self._find()
-            await client.call(SendWeights(server, url, version, keep_cache, timeout_s), timeout_s=timeout_s)
+            await client.call(order, timeout_s=order.timeout_s)
         except (NameResolveError, TimeoutError, PeerGone) as error:
-            raise UpdateFailed(f"the trainer did not send v{version} to {url}: {error}") from error
+            raise UpdateFailed(f"the trainer did not send v{order.version} to {order.url}: {error}") from error
         except RemoteError as error:
             raise UpdateFailed(
-                f"the trainer could not send v{version} to {url}: {error.kind}: {error.message}"
+                f"the trainer could not send v{order.version} to {order.url}: {error.kind}: {error.message}"
             ) from error
 
     async def _find(self) -> RequestClient:

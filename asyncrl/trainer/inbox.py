@@ -40,11 +40,6 @@ class Inbox:
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
 
-    def __len__(self) -> int:
-        """Rollouts held."""
-        with self._room:
-            return len(self._held)
-
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
         """Add a trajectory, waiting for room; one that is held already is ignored.
 

@@ -66,20 +66,6 @@ class Discard(Request[Done], frozen=True):
     rollout_ids: tuple[str, ...]
 
 
-class InboxStatus(Reply, frozen=True):
-    """Rollouts held now, and counters of the trajectory puller."""
-
-    held: int
-    received: int
-    duplicates: int
-    malformed: int
-    unauthenticated: int
-
-
-class Status(Request[InboxStatus], frozen=True):
-    """How is reception going?"""
-
-
 class SendWeights(Request[Done], frozen=True):
     """Bring the paused server with index `server` at `url` to `version`, which is held in memory.
 

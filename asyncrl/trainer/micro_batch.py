@@ -82,37 +82,27 @@ def micro_batches(
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
     """
     active = [seq for seq in seqs if input_lengths_S[seq] > 0]
-    for part in cut([int(input_lengths_S[seq]) for seq in active], budget, kind):
-        yield _build(tokens_T, wanted_T, starts_S, input_lengths_S, [active[index] for index in part], kind)
-
-
-def _build(
-    tokens_T: Tensor,
-    wanted_T: NDArray[np.bool_],
-    starts_S: Ints,
-    input_lengths_S: Ints,
-    seqs: list[int],
-    kind: AttentionKind,
-) -> MicroBatch:
     device = tokens_T.device
-    lengths = input_lengths_S[seqs]
-    rows_I = np.repeat(np.arange(len(seqs)), lengths)
-    offsets_I = np.arange(len(rows_I)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    sources_I = starts_S[seqs][rows_I] + offsets_I
-    # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
-    chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
-    inputs, places_I = _lay_out(tokens_T, sources_I, rows_I, offsets_I, lengths, kind)
-    targets_N = torch.from_numpy(sources_I[chosen] + 1).to(device)
-    return MicroBatch(
-        seqs=seqs,
-        model_inputs=inputs,
-        sources_I=torch.from_numpy(sources_I).to(device),
-        places_I=torch.from_numpy(places_I).to(device),
-        targets_N=targets_N,
-        tokens_N=tokens_T[targets_N],
-        predictors_N=torch.from_numpy(places_I[chosen]).to(device),
-        seq_ids_N=torch.from_numpy(rows_I[chosen]).to(device),
-    )
+    for part in cut([int(input_lengths_S[seq]) for seq in active], budget, kind):
+        members = [active[index] for index in part]
+        lengths = input_lengths_S[members]
+        rows_I = np.repeat(np.arange(len(members)), lengths)
+        offsets_I = np.arange(len(rows_I)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        sources_I = starts_S[members][rows_I] + offsets_I
+        # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
+        chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
+        inputs, places_I = _lay_out(tokens_T, sources_I, rows_I, offsets_I, lengths, kind)
+        targets_N = torch.from_numpy(sources_I[chosen] + 1).to(device)
+        yield MicroBatch(
+            seqs=members,
+            model_inputs=inputs,
+            sources_I=torch.from_numpy(sources_I).to(device),
+            places_I=torch.from_numpy(places_I).to(device),
+            targets_N=targets_N,
+            tokens_N=tokens_T[targets_N],
+            predictors_N=torch.from_numpy(places_I[chosen]).to(device),
+            seq_ids_N=torch.from_numpy(rows_I[chosen]).to(device),
+        )
 
 
 def _lay_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,6 @@ from asyncrl.config.setting import Dtype
 from asyncrl.trainer import packed_attention
 from asyncrl.trainer.packing import AttentionKind
 from asyncrl.trainer.settings import AttentionImplementation
-
-DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 _KINDS: dict[AttentionImplementation, AttentionKind] = {
     AttentionImplementation.sdpa: AttentionKind.packed,
@@ -40,17 +39,17 @@ def load_causal_lm(
     Raises:
         OSError: `path` holds no model.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
-    )
-    assert isinstance(model, PreTrainedModel), type(model)
+    model: PreTrainedModel = _pretrained(AutoModelForCausalLM, path, dtype, attn_implementation)
     model.train(False)
     nn.Module.to(model, device)
     return model
 
 
-def _transformers_name(attn_implementation: AttentionImplementation) -> str:
-    return packed_attention.PACKED if attn_implementation == AttentionImplementation.sdpa else str(attn_implementation)
+def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
+    """The model in `path` as transformers' auto class `kind` loads it."""
+    packed = attn_implementation == AttentionImplementation.sdpa
+    attention = packed_attention.PACKED if packed else str(attn_implementation)
+    return kind.from_pretrained(str(path), dtype=str(dtype), attn_implementation=attention)
 
 
 class Critic(nn.Module):
@@ -76,10 +75,7 @@ def load_critic(
     path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
 ) -> Critic:
     """An untrained critic on the trunk in `path`."""
-    trunk = AutoModel.from_pretrained(
-        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
-    )
-    return Critic(trunk).eval().to(device)
+    return Critic(_pretrained(AutoModel, path, dtype, attn_implementation)).eval().to(device)
 
 
 def load_reward_model(
@@ -90,11 +86,8 @@ def load_reward_model(
     Raises:
         ValueError: it has several labels, or no linear head called `score`.
     """
-    model = AutoModelForSequenceClassification.from_pretrained(
-        str(path), dtype=DTYPES[dtype], attn_implementation=_transformers_name(attn_implementation)
-    )
-    heads = dict(model.named_children())
-    head = heads.get("score")
+    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation)
+    head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
     critic = Critic(model.base_model)

@@ -13,7 +13,6 @@ The blocks reach it as the keyword `attention_blocks`, which transformers models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from asyncrl.trainer import packing
+from asyncrl.trainer.packing import Block, blocks
 
 PACKED = "asyncrl_packed"
 """Name of `packed_attention` among transformers' attention functions."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionBlock:
-    """`packing.Block` on the model's device."""
-
-    rows: int
-    width: int
-    gather: Tensor
-    scatter: Tensor
-
-
-def attention_blocks(lengths: Sequence[int], device: torch.device) -> list[AttentionBlock]:
-    """The blocks of sequences of `lengths` tokens (descending) packed end to end."""
+def attention_blocks(lengths: Sequence[int], device: torch.device) -> list[Block[Tensor]]:
+    """The blocks of sequences of `lengths` tokens (descending) packed end to end, on `device`."""
     return [
-        AttentionBlock(
-            block.rows,
-            block.width,
-            torch.from_numpy(block.gather).to(device),
-            torch.from_numpy(block.scatter).to(device),
-        )
-        for block in packing.blocks(lengths)
+        Block(b.rows, b.width, torch.from_numpy(b.gather).to(device), torch.from_numpy(b.scatter).to(device))
+        for b in blocks(lengths)
     ]
 
 
@@ -57,7 +41,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_blocks: Sequence[AttentionBlock],
+    attention_blocks: Sequence[Block[Tensor]],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

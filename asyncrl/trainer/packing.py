@@ -12,14 +12,16 @@ this number allows, so that micro-batches are nearly equal and none is a leftove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Indices = TypeVar("Indices")
 
 
 class AttentionKind(StrEnum):
@@ -46,44 +48,35 @@ def cut(lengths: Sequence[int], budget: int, kind: AttentionKind = AttentionKind
     if budget < 1:
         raise ValueError(f"budget is {budget} tokens: set trainer.tokens_per_micro_batch to at least 1")
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    cost: Callable[[int, int, int], int] = _padded_cost if kind == AttentionKind.padded else _packed_cost
-    parts = _fill(order, lengths, budget, cost)
+    padded = kind == AttentionKind.padded
+    parts = _fill(order, lengths, budget, padded)
     low, high = 1, budget
     while low < high:  # the least budget that still gives this many parts
         middle = (low + high) // 2
-        if len(_fill(order, lengths, middle, cost)) <= len(parts):
+        if len(_fill(order, lengths, middle, padded)) <= len(parts):
             high = middle
         else:
             low = middle + 1
-    return _fill(order, lengths, high, cost)
+    return _fill(order, lengths, high, padded)
 
 
-def _packed_cost(tokens: int, longest: int, rows: int) -> int:
-    return tokens
-
-
-def _padded_cost(tokens: int, longest: int, rows: int) -> int:
-    return longest * rows
-
-
-def _fill(
-    order: Sequence[int], lengths: Sequence[int], budget: int, cost: Callable[[int, int, int], int]
-) -> list[list[int]]:
+def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, padded: bool) -> list[list[int]]:
+    """First fit in `order`, longest first; a part costs its tokens, or where rows are `padded` the first's for each."""
     parts: list[list[int]] = []
-    tokens = longest = 0
+    cost = 0
     for index in order:
         length = lengths[index]
-        if parts and cost(tokens + length, max(longest, length), len(parts[-1]) + 1) <= budget:
+        cost += lengths[parts[-1][0]] if padded and parts else length
+        if parts and cost <= budget:
             parts[-1].append(index)
-            tokens, longest = tokens + length, max(longest, length)
         else:
             parts.append([index])
-            tokens = longest = length
+            cost = length
     return parts
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Block(Generic[Indices]):
     """Sequences of a packed stream as rows of one length, for attention.
 
     `gather`, shape [rows * width], takes the stream's positions into rows (padding repeats position 0 of the stream,
@@ -93,11 +86,11 @@ class Block:
 
     rows: int
     width: int
-    gather: Ints
-    scatter: Ints
+    gather: Indices
+    scatter: Indices
 
 
-def blocks(lengths: Sequence[int]) -> list[Block]:
+def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
     """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
 
     Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
@@ -105,7 +98,7 @@ def blocks(lengths: Sequence[int]) -> list[Block]:
     Raises:
         ValueError: `lengths` is not descending.
     """
-    made: list[Block] = []
+    made: list[Block[Ints]] = []
     start = first = 0
     tokens = 0
     for index, length in enumerate(lengths):
@@ -122,7 +115,7 @@ def blocks(lengths: Sequence[int]) -> list[Block]:
     return made
 
 
-def _block(lengths: Sequence[int], start: int) -> Block:
+def _block(lengths: Sequence[int], start: int) -> Block[Ints]:
     rows, width = len(lengths), lengths[0]
     sizes = np.asarray(lengths, dtype=np.int64)
     real = np.arange(width) < sizes[:, None]

@@ -1,7 +1,7 @@
 """ModelWorker: one training rank. It holds the trajectories' tensors and computes what the master asks for.
 
 Two threads of I/O, one that computes. The trajectory puller takes in rollouts and acknowledges them once they are in
-the inbox; the request server answers what is quick at once (metadata, discards, status) and queues what computes; the
+the inbox; the request server answers what is quick at once (metadata, discards) and queues what computes; the
 main thread does the queued calls one after the other, in the order in which they came, so that collectives run in the
 same order on all ranks.
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
@@ -29,7 +29,7 @@ from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
-from asyncrl.trainer.calls import CallContext, ModelFunction, find_function, run_call
+from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.messages import (
@@ -38,7 +38,6 @@ from asyncrl.trainer.messages import (
     CollectWeights,
     Discard,
     EndStep,
-    InboxStatus,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -48,7 +47,6 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     SendWeights,
-    Status,
 )
 from asyncrl.trainer.redistribute import redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
@@ -72,7 +70,6 @@ class ModelWorker(Worker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
-        self._functions: dict[str, ModelFunction] = {}
         self._batch: StepBatch | None = None
 
     def configure(self) -> None:
@@ -83,17 +80,7 @@ class ModelWorker(Worker):
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = choose_device(config.trainer.device)
         self._place = self._open.enter_context(
-            training_world(
-                worker=self.index,
-                grid=worker_grid(config),
-                device=device,
-                host=config.system.host,
-                run_dir=self.run_dir,
-                resolver=self.resolver,
-                join_timeout_s=config.system.start_timeout_s,
-                collective_timeout_s=config.trainer.collective_timeout_s,
-                lease_s=config.system.heartbeat_s,
-            )
+            training_world(config, self.index, worker_grid(config), device, self.run_dir, self.resolver)
         )
         graph = load_graph(config)
         self._device = device
@@ -124,7 +111,6 @@ class ModelWorker(Worker):
             immediate={
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
-                Status: self._status,
                 SendWeights: self._send_weights,
             },
             queued={
@@ -144,7 +130,7 @@ class ModelWorker(Worker):
             transport = weight_transport(self.config.manager.weight_transport)
             self._to_servers = transport.trainer_end(self.config, token, self._device)
             self._open.callback(self._close_connections)
-        self._puller = TrajectoryPuller(system.host, security, on_message=self._receive)
+        self._puller = TrajectoryPuller(system.host, security, on_message=partial(self._inbox.put, timeout_s=_ROOM_S))
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
@@ -154,9 +140,6 @@ class ModelWorker(Worker):
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
-
-    def _receive(self, trajectory: Trajectory) -> None:
-        self._inbox.put(trajectory, _ROOM_S)
 
     def _on_arrival(self) -> None:
         if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn
@@ -184,24 +167,8 @@ class ModelWorker(Worker):
         self._inbox.remove(request.rollout_ids)
         return Done()
 
-    async def _status(self, request: Status) -> InboxStatus:
-        counters = self._puller.counters
-        return InboxStatus(
-            held=len(self._inbox),
-            received=counters.received,
-            duplicates=counters.duplicates,
-            malformed=counters.malformed,
-            unauthenticated=counters.unauthenticated,
-        )
-
     async def _send_weights(self, request: SendWeights) -> Done:
-        await self._to_servers.send(
-            request.server,
-            request.url,
-            request.version,
-            keep_cache=request.keep_cache,
-            timeout_s=request.timeout_s,
-        )
+        await self._to_servers.send(request)
         return Done()
 
     # The main thread.
@@ -250,25 +217,19 @@ class ModelWorker(Worker):
 
     def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
-        role, version, ranks = request.role, request.version, self._place.everyone
-        policy = self._rank.policy(role)
+        policy = self._rank.policy(request.role)
         canary = self._canary(policy)
-        self._to_servers.hold(version, policy.published_tensors())
-        if request.to_disk:
-            published = publishing.publish(
-                policy.published_tensors(),
-                self.run_dir / WEIGHTS_DIR,
-                role=role,
-                version=version,
-                ranks=ranks,
-                shared=self._shared.setdefault(role, SharedFiles(policy.model_config, self._assets)),
-                canary=canary,
-            )
-        else:
-            root = self.run_dir / ANNOUNCED_DIR
-            published = publishing.announce(
-                policy.published_tensors(), root, role=role, version=version, ranks=ranks, canary=canary
-            )
+        self._to_servers.hold(request.version, policy.published_tensors())
+        shared = self._shared.setdefault(request.role, SharedFiles(policy.model_config, self._assets))
+        published = publishing.publish(
+            policy.published_tensors(),
+            self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
+            role=request.role,
+            version=request.version,
+            ranks=self._place.everyone,
+            shared=shared if request.to_disk else None,
+            canary=canary,
+        )
         return PublishedWeights(str(published))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
@@ -288,12 +249,7 @@ class ModelWorker(Worker):
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
-        self._rank.save_checkpoint(
-            Path(request.path),
-            version=request.version,
-            master_state=request.master_state,
-            keep=request.keep,
-        )
+        self._rank.save_checkpoint(request)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

@@ -17,6 +17,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
 from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.trainer.train_state import TrainState
@@ -50,14 +51,15 @@ class TrainingRank:
             raise TypeError(f"role {role!r} is no language model; only language models are published")
         return engine
 
-    def save_checkpoint(self, path: Path, *, version: int, master_state: Any, keep: int) -> None:
-        """Write a checkpoint of policy `version` to `path` and delete all but the newest `keep`. Called by all ranks.
+    def save_checkpoint(self, order: SaveCheckpoint) -> None:
+        """Write the checkpoint that `order` describes and delete old ones. Called by all ranks.
 
         Raises:
             PeerFailed: another rank could not write its part.
         """
-        state = {"train_state": self.state.state_dict(), "master_state": master_state}
-        checkpoints.save(self._changing(), path, self.place.everyone, version=version, state=state, keep=keep)
+        state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
+        path, ranks = Path(order.path), self.place.everyone
+        checkpoints.save(self._changing(), path, ranks, version=order.version, state=state, keep=order.keep)
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.

@@ -36,7 +36,7 @@ LogitsOf = Callable[[Tensor], Tensor]
 def logits_function(model: PreTrainedModel) -> LogitsOf:
     """The map from hidden states [N, H] to logits [N, V] of `model`: its output embedding, soft-capped or not.
 
-    `PolicyEngine` proves on a probe that `model` does no more than that.
+    `FlatPolicyEngine` proves on a probe that `model` does no more than that.
     """
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     cap: float | None = model.config.get_text_config().to_dict().get("final_logit_softcapping")

@@ -173,27 +173,19 @@ class CheckpointConfig:
     keep: int = setting(2, "checkpoints kept", minimum=1)
 
 
-def data_parallel_ranks(parallel: str) -> int:
-    """Number of data-parallel ranks in `trainer.parallel`, e.g. 2 for `d2`.
-
-    Raises:
-        ConfigError: it is not `d<N>`.
-    """
-    match = _PARALLEL.fullmatch(parallel)
-    if match is None:
-        raise ConfigError(
-            f"trainer.parallel={parallel!r}: not a layout; write d<N> for N data-parallel ranks, for example d2"
-        )
-    return int(match[1])
-
-
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:
     """How the ModelWorkers of `config` are laid out.
 
     Raises:
         ConfigError: `trainer.parallel` is not a layout.
     """
-    return WorkerGrid(data=data_parallel_ranks(config.trainer.parallel))
+    parallel = config.trainer.parallel
+    match = _PARALLEL.fullmatch(parallel)
+    if match is None:
+        raise ConfigError(
+            f"trainer.parallel={parallel!r}: not a layout; write d<N> for N data-parallel ranks, for example d2"
+        )
+    return WorkerGrid(data=int(match[1]))
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -19,7 +19,6 @@ log-probabilities are put off so, as the first minibatch gets them for nothing a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,13 +33,6 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 Compute = Callable[[Tensor], Tensor]
 """Computes a deferred [T] column at the tokens of a bool mask [T], 0 elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """A column still to be computed."""
-
-    compute: Compute
 
 
 class StepBatch:
@@ -67,7 +59,7 @@ class StepBatch:
         self.num_minibatches = num_minibatches
         self.rollout_ids = tuple(rollout_ids)
         self.metrics = tuple(metrics)
-        self._columns: dict[str, Tensor | Deferred] = dict(columns)
+        self._columns: dict[str, Tensor | Compute] = dict(columns)
         lengths = columns["lengths"]
         self.lengths_S: NDArray[np.int64] = lengths.cpu().numpy()
         self.starts_S: NDArray[np.int64] = np.cumsum(self.lengths_S) - self.lengths_S
@@ -104,8 +96,8 @@ class StepBatch:
             KeyError: no such key; the message lists those there are.
         """
         column = self._column(key)
-        if isinstance(column, Deferred):
-            column = self._columns[key] = column.compute(self["loss_mask"])
+        if not isinstance(column, Tensor):
+            column = self._columns[key] = column(self["loss_mask"])
         return column
 
     def __setitem__(self, key: str, tensor: Tensor) -> None:
@@ -125,14 +117,14 @@ class StepBatch:
 
     def defer(self, key: str, compute: Compute) -> None:
         """Add a column that is computed when it is read."""
-        self._columns[key] = Deferred(compute)
+        self._columns[key] = compute
 
     def deferred(self, key: str) -> Compute | None:
         """How to compute `key` where it is still deferred; None where its tensor is there."""
         column = self._column(key)
-        return column.compute if isinstance(column, Deferred) else None
+        return None if isinstance(column, Tensor) else column
 
-    def _column(self, key: str) -> Tensor | Deferred:
+    def _column(self, key: str) -> Tensor | Compute:
         try:
             return self._columns[key]
         except KeyError:

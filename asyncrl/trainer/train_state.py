@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from asyncrl.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
+from asyncrl.algorithms.kl_control import KLController
 from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation, ValueObjectiveSpec
+from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.algorithms.value_norm import ValueNorm
 from asyncrl.algorithms.value_objective import ValueObjective
 from asyncrl.config.catalog import resolve
@@ -21,9 +21,9 @@ class TrainState:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         find = partial(resolve, plugins=algorithm.plugins)
         self.objective = Objective(objective_spec(algorithm), find)
-        value_spec = ValueObjectiveSpec(_choice(algorithm.critic.value_loss), _choice(algorithm.aggregation))
-        self.value_objective = ValueObjective(value_spec, find)
-        self.kl: KLController = _kl_controller(algorithm)
+        value_loss, aggregation = _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation)
+        self.value_objective = ValueObjective(value_loss, aggregation, find)
+        self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         norm = algorithm.critic.value_norm
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
 
@@ -53,12 +53,6 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         aggregation=_choice(algorithm.aggregation),
         prox=algorithm.prox,
     )
-
-
-def _kl_controller(algorithm: AlgorithmConfig) -> KLController:
-    if algorithm.kl_coef > 0.0 and algorithm.kl_target > 0.0:
-        return AdaptiveKLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    return FixedKLController(algorithm.kl_coef)
 
 
 def _choice(config: ChoiceConfig) -> Choice:

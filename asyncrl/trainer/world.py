@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
 from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks
 from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
@@ -29,36 +30,26 @@ WORLD_KEY = "training_world"
 
 @contextmanager
 def training_world(
-    *,
-    worker: int,
-    grid: WorkerGrid,
-    device: torch.device,
-    host: str,
-    run_dir: Path,
-    resolver: NameResolver,
-    join_timeout_s: float,
-    collective_timeout_s: float,
-    lease_s: float,
+    config: ExperimentConfig, worker: int, grid: WorkerGrid, device: torch.device, run_dir: Path, resolver: NameResolver
 ) -> Iterator[Place]:
     """Join as `worker` of `grid`, leave at the end. One rank needs no world.
 
-    Args:
-        host: this machine's address among the ranks; gloo uses the interface that has it.
-        lease_s: lease of the first rank's entry, so that a later run of the same trial does not meet in an old file.
+    Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
+    trial does not meet in an old file.
 
     Raises:
-        NameResolveTimeout: the first rank did not come within `join_timeout_s`.
+        NameResolveTimeout: the first rank did not come within `system.start_timeout_s`.
     """
     if grid.workers == 1:
         yield Place()
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
     if worker == 0:
         meeting = run_dir / f"training_world-{os.getpid()}-{time.time_ns()}"
-        resolver.add(WORLD_KEY, str(meeting), lease_s=lease_s, replace=True)
+        resolver.add(WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
     else:
-        meeting = Path(resolver.wait(WORLD_KEY, join_timeout_s))
-    timeout = timedelta(seconds=collective_timeout_s)
+        meeting = Path(resolver.wait(WORLD_KEY, config.system.start_timeout_s))
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(str(meeting), grid.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs

@@ -93,13 +93,6 @@ def syncing(paths: Sequence[Path]) -> Iterator[None]:
             sync.result()
 
 
-def sync_files(paths: Sequence[Path]) -> None:
-    """Force several files to the disk together."""
-    with syncing(paths[1:]):
-        for path in paths[:1]:
-            sync_file(path)
-
-
 def sync_directory(path: Path) -> None:
     """Force a directory's entries to the disk."""
     sync_file(path)

@@ -11,10 +11,10 @@ it serves other weights than were published, or something stale of the weights b
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.weights.manifest import ManifestError
 
@@ -24,8 +24,7 @@ CANARY_TOKENS = 16
 _SEED = 20_112
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
+class Canary(msgspec.Struct, frozen=True):
     """`logprobs[t]` is log p(token_ids[t] | token_ids[:t]); entry 0 is 0."""
 
     token_ids: tuple[int, ...]
@@ -43,7 +42,7 @@ def canary_tokens(vocabulary: int, context: int) -> tuple[int, ...]:
 
 def encode_canary(canary: Canary) -> bytes:
     """The content of `CANARY_FILE`."""
-    return json.dumps(asdict(canary)).encode()
+    return msgspec.json.encode(canary)
 
 
 def read_canary(directory: Path) -> Canary | None:
@@ -54,14 +53,11 @@ def read_canary(directory: Path) -> Canary | None:
     """
     path = directory / CANARY_FILE
     try:
-        document = json.loads(path.read_bytes())
-        canary = Canary(
-            tuple(int(token) for token in document["token_ids"]), tuple(float(value) for value in document["logprobs"])
-        )
+        canary = msgspec.json.decode(path.read_bytes(), type=Canary)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{path} is no canary ({type(error).__name__}: {error}); remove {directory}") from error
+    except msgspec.DecodeError as error:
+        raise ManifestError(f"{path} is no canary ({error}); remove {directory}") from error
     if not len(canary.token_ids) == len(canary.logprobs) > 1:
         raise ManifestError(
             f"{path} has {len(canary.token_ids)} tokens and {len(canary.logprobs)} log-probabilities; give as many of "

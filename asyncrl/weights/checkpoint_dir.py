@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def versions(root: Path) -> list[int]:
-    """The policy versions that `root` has checkpoints of, ascending; whole or not."""
+    """The policy versions that `root` has a folder of, ascending; whole or not."""
     found = (path.name[1:] for path in root.glob("v*"))
     return sorted(int(name) for name in found if name.isdecimal())
 

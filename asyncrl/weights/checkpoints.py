@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,30 +19,18 @@ from torch import Tensor
 
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import STATE_FILE, latest, prune
-from asyncrl.weights.collectives import Collectives
 from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
 from asyncrl.weights.tensor_file import write_tensors
 
+if TYPE_CHECKING:
+    from asyncrl.trainer.engines.base import TrainingEngine
+    from asyncrl.trainer.parallel import Ranks
 
-class CheckpointPart(Protocol):
-    """One role's part of a checkpoint."""
-
-    @property
-    def state_kind(self) -> str:
-        """What its tensors are, for the names of their files: `optimizer`, say."""
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors, the same on all ranks, and JSON."""
-
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+    Parts = Mapping[str, TrainingEngine]
+    """By role."""
 
 
-Parts = Mapping[str, CheckpointPart]
-"""By role."""
-
-
-def save(parts: Parts, path: Path, ranks: Collectives, *, version: int, state: Mapping[str, Any], keep: int) -> None:
+def save(parts: Parts, path: Path, ranks: Ranks, *, version: int, state: Mapping[str, Any], keep: int) -> None:
     """Write a checkpoint of policy `version` to `path` and delete old ones beside it. Called by all ranks.
 
     Args:
@@ -61,7 +49,8 @@ def save(parts: Parts, path: Path, ranks: Collectives, *, version: int, state: M
     def finish() -> None:
         if ranks.leads:
             # The key is older than averaged weights among the parts.
-            document = {"version": version, "optimizers": _metadata(parts, ranks), **state}
+            metadata = {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
+            document = {"version": version, "optimizers": metadata, **state}
             atomic_dir.write_file(directory / STATE_FILE, json.dumps(document).encode())
             files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
             write_manifest(directory, Manifest("checkpoint", version, files))
@@ -73,7 +62,7 @@ def save(parts: Parts, path: Path, ranks: Collectives, *, version: int, state: M
     ranks.together(finish, f"completing {path}")
 
 
-def load(parts: Parts, root: Path, ranks: Collectives) -> dict[str, Any] | None:
+def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
 
     Returns:
@@ -95,7 +84,7 @@ def load(parts: Parts, root: Path, ranks: Collectives) -> dict[str, Any] | None:
     return state
 
 
-def write_share(parts: Parts, directory: Path, ranks: Collectives) -> None:
+def write_share(parts: Parts, directory: Path, ranks: Ranks) -> None:
     """Write this rank's files of a checkpoint into `directory`, synced."""
     for role, part in parts.items():
         share = {
@@ -106,11 +95,7 @@ def write_share(parts: Parts, directory: Path, ranks: Collectives) -> None:
     _write(directory / _rng_file(ranks.rank), _rng_state())
 
 
-def _metadata(parts: Parts, ranks: Collectives) -> dict[str, Any]:
-    return {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
-
-
-def _agree_on_latest(root: Path, ranks: Collectives) -> Path | None:
+def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     """The leading rank checks the files; the others follow it, so that no two ranks choose differently."""
     number = -1
 

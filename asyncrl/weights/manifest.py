@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import xxhash
+from msgspec import Struct
 
 from asyncrl.weights.atomic_dir import write_file
 
@@ -38,8 +38,7 @@ class ManifestError(ValueError):
     """A directory that is no complete set of weights; the message names it and what is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Struct, frozen=True):
     """Size in bytes and XXH3 (sixteen hexadecimal digits) of a file."""
 
     bytes: int
@@ -55,8 +54,7 @@ class FileEntry:
         return cls(size, digest.hexdigest())
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Struct, frozen=True):
     """Shape, safetensors dtype (`F32`, `BF16`, ...) and file of a tensor."""
 
     shape: tuple[int, ...]
@@ -64,14 +62,13 @@ class TensorEntry:
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True, tag_field="format", tag=FORMAT):
     """The contents of one directory: `version` of `role`, its files and tensors by name."""
 
     role: str
     version: int
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
 
     def check_same_tensors(self, other: Manifest) -> None:
         """Check that `other` has the same tensors: a server that holds the one can load the other.
@@ -95,14 +92,7 @@ class Manifest:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write and sync `manifest` as the last file of `directory`."""
-    document = {
-        "format": FORMAT,
-        "role": manifest.role,
-        "version": manifest.version,
-        "files": manifest.files,
-        "tensors": manifest.tensors,
-    }
-    write_file(directory / MANIFEST_FILE, msgspec.json.encode(document))
+    write_file(directory / MANIFEST_FILE, msgspec.json.encode(manifest))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -113,14 +103,20 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        document = msgspec.json.decode(path.read_bytes())
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise ManifestError(
             f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"
         ) from None
-    except ValueError as error:
-        raise ManifestError(f"{path} is not JSON ({error}); remove {directory}") from error
-    return _parse(document, path)
+    except msgspec.DecodeError as error:
+        raise ManifestError(
+            f"{path} is no manifest of format {FORMAT} ({error}): use the version of asyncrl that wrote it, or remove "
+            f"{directory}"
+        ) from error
+    for name in manifest.files:
+        if "/" in name or name in (".", "..", MANIFEST_FILE):
+            raise ManifestError(f"{path} lists the file {name!r}: files lie directly in {directory}")
+    return manifest
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
@@ -168,12 +164,9 @@ def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
     large = [name for name in by_size if files[name].bytes >= _LARGE_BYTES]
     for name in by_size[: len(by_size) - len(large)]:
         _check_sum(directory, name, files[name])
-    if len(large) == 1:
-        _check_sum(directory, large[0], files[large[0]])
-    elif large:
-        with ThreadPoolExecutor(min(_THREADS, len(large))) as pool:
-            for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
-                pass
+    with ThreadPoolExecutor(_THREADS) as pool:  # which starts no more threads than it is given files
+        for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
+            pass
 
 
 def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:
@@ -183,27 +176,6 @@ def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:
             f"{directory / name} has the checksum {found}, its manifest says {entry.xxh3}: "
             f"{directory} is damaged, remove it"
         )
-
-
-def _parse(document: Any, path: Path) -> Manifest:
-    try:
-        if document["format"] != FORMAT:
-            raise ManifestError(
-                f"{path} has format {document['format']!r}, this version of asyncrl reads {FORMAT}: use the one that "
-                "wrote it"
-            )
-        files = {name: FileEntry(int(entry["bytes"]), str(entry["xxh3"])) for name, entry in document["files"].items()}
-        tensors = {
-            name: TensorEntry(tuple(int(size) for size in entry["shape"]), str(entry["dtype"]), str(entry["file"]))
-            for name, entry in document["tensors"].items()
-        }
-        manifest = Manifest(str(document["role"]), int(document["version"]), files, tensors)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ManifestError(f"{path} lacks the field {error}; remove {path.parent}") from error
-    for name in manifest.files:
-        if "/" in name or name in (".", "..", MANIFEST_FILE):
-            raise ManifestError(f"{path} lists the file {name!r}: files lie directly in {path.parent}")
-    return manifest
 
 
 def _few(names: list[str]) -> str:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -31,7 +32,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
-from asyncrl.weights.collectives import Collectives
+from asyncrl.weights.checkpoint_dir import versions
 from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -43,6 +44,9 @@ from asyncrl.weights.manifest import (
 )
 from asyncrl.weights.shared_files import SharedFiles
 from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.parallel import Ranks
 
 MAX_SHARD_BYTES = 4 << 30
 """Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""
@@ -62,8 +66,8 @@ def publish(
     *,
     role: str,
     version: int,
-    ranks: Collectives,
-    shared: SharedFiles,
+    ranks: Ranks,
+    shared: SharedFiles | None,
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -75,7 +79,8 @@ def publish(
 
     Args:
         named_tensors: by their names in a Hugging Face folder, tied ones once; the same on all ranks.
-        shared: what lies beside the weights of every version.
+        shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
+            weights from memory; the folder has the canary and a manifest that names no file of weights.
         canary: by which a server that loaded the version can be checked; the same on all ranks.
 
     Raises:
@@ -84,49 +89,18 @@ def publish(
     """
     final = version_dir(root, role, version)
     tensors = dict(named_tensors)
-    whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
-    if whole.item() < ranks.world:
+    if shared is None:
+        shards, entries = [], _entries(tensors.items(), "")
+    else:
+        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
+        if whole.item() == ranks.world:
+            return final
         shards = plan_shards(tensors, ranks.world, max_shard_bytes)
-        writing = _Writing(final, Manifest(role, version, {}, _tensor_entries(shards)), shards, ranks)
-        ranks.together(writing.begin, f"creating {final}")
-        ranks.together(writing.write, f"writing {final}")
-        ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
-    return final
-
-
-def announce(
-    named_tensors: Iterable[tuple[str, Tensor]],
-    root: Path,
-    *,
-    role: str,
-    version: int,
-    ranks: Collectives,
-    canary: Canary | None,
-) -> Path:
-    """Write what a reader must know of `version` of `role` beside its weights, which it gets from memory: the manifest,
-    which names no weight files, and the canary. Called by all ranks; returns its folder on all once it is visible.
-
-    Raises:
-        PeerFailed: the leading rank could not write it.
-        OSError: this rank could not.
-    """
-    final = version_dir(root, role, version)
-    tensors = dict(named_tensors)
-
-    def write() -> None:
-        if ranks.leads:
-            directory = atomic_dir.begin(final)
-            files = {}
-            if canary is not None:
-                files[CANARY_FILE] = _write_file(directory / CANARY_FILE, encode_canary(canary))
-            entries = {
-                name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], "")
-                for name, tensor in tensors.items()
-            }
-            write_manifest(directory, Manifest(role, version, files, entries))
-            atomic_dir.commit(final)
-
-    ranks.together(write, f"announcing {final}")
+        entries = _tensor_entries(shards)
+    writing = _Writing(final, Manifest(role, version, {}, entries), shards, ranks)
+    ranks.together(writing.begin, f"creating {final}")
+    ranks.together(writing.write, f"writing {final}")
+    ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
     return final
 
 
@@ -187,16 +161,10 @@ def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
     if not parent.is_dir():
         return []
     atomic_dir.clear_leftovers(parent)
-    unwanted = [version for version in list_versions(root, role) if version not in keep]
+    unwanted = [version for version in versions(parent) if version not in keep]
     for version in unwanted:
         atomic_dir.remove(version_dir(root, role, version))
     return unwanted
-
-
-def list_versions(root: Path, role: str) -> list[int]:
-    """The versions of `role` on disk, ascending."""
-    found = (path.name[1:] for path in (root / role).glob("v*"))
-    return sorted(int(name) for name in found if name.isdecimal())
 
 
 def _is_whole(directory: Path) -> bool:
@@ -212,11 +180,14 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _tensor_entries(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], _shard_name(index, len(shards)))
-        for index, (_, tensors) in enumerate(shards)
-        for name, tensor in tensors.items()
-    }
+    entries: dict[str, TensorEntry] = {}
+    for index, (_, tensors) in enumerate(shards):
+        entries |= _entries(tensors.items(), _shard_name(index, len(shards)))
+    return entries
+
+
+def _entries(named_tensors: Iterable[tuple[str, Tensor]], file: str) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], file) for name, tensor in named_tensors}
 
 
 @dataclass(slots=True)
@@ -227,7 +198,7 @@ class _Writing:
     manifest: Manifest
     """Without files."""
     shards: Sequence[tuple[int, dict[str, Tensor]]]
-    ranks: Collectives
+    ranks: Ranks
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
 
@@ -250,21 +221,19 @@ class _Writing:
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
 
-    def finish(self, shared: SharedFiles, canary: Canary | None) -> None:
+    def finish(self, shared: SharedFiles | None, canary: Canary | None) -> None:
         if not self.ranks.leads:
             return
-        files = shared.link_into(self.directory) | self.written
-        for rank in range(self.ranks.world):
-            if rank == self.ranks.rank:
-                continue
-            part = self._part(rank)
-            files |= {name: FileEntry(**entry) for name, entry in msgspec.json.decode(part.read_bytes()).items()}
+        files = self.written if shared is None else shared.link_into(self.directory) | self.written
+        others = (rank for rank in range(self.ranks.world) if rank != self.ranks.rank)
+        for part in map(self._part, others):
+            files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
             part.unlink()
         if len(self.shards) > 1:
             files[_INDEX_FILE] = _write_file(self.directory / _INDEX_FILE, self._index())
         if canary is not None:
             files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
-        write_manifest(self.directory, replace(self.manifest, files=files))
+        write_manifest(self.directory, msgspec.structs.replace(self.manifest, files=files))
         atomic_dir.commit(self.final)
 
     def _index(self) -> bytes:

@@ -51,6 +51,7 @@ class SharedFiles:
         for asset in self._assets:
             shutil.copyfile(asset, directory / asset.name)
         files = sorted(directory.iterdir())
-        atomic_dir.sync_files(files)
+        for file in files:
+            atomic_dir.sync_file(file)
         atomic_dir.commit(store)
         return {path.name: file_entry(store / path.name) for path in files}

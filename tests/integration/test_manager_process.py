@@ -344,8 +344,9 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
     engines = [GenerationEngine(tiny_model(), max_running_requests=32, weight_version="0") for _ in range(2)]
     servers = []
     for index, engine in enumerate(engines):
+        engine.eos_token_ids = ()
         engine.start()
-        servers.append(await serve(engine, eos_token_ids=()))
+        servers.append(await serve(engine))
         run.register(index, servers[-1])
     await run.until(serving(0, 0, 1))
     request = GenerationRequest("q", (1, 2, 3), 4, SamplingParams(max_new_tokens=300, seed=3))
@@ -444,8 +445,9 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     model = tiny_model().to(torch.float32 if dtype == "float32" else torch.bfloat16)
     served = tiny_model().to(model.dtype)
     engine = GenerationEngine(served, max_running_requests=8, weight_version="0")
+    engine.eos_token_ids = ()
     engine.start()
-    server = await serve(engine, eos_token_ids=())
+    server = await serve(engine)
     run.register(0, server)
     trainer = FlatPolicyEngine(model, temperature=0.7, attention=AttentionKind.packed, tokens_per_micro_batch=64)
     tokens = canary_tokens(40, context=400)

@@ -97,14 +97,14 @@ async def sender() -> AsyncIterator[MemoryTrainerEnd]:
 
 async def test_a_connection_is_opened_once_and_serves_every_version(sender: MemoryTrainerEnd) -> None:
     for version in (1, 2):
-        await sender.send(0, "http://a", version, keep_cache=False, timeout_s=LIMIT_S)
+        await sender.send(SendWeights(0, "http://a", version, False, LIMIT_S))
     (connection,) = Connection.made
     assert connection.events == ["open", "send 1", "send 2"]
 
 
 async def test_a_server_at_a_new_address_gets_a_new_connection(sender: MemoryTrainerEnd) -> None:
-    await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
-    await sender.send(0, "http://b", 1, keep_cache=False, timeout_s=LIMIT_S)
+    await sender.send(SendWeights(0, "http://a", 1, False, LIMIT_S))
+    await sender.send(SendWeights(0, "http://b", 1, False, LIMIT_S))
     await asyncio.sleep(0)
     assert [(c.url, c.events) for c in Connection.made] == [
         ("http://a", ["open", "send 1", "close"]),
@@ -115,17 +115,17 @@ async def test_a_server_at_a_new_address_gets_a_new_connection(sender: MemoryTra
 async def test_a_connection_that_failed_is_made_anew(sender: MemoryTrainerEnd) -> None:
     Connection.broken = True
     with pytest.raises(UpdateFailed, match="connection reset"):
-        await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
+        await sender.send(SendWeights(0, "http://a", 1, False, LIMIT_S))
     Connection.broken = False
-    await sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S)
+    await sender.send(SendWeights(0, "http://a", 1, False, LIMIT_S))
     assert [connection.events[0] for connection in Connection.made] == ["open", "open"]
 
 
 async def test_a_slow_server_holds_no_other_and_its_next_send_waits(sender: MemoryTrainerEnd) -> None:
     Connection.gate.clear()
-    slow = asyncio.create_task(sender.send(0, "http://a", 1, keep_cache=False, timeout_s=LIMIT_S))
-    again = asyncio.create_task(sender.send(0, "http://a", 2, keep_cache=False, timeout_s=LIMIT_S))
-    other = asyncio.create_task(sender.send(1, "http://b", 1, keep_cache=False, timeout_s=LIMIT_S))
+    slow = asyncio.create_task(sender.send(SendWeights(0, "http://a", 1, False, LIMIT_S)))
+    again = asyncio.create_task(sender.send(SendWeights(0, "http://a", 2, False, LIMIT_S)))
+    other = asyncio.create_task(sender.send(SendWeights(1, "http://b", 1, False, LIMIT_S)))
     async with asyncio.timeout(LIMIT_S):
         assert {await Connection.begun.get() for _ in range(2)} == {"http://a", "http://b"}
     assert Connection.made[0].events == ["open", "send 1"]
@@ -194,7 +194,7 @@ async def test_a_server_that_was_sent_to_but_names_another_version_has_failed(
     client = GenerationServerClient(http, server.url)
     await client.pause("abort")
     with pytest.raises(UpdateFailed, match="sent version 1 but names 0"):
-        await AskPublisher(publisher).bring(client, 0, 1, "", keep_cache=False, timeout_s=LIMIT_S)
+        await AskPublisher(publisher).bring(client, SendWeights(0, server.url, 1, False, LIMIT_S), "")
     publisher.close()
     await http.close()
     trainer.close()

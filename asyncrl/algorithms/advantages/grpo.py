@@ -12,8 +12,7 @@ def grpo(inputs: AdvantageInputs, *, divide_by_std: bool = True, std_eps: float 
     """A_i = (r_i - mean(group)) / (std(group) + std_eps).
 
     DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which `divide_by_std` turns
-    off. A group of one, or one of equal rewards, has advantage 0: there is
-    nothing to compare with.
+    off. A group of one, or one of equal rewards, has advantage 0: there is nothing to compare with.
 
     Raises:
         ValueError: std_eps is not positive.

@@ -23,9 +23,9 @@ def cpgd(
 ) -> PolicyLossOutput:
     """Log-ratio surrogate with drift: L = -min(l A, clip(l, ln(1 - clip_low), ln(1 + clip_high)) A) + drift_coef * D.
 
-    l = log(pi / pi_old). Liu et al. 2025 (arXiv:2505.12504). The drift D estimates
-    KL(pi_old || pi) by k3, whose gradient is (r - 1) grad log pi with r = pi / pi_old; the factor is held at
-    `drift_cap`, so D = sg(min(r - 1, drift_cap)) * l. `clip_low` must stay below 1: ln(1 - clip_low) is the bound.
+    l = log(pi / pi_old). Liu et al. 2025 (arXiv:2505.12504). The drift D estimates KL(pi_old || pi) by k3, whose
+    gradient is (r - 1) grad log pi with r = pi / pi_old; the factor is held at `drift_cap`, so
+    D = sg(min(r - 1, drift_cap)) * l. `clip_low` must stay below 1: ln(1 - clip_low) is the bound.
 
     Raises:
         ValueError: clip_low outside [0, 1), or a negative clip_high, drift_coef or drift_cap.

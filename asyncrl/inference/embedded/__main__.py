@@ -6,13 +6,13 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 from transformers import AutoTokenizer
 
 from asyncrl.config.setting import Dtype
+from asyncrl.datasets.tokenizers import HuggingFaceTokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.server import serve
@@ -36,24 +36,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class HuggingFaceText:
-    """A Hugging Face tokenizer as a `TextCodec`: no special tokens added, none in the text."""
-
-    def __init__(self, folder: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
 async def run(options: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
-    tokenizer = None if options.skip_tokenizer_init else HuggingFaceText(options.model_path)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(options.model_path, local_files_only=True))
     engine = GenerationEngine(
         load_model(Path(options.model_path), device=options.device, dtype=options.dtype, threads=options.threads),
         max_running_requests=options.max_running_requests,

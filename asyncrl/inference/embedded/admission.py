@@ -11,39 +11,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-
-class Waiting(Protocol):
-    """What the queue needs to know of a sample."""
-
-    @property
-    def arrival(self) -> int:
-        """Number of the sample in the order of arrival."""
-        ...
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Longest the sample can become, prompt included."""
-        ...
-
-
-S = TypeVar("S", bound=Waiting)
+from asyncrl.inference.embedded.sequence import Sequence
 
 
 @dataclass(slots=True)
-class AdmissionQueue(Generic[S]):
+class AdmissionQueue:
     """The waiting queue and the admission rule."""
 
     max_running: int
     max_total_tokens: int
-    waiting: deque[S] = field(default_factory=deque)
+    waiting: deque[Sequence] = field(default_factory=deque)
     barrier: int | None = None
     """Arrival number from which samples are held; None for no barrier."""
 
-    def admit(self, running: list[S]) -> list[S]:
+    def admit(self, running: list[Sequence]) -> list[Sequence]:
         """Take from the queue what may join `running` now."""
-        admitted: list[S] = []
+        admitted: list[Sequence] = []
         longest = max((sample.reserved_tokens for sample in running), default=0)
         count = len(running)
         while self.waiting and count < self.max_running:

@@ -40,7 +40,7 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, runner: ModelRunner, queue: AdmissionQueue[Sequence], on_finish: OnFinish, detokenize: Detokenize | None
+        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None
     ) -> None:
         self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
@@ -100,11 +100,6 @@ class DecodeBatch:
         if self._watched:
             self._watch()
 
-    def _at(self, row: int) -> Sequence:
-        sequence = self.rows[row]
-        assert sequence is not None
-        return sequence
-
     def _reorganisation_due(self) -> bool:
         """Whether enough has changed to pay for joining and packing: one row in `CHANGE_SHARE`, or anything for
         long."""
@@ -130,7 +125,10 @@ class DecodeBatch:
         if admitted:
             self._join(admitted, running)
         self._holes = 0
-        self._refresh()
+        running = self.running
+        self._table.refresh(running)
+        self._watched = [sequence for sequence in running if sequence.watched]
+        self._refresh_lengths()
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
         """Score prompts where asked; samples that want no token are finished here."""
@@ -208,10 +206,10 @@ class DecodeBatch:
     def _pack(self) -> None:
         """Move the last rows into the holes."""
         count = len(self.running)
-        sources = [row for row in range(count, len(self.rows)) if self.rows[row] is not None]
+        moved = [sequence for sequence in self.rows[count:] if sequence is not None]
         targets = [row for row in range(count) if self.rows[row] is None]
         if targets:
-            moved = [self._at(row) for row in sources]
+            sources = [sequence.row for sequence in moved]
             self._move(targets, sources, max(self._cached_positions(sequence) for sequence in moved))
             device = self.runner.device
             self._table.move(torch.tensor(targets, device=device), torch.tensor(sources, device=device))
@@ -219,13 +217,6 @@ class DecodeBatch:
                 self.rows[row] = sequence
                 sequence.row = row
         del self.rows[count:]
-
-    def _refresh(self) -> None:
-        """Recompute what only changes when the batch does."""
-        running = self.running
-        self._table.refresh(running)
-        self._watched = [sequence for sequence in running if sequence.watched]
-        self._refresh_lengths()
 
     def _refresh_lengths(self) -> None:
         """Recompute by how much the longest sample is ahead of the step count, and whether all are alike."""

@@ -158,6 +158,7 @@ class SlotCache(Cache):
         self.length = 0
         self.tokens = 0
         self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
+        """What the coming forward writes."""
         self._spare: Tensor | None = None
         self._bases: dict[int, Tensor] = {}
         self._index: tuple[int, Tensor] | None = None
@@ -180,10 +181,6 @@ class SlotCache(Cache):
         if spare is None or len(spare) < self.tokens or spare.shape[1] != buffer.shape[1]:
             return buffer.new_zeros(self.tokens, buffer.shape[1])
         return spare
-
-    def begin_prefill(self, slots: Tensor, members: Tensor, length: int) -> None:
-        """Set the plan: prompt `members[i]` of the coming batch into slot `slots[i]`."""
-        self.plan = PrefillPlan(slots, members, length)
 
     def begin_decode(self, rows: int, positions: Tensor) -> None:
         """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""

@@ -27,7 +27,6 @@ def slot_attention(
     key_RKLD: Tensor,
     value_RKLD: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     **_: Any,
@@ -37,9 +36,11 @@ def slot_attention(
     `attention_mask` is additive and broadcasts to `[R, 1, Q, L]`; None with several queries means causal, None with one
     query means that the row sees all L keys.
     """
-    scale = query_RHQD.shape[-1] ** -0.5 if scaling is None else scaling
     if query_RHQD.shape[2] == 1:
-        return _decode(query_RHQD, key_RKLD, value_RKLD, attention_mask, scale, softcap), None
+        return slot_decode_attention(
+            module, query_RHQD, key_RKLD, value_RKLD, attention_mask, scaling=scaling, softcap=softcap
+        )
+    scale = query_RHQD.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None:
         grouped = query_RHQD.shape[1] != key_RKLD.shape[1]
         output = nn.functional.scaled_dot_product_attention(
@@ -61,31 +62,23 @@ def slot_decode_attention(
     key_RKLD: Tensor,
     value_RKLD: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`slot_attention` for exactly one query a row."""
-    scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
-    return _decode(query_RH1D, key_RKLD, value_RKLD, attention_mask, scale, softcap), None
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    rows, heads, _, dim = query.shape
-    kv_heads, length = key.shape[1], key.shape[2]
+    rows, heads, _one, dim = query_RH1D.shape
+    kv_heads, length = key_RKLD.shape[1], key_RKLD.shape[2]
     group = heads // kv_heads
-    scores = torch.bmm(query.reshape(rows * kv_heads, group, dim), key.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(rows, heads, length).mul_(scale)
+    scores = torch.bmm(query_RH1D.reshape(rows * kv_heads, group, dim), key_RKLD.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(rows, heads, length).mul_(dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores = scores.add_(mask.view(-1, 1, length))
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    output = torch.bmm(weights.view(rows * kv_heads, group, length), value.flatten(0, 1))
-    return output.view(rows, 1, heads, dim)
+    if attention_mask is not None:
+        scores = scores.add_(attention_mask.view(-1, 1, length))
+    weights = scores.softmax(-1, dtype=torch.float32).to(value_RKLD.dtype)
+    output = torch.bmm(weights.view(rows * kv_heads, group, length), value_RKLD.flatten(0, 1))
+    return output.view(rows, 1, heads, dim), None
 
 
 def _capped_prefill(

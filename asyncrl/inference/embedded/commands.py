@@ -49,12 +49,8 @@ class Mailbox:
     def __init__(self) -> None:
         self._wake = threading.Condition()
         self._commands: deque[Command[Any]] = deque()
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """True once `close` was called."""
-        return self._closed
 
     def post(self, function: Callable[[], T]) -> Future[T]:
         """Have the reader run `function`.
@@ -64,7 +60,7 @@ class Mailbox:
         """
         command = Command(function)
         with self._wake:
-            if self._closed:
+            if self.closed:
                 raise EngineStoppedError("the engine has stopped")
             self._commands.append(command)
             self._wake.notify()
@@ -78,10 +74,10 @@ class Mailbox:
     def wait(self) -> None:
         """Sleep until there is a command or the mailbox is closed."""
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._closed)
+            self._wake.wait_for(lambda: self._commands or self.closed)
 
     def close(self) -> None:
         """Accept no more, and wake the reader."""
         with self._wake:
-            self._closed = True
+            self.closed = True
             self._wake.notify()

@@ -31,7 +31,6 @@ from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
 from asyncrl.inference.embedded.meter import WorkMeter
 from asyncrl.inference.embedded.model_io import ModelRunner
-from asyncrl.inference.embedded.sequence import Sequence
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
@@ -100,7 +99,7 @@ class GenerationEngine:
         )
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
-        queue: AdmissionQueue[Sequence] = AdmissionQueue(max_running_requests, self.max_total_tokens)
+        queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
         self._batch.relabel(weight_version)
         self._threads = torch.get_num_threads()
@@ -162,7 +161,7 @@ class GenerationEngine:
             self._limits.check(request)
         self._jobs.reserve(job)
         try:
-            self._mailbox.post(lambda: self._enqueue(job))
+            self._mailbox.post(lambda: self._batch.queue.waiting.extend(self._jobs.open(job)))
         except EngineStoppedError:
             self._jobs.release(job)
             raise
@@ -178,11 +177,11 @@ class GenerationEngine:
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop generating; the result comes when no further token will be produced."""
-        return self._mailbox.post(lambda: self._pause(mode))
+        return self._mailbox.post(lambda: self._set_paused(mode))
 
     def resume(self) -> Future[None]:
         """Generate again."""
-        return self._mailbox.post(self._resume)
+        return self._mailbox.post(lambda: self._set_paused(None))
 
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
@@ -228,15 +227,12 @@ class GenerationEngine:
         if not self._runnable():
             self._renew_stats()
             return False
-        self._timed_step()
-        return True
-
-    def _timed_step(self) -> None:
         begin = time.perf_counter()
         self._batch.step()
         self._deliver()
         if self._meter.worked(begin, time.perf_counter(), self._batch.generated_tokens) or self._stats_due:
             self._renew_stats()
+        return True
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -281,18 +277,13 @@ class GenerationEngine:
             queue.barrier = None
             drain.change.run()
 
-    def _enqueue(self, job: Job) -> None:
-        self._batch.queue.waiting.extend(self._jobs.open(job))
-
-    def _pause(self, mode: PauseMode) -> None:
+    def _set_paused(self, mode: PauseMode | None) -> None:
+        """Stop as `mode` says; None goes on."""
         if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
         elif mode == PauseMode.retract:
             self._retractions += self._batch.retract()
         self._paused = mode
-
-    def _resume(self) -> None:
-        self._paused = None
 
     def _deliver(self) -> None:
         """Answer the jobs that are complete, once the statistics tell of them."""

@@ -17,7 +17,6 @@ from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
 from asyncrl.inference.settings import context_length
 
-_DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 _HEALTH_POLL_S = 0.25
 _THREAD_SWITCH_S = 5e-4
 """Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it, about
@@ -28,7 +27,7 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
     """The causal LM in the folder `path`, on its device; this process is set up to run it on `threads` CPU threads."""
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=str(dtype), local_files_only=True)
     torch.nn.Module.to(model, device=torch.device(device))
     return model
 

@@ -7,8 +7,6 @@ from typing import Any
 from asyncrl import __version__
 from asyncrl.inference.embedded.engine import GenerationEngine
 
-VERSION = f"asyncrl-{__version__}"
-
 
 def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
     """`/model_info`; `has_text` says that the server has a tokenizer."""
@@ -45,7 +43,7 @@ def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str
         "skip_tokenizer_init": not has_text,
         "weight_version": engine.weight_version,
         "status": "ready" if engine.healthy else "stopped",
-        "version": VERSION,
+        "version": f"asyncrl-{__version__}",
         "tp_size": 1,
         "dp_size": 1,
         "disable_radix_cache": True,  # what is cached under older weights is never copied to new requests

@@ -28,14 +28,10 @@ class JobTable:
         self._rids: set[str] = set()
         self._open: dict[int, _Progress] = {}
         self._complete: list[_Progress] = []
-        self._arrivals = 0
+        self.arrivals = 0
+        """Samples that have arrived so far."""
         self.finished = 0
         self.aborted = 0
-
-    @property
-    def arrivals(self) -> int:
-        """Samples that have arrived so far."""
-        return self._arrivals
 
     @property
     def due(self) -> bool:
@@ -64,8 +60,8 @@ class JobTable:
         """Begin a job: its samples, numbered by arrival."""
         count = len(job.inputs)
         self._open[id(job)] = _Progress(job, [None] * count, count)
-        sequences = [Sequence.of(job, index, self._arrivals + index) for index in range(count)]
-        self._arrivals += count
+        sequences = [Sequence.of(job, index, self.arrivals + index) for index in range(count)]
+        self.arrivals += count
         return sequences
 
     def note(self, sequence: Sequence, output: GenerationOutput) -> None:

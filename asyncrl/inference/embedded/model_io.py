@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.cache import SlotCache
+from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
 from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention
 from asyncrl.inference.embedded.linears import PackedLinears
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
@@ -87,7 +87,7 @@ class ModelRunner:
         """Compute the prompts' keys and values and store prompt `members[i]` in slot `slots[i]`."""
         length = max(len(prompt) for prompt in prompts)
         padded = torch.tensor([(*prompt, *[0] * (length - len(prompt))) for prompt in prompts], device=self.device)
-        self.cache.begin_prefill(
+        self.cache.plan = PrefillPlan(
             torch.tensor(slots, device=self.device), torch.tensor(members, device=self.device), length
         )
         self._logits(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,39 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.types import EngineStats
 
 LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-
-
-class _Reading(NamedTuple):
-    name: str
-    help: str
-    value: float
-
-
-def _gauges(stats: EngineStats) -> tuple[_Reading, ...]:
-    cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
-    return (
-        _Reading("num_running_reqs", "Samples being decoded", stats.running),
-        _Reading("num_queue_reqs", "Samples waiting", stats.waiting),
-        _Reading("num_paused_reqs", "Samples frozen by a pause", stats.running if stats.paused else 0),
-        _Reading("num_used_tokens", "Positions of the KV cache in use", stats.used_tokens),
-        _Reading("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
-        _Reading("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
-        _Reading("gen_throughput", "Generated tokens per second", stats.gen_throughput),
-    )
-
-
-def _counters(stats: EngineStats) -> tuple[_Reading, ...]:
-    return (
-        _Reading("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
-        _Reading("generation_tokens", "Generated tokens", stats.generated_tokens),
-        _Reading("num_requests", "Finished samples", stats.finished_requests),
-        _Reading("num_aborted_requests", "Aborted samples", stats.aborted_requests),
-        _Reading("num_retracted_reqs", "Samples sent back to the queue", stats.retractions),
-        _Reading("busy_seconds", "Seconds spent in engine steps", stats.busy_seconds),
-    )
 
 
 class EngineCollector(Collector):
@@ -55,14 +23,28 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metric families of one scrape."""
         stats = self._engine.stats()
-        families: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], tuple[_Reading, ...]], ...] = (
-            (GaugeMetricFamily, _gauges(stats)),
-            (CounterMetricFamily, _counters(stats)),
+        cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+        gauges = (
+            ("num_running_reqs", "Samples being decoded", stats.running),
+            ("num_queue_reqs", "Samples waiting", stats.waiting),
+            ("num_paused_reqs", "Samples frozen by a pause", stats.running if stats.paused else 0),
+            ("num_used_tokens", "Positions of the KV cache in use", stats.used_tokens),
+            ("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
+            ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
+            ("gen_throughput", "Generated tokens per second", stats.gen_throughput),
         )
-        for family_type, readings in families:
-            for reading in readings:
-                family = family_type(f"sglang:{reading.name}", reading.help, labels=["model_name"])
-                family.add_metric([self._model_name], reading.value)
+        counters = (
+            ("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
+            ("generation_tokens", "Generated tokens", stats.generated_tokens),
+            ("num_requests", "Finished samples", stats.finished_requests),
+            ("num_aborted_requests", "Aborted samples", stats.aborted_requests),
+            ("num_retracted_reqs", "Samples sent back to the queue", stats.retractions),
+            ("busy_seconds", "Seconds spent in engine steps", stats.busy_seconds),
+        )
+        for family_type, readings in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, meaning, value in readings:
+                family = family_type(f"sglang:{name}", meaning, labels=["model_name"])
+                family.add_metric([self._model_name], value)
                 yield family
 
 

@@ -6,8 +6,8 @@ import time
 from itertools import repeat
 from typing import Any
 
-from asyncrl.api.generation import FinishReason
-from asyncrl.inference.embedded.requests import GenerateCall, TextCodec
+from asyncrl.api import FinishReason, Tokenizer
+from asyncrl.inference.embedded.requests import GenerateCall
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
 
@@ -30,7 +30,7 @@ def _triples(
     return list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
 
 
-def _text(output: GenerationOutput, tokenizer: TextCodec, trim_stop: bool) -> str:
+def _text(output: GenerationOutput, tokenizer: Tokenizer, trim_stop: bool) -> str:
     text = tokenizer.decode(output.output_ids)
     finish = output.finish
     if trim_stop and finish is not None and isinstance(finish.matched, str):
@@ -39,7 +39,7 @@ def _text(output: GenerationOutput, tokenizer: TextCodec, trim_stop: bool) -> st
 
 
 def sample_reply(
-    call: GenerateCall, index: int, output: GenerationOutput, tokenizer: TextCodec | None, received: float
+    call: GenerateCall, index: int, output: GenerationOutput, tokenizer: Tokenizer | None, received: float
 ) -> dict[str, Any]:
     """The JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
     length = len(output.output_ids)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
+from asyncrl.api import Tokenizer
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.seeds import derive_seed
@@ -77,18 +78,6 @@ MAX_SAMPLES = 65536
 """Most samples of one call; more is a mistake."""
 
 
-class TextCodec(Protocol):
-    """What the server needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`."""
-        ...
-
-
 class Refusal(ValueError):
     """A refusal with the JSON body that SGLang would send."""
 
@@ -105,11 +94,6 @@ def schema_error(message: str) -> Refusal:
 def handler_error(message: str) -> Refusal:
     """The form is right, but the request cannot be served."""
     return Refusal(message, {"error": {"message": message}})
-
-
-def contract_error(message: str) -> Refusal:
-    """A sampling parameter that does not exist."""
-    return Refusal(message, {"error": message})
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
@@ -135,7 +119,7 @@ class GenerateCall:
     trim_stop: bool
 
 
-def _prompts(request: GenerateRequest, tokenizer: TextCodec | None) -> tuple[list[Sequence[int]], bool]:
+def _prompts(request: GenerateRequest, tokenizer: Tokenizer | None) -> tuple[list[Sequence[int]], bool]:
     """The prompts as token ids, and whether they came as a list."""
     ids, text = request.input_ids, request.text
     if (ids is None) == (text is None):
@@ -170,7 +154,8 @@ def _checked(params: dict[str, Any]) -> UsedParams:
     for name, value in params.items():
         if name not in KNOWN_PARAMS:
             expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
-            raise contract_error(f"unknown field `{name}`, expected one of {expected}")
+            message = f"unknown field `{name}`, expected one of {expected}"
+            raise Refusal(message, {"error": message})
         _check_neutral(name, value, NEUTRAL_PARAMS)
     try:
         return msgspec.convert({name: value for name, value in params.items() if value is not None}, UsedParams)
@@ -215,7 +200,7 @@ def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
     return rid if copies == 1 else [f"{item}_{index}" for item in rid for index in range(copies)]
 
 
-def parse_generate(raw: bytes, tokenizer: TextCodec | None, eos_token_ids: tuple[int, ...]) -> GenerateCall:
+def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> GenerateCall:
     """Turn the body of `/generate` into a call.
 
     A seed given once for several samples is split: sample i of those that share it draws from `derive_seed(seed, i)`.

@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from asyncrl.api import Tokenizer
 from asyncrl.inference.embedded import info
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.prometheus import build_registry
@@ -36,7 +37,6 @@ from asyncrl.inference.embedded.replies import sample_reply
 from asyncrl.inference.embedded.requests import (
     GenerateCall,
     Refusal,
-    TextCodec,
     decode,
     handler_error,
     parse_generate,
@@ -82,19 +82,11 @@ class GenerationApp:
         engine: started by the caller.
         token: bearer token asked of every call but health, readiness and metrics; None for none.
         tokenizer: enables `text` in and out.
-        eos_token_ids: stop tokens of every request that does not ignore them; default those of the model.
     """
 
-    def __init__(
-        self,
-        engine: GenerationEngine,
-        token: str | None,
-        tokenizer: TextCodec | None,
-        eos_token_ids: tuple[int, ...] | None = None,
-    ) -> None:
+    def __init__(self, engine: GenerationEngine, token: str | None, tokenizer: Tokenizer | None) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._eos = engine.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._name = engine.model_path or engine.model.config.model_type
         self._registry, self._latency = build_registry(engine, self._name)
 
@@ -135,7 +127,7 @@ class GenerationApp:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         received = time.monotonic()
-        call = parse_generate(await request.read(), self._tokenizer, self._eos)
+        call = parse_generate(await request.read(), self._tokenizer, self._engine.eos_token_ids)
         if call.stream:
             return await self._stream(request, call, received)
         job = Job(call.inputs)
@@ -260,11 +252,10 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
-    tokenizer: TextCodec | None = None,
-    eos_token_ids: tuple[int, ...] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Server:
     """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.port`)."""
-    app = GenerationApp(engine, token, tokenizer, eos_token_ids).application()
+    app = GenerationApp(engine, token, tokenizer).application()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, host, port)

@@ -149,7 +149,8 @@ class ProcessTree:
         code = await process.wait()
         await asyncio.wait({forwarding}, timeout=_LOG_DRAIN_S)
         forwarding.cancel()
-        self._report(f"the server {_describe_exit(code)}")
+        # the supervisor reports 128 + n for signal n
+        self._report(f"the server {supervisor.describe_end(128 - code if code > 128 else code)}")
 
     def _on_descendant_death(self, pidfd: int, title: str) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
@@ -170,8 +171,3 @@ def _title(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(" ".join(process.cmdline()).split())  # a changed title is padded with blanks
     return ""
-
-
-def _describe_exit(code: int) -> str:
-    """`code` as the supervisor reports it: 128 + n for signal n."""
-    return supervisor.describe_end(128 - code if code > 128 else code)

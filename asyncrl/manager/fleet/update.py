@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncrl.comm.http import HttpError
 from asyncrl.inference.client import GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
@@ -34,8 +35,10 @@ async def update_server(
     if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
         await client.pause(PauseMode.retract, timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
-    target, keep_cache = order.target, order.keeps_cache
-    await transport.bring(client, order.server, target.version, target.path, keep_cache=keep_cache, timeout_s=timeout_s)
+    target = order.target
+    await transport.bring(
+        client, SendWeights(order.server, client.url, target.version, order.keeps_cache, timeout_s), target.path
+    )
     await client.resume()
     try:  # a server answers nothing while it is paused, so it cannot be checked before
         for check in checks:

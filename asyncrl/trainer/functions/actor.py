@@ -36,7 +36,8 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     """
     loss = _Loss(ctx, batch)
     progress = _Progress()
-    with torch.set_grad_enabled(batch.version >= _warmup_steps(ctx)):
+    warmup_steps = ctx.config.algorithm.critic.warmup_steps if "critic" in ctx.engines else 0
+    with torch.set_grad_enabled(batch.version >= warmup_steps):
         _run_minibatches(ctx, batch, loss, progress)
     if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
         ctx.policy("ref").average_towards(ctx.policy(), ctx.config.algorithm.reference.ema_decay)
@@ -83,10 +84,6 @@ def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
         return None
     reduced = ctx.reduce(merge_stats(stats))
     return should_stop(reduced, max_kl=algorithm.stop_kl, max_weight_variance=algorithm.stop_weight_variance)
-
-
-def _warmup_steps(ctx: CallContext) -> int:
-    return ctx.config.algorithm.critic.warmup_steps if "critic" in ctx.engines else 0
 
 
 class _Loss:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.step_batch import StepBatch
 
 
@@ -17,14 +16,14 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     loss in its second and later minibatches: the first minibatch sees the very policy that they refer to. Any other
     reader gets all of them.
     """
-    _defer_logprobs(ctx.policy(), batch, ctx.writes[0])
+    batch.defer(ctx.writes[0], partial(ctx.policy().logprobs, batch))
     return {}
 
 
 @model_function("ref_inf")
 def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read."""
-    _defer_logprobs(ctx.policy(), batch, ctx.writes[0])
+    batch.defer(ctx.writes[0], partial(ctx.policy().logprobs, batch))
     return {}
 
 
@@ -35,10 +34,3 @@ def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     norm = ctx.state.value_norm
     batch[ctx.writes[0]] = outputs_T if norm is None else norm.denormalise(outputs_T)
     return {}
-
-
-def _defer_logprobs(engine: PolicyEngine, batch: StepBatch, key: str) -> None:
-    def compute(wanted_T: Tensor) -> Tensor:
-        return engine.logprobs(batch, wanted_T)
-
-    batch.defer(key, compute)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -22,38 +22,19 @@ if TYPE_CHECKING:
 
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.client import GenerationServerClient
+    from asyncrl.trainer.client import PublisherClient
+    from asyncrl.trainer.messages import SendWeights
 
 
-class Publisher(Protocol):
-    """The training process that publishes, as the manager reaches it."""
-
-    async def send_weights(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
-        """Have it bring the paused server with index `server` at `url` to `version`.
-
-        Raises:
-            UpdateFailed: it did not; what weights the server has is unknown.
-        """
-
-
-class ManagerEnd(Protocol):
+class ManagerEnd(ABC):
     """Has a server that is paused brought to a version."""
 
-    async def bring(
-        self,
-        client: GenerationServerClient,
-        server: int,
-        version: int,
-        path: str,
-        *,
-        keep_cache: bool,
-        timeout_s: float,
-    ) -> None:
-        """Returns once the server names the version.
+    @abstractmethod
+    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
+        """Carry out `order` for the server of `client`; returns once the server names the version.
 
         Args:
-            server: its index.
             path: the version's folder.
-            keep_cache: whether requests that are paused in place go on with what is cached for them.
 
         Raises:
             HttpError: it does not; what weights it has is unknown.
@@ -69,8 +50,8 @@ class TrainerEnd:
     def keep(self, versions: Collection[int]) -> None:
         """Forget all but these."""
 
-    async def send(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
-        """Bring the paused server with index `server` at `url` to `version`; the arguments are those of `bring`.
+    async def send(self, order: SendWeights) -> None:
+        """Bring the paused server that `order` names to its version.
 
         Raises:
             LookupError: the version is not held.
@@ -101,7 +82,7 @@ class WeightTransport(ABC):
         """What else is wrong with `config` for this transport, each as `setting=value: what is wrong; what to do`."""
 
     @abstractmethod
-    def manager_end(self, publisher: Publisher) -> ManagerEnd:
+    def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         """The manager's end; `publisher` is asked where the trainer has to do something."""
 
     @abstractmethod

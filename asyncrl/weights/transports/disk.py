@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from asyncrl.weights.transports.base import ManagerEnd, Publisher, TrainerEnd, WeightTransport
+from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.client import GenerationServerClient
+    from asyncrl.trainer.client import PublisherClient
+    from asyncrl.trainer.messages import SendWeights
 
 
 class DiskTransport(WeightTransport):
@@ -30,7 +32,7 @@ class DiskTransport(WeightTransport):
         """Works with every engine."""
         return iter(())
 
-    def manager_end(self, publisher: Publisher) -> ManagerEnd:
+    def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         """See `WeightTransport`; the publisher has nothing to do."""
         return DiskManagerEnd()
 
@@ -39,17 +41,8 @@ class DiskTransport(WeightTransport):
         return TrainerEnd()
 
 
-class DiskManagerEnd:
+class DiskManagerEnd(ManagerEnd):
     """Tells a server the folder."""
 
-    async def bring(
-        self,
-        client: GenerationServerClient,
-        server: int,
-        version: int,
-        path: str,
-        *,
-        keep_cache: bool,
-        timeout_s: float,
-    ) -> None:
-        await client.update_weights(path, version, keep_cache=keep_cache, timeout_s=timeout_s)
+    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
+        await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=order.timeout_s)

@@ -22,13 +22,15 @@ from urllib.parse import urlsplit
 
 from asyncrl.comm.http import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
-from asyncrl.weights.transports.base import ManagerEnd, Publisher, TrainerEnd, WeightTransport
+from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.trainer.client import PublisherClient
+    from asyncrl.trainer.messages import SendWeights
 
     NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -69,33 +71,24 @@ class MemoryTransport(WeightTransport):
     ) -> ServerConnection:
         """A new connection from the trainer, which computes on `device`, to the server at `url`."""
 
-    def manager_end(self, publisher: Publisher) -> ManagerEnd:
+    def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         return AskPublisher(publisher)
 
     def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> MemoryTrainerEnd:
         return MemoryTrainerEnd(self, config, token, device)
 
 
-class AskPublisher:
+class AskPublisher(ManagerEnd):
     """The manager's end: the publisher is asked to send."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: PublisherClient) -> None:
         self._publisher = publisher
 
-    async def bring(
-        self,
-        client: GenerationServerClient,
-        server: int,
-        version: int,
-        path: str,
-        *,
-        keep_cache: bool,
-        timeout_s: float,
-    ) -> None:
-        await self._publisher.send_weights(server, client.url, version, keep_cache=keep_cache, timeout_s=timeout_s)
+    async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
+        await self._publisher.send_weights(order)
         served = await client.served_version()
-        if served != version:
-            raise UpdateFailed(f"{client.url} was sent version {version} but names {served}")
+        if served != order.version:
+            raise UpdateFailed(f"{client.url} was sent version {order.version} but names {served}")
 
 
 class NotHeld(LookupError):
@@ -150,13 +143,14 @@ class MemoryTrainerEnd(TrainerEnd):
             raise NotHeld(f"v{version} is not held in memory (held: {sorted(held)}); a newer one will be announced")
         return held[version]
 
-    async def send(self, server: int, url: str, version: int, *, keep_cache: bool, timeout_s: float) -> None:
+    async def send(self, order: SendWeights) -> None:
         """See `TrainerEnd`; after a failure the next `send` makes a new connection."""
-        tensors = self.held(version)
+        server, url = order.server, order.url
+        tensors = self.held(order.version)
         channel = self._channels.get(server)
         if channel is None or channel.url != url:
             self._give_up(server)
-            made = self._transport.connection(self._config, url, self._http, timeout_s, self._device)
+            made = self._transport.connection(self._config, url, self._http, order.timeout_s, self._device)
             channel = self._channels[server] = _Channel(url, made)
         async with channel.busy:
             if self._channels.get(server) is not channel:
@@ -165,7 +159,7 @@ class MemoryTrainerEnd(TrainerEnd):
                 if not channel.opened:
                     await channel.connection.open()
                     channel.opened = True
-                await channel.connection.send(tensors, version, keep_cache=keep_cache)
+                await channel.connection.send(tensors, order.version, keep_cache=order.keep_cache)
             except BaseException:
                 self._give_up(server)
                 raise

@@ -31,11 +31,8 @@ def test_an_empty_sample_is_refused() -> None:
         make(length=0)
 
 
-def test_the_oldest_version_is_that_of_the_oldest_generated_token() -> None:
-    sample = make()
-    assert (sample.oldest_version, sample.generated_length) == (2, 2)
-    assert Trajectory("r", "e0-1", 1, (sample, make())).oldest_version == 2
-    assert Trajectory("r", "e0-1", 1, ()).oldest_version == -1
+def test_the_generated_length_counts_what_carries_loss() -> None:
+    assert make().generated_length == 2
 
 
 def test_columns_hold_the_samples_end_to_end_and_make_them_again() -> None:

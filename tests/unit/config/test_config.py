@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
-from asyncrl.trainer.settings import data_parallel_ranks
+from asyncrl.trainer.settings import worker_grid
 
 
 def load(*overrides: str) -> ExperimentConfig:
@@ -187,8 +187,8 @@ def test_all_wrong_settings_are_told_at_once() -> None:
 
 
 def test_parallel_layout_gives_the_number_of_ranks() -> None:
-    assert data_parallel_ranks("d1") == 1
-    assert data_parallel_ranks("d16") == 16
+    assert worker_grid(load()).workers == 1
+    assert worker_grid(load("trainer.parallel=d16", "train_batch_size=64")).workers == 16
 
 
 def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ class Item:
     reserved_tokens: int
 
 
-def queue_of(lengths: list[int], max_running: int, max_total: int) -> AdmissionQueue[Item]:
-    queue: AdmissionQueue[Item] = AdmissionQueue(max_running, max_total)
+def queue_of(lengths: list[int], max_running: int, max_total: int) -> AdmissionQueue:
+    queue = AdmissionQueue(max_running, max_total)
     queue.waiting.extend(Item(index, length) for index, length in enumerate(lengths))
     return queue
 

@@ -145,7 +145,7 @@ async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
     assert [(request.n, request.input_ids) for request in requests] == [(3, prompt(3).input_ids)]
     assert [sample.reward for sample in samples] == [1.0, 0.0, 0.0]
     assert [sample.truncated for sample in samples] == [False, False, True]
-    assert [sample.oldest_version for sample in samples] == [3, 4, 0]
+    assert [int(sample.versions[-1]) for sample in samples] == [3, 4, 0]
 
 
 async def test_prompt_tokens_carry_no_loss_and_answer_tokens_keep_what_the_policy_reported() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.parallel import PeerFailed, Place, Ranks
 from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import training_world
@@ -20,15 +21,12 @@ LIMIT_S = 120.0
 def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]]) -> None:
     """What rank `worker` finds out, put into `told`."""
     with training_world(
-        worker=worker,
-        grid=WorkerGrid(data=2, tensor=2),
-        device=torch.device("cpu"),
-        host="127.0.0.1",
-        run_dir=folder,
-        resolver=make_resolver("file", str(folder / "names")),
-        join_timeout_s=LIMIT_S,
-        collective_timeout_s=LIMIT_S,
-        lease_s=LIMIT_S,
+        ExperimentConfig(),
+        worker,
+        WorkerGrid(data=2, tensor=2),
+        torch.device("cpu"),
+        folder,
+        make_resolver("file", str(folder / "names")),
     ) as place:
         received = torch.zeros(1)
         peer = 1 - place.data.rank

@@ -16,6 +16,7 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
@@ -31,7 +32,7 @@ RunStep = Callable[..., dict[str, StatValues]]
 
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
     path = root / f"v{version}"
-    rank.save_checkpoint(path, version=version, master_state={"version": version}, keep=keep)
+    rank.save_checkpoint(SaveCheckpoint(str(path), version, keep, {"version": version}))
     return path
 
 
@@ -113,7 +114,7 @@ def test_where_no_checkpoint_can_be_used_nobody_begins_anew_over_them(
     for version in (1, 2):
         manifest = save(rank, tmp_path, version) / MANIFEST_FILE
         manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', b'"format":1'))
-    with pytest.raises(ManifestError, match=r"v2.* has format 1, .* reads 2: .* set resume=restart to begin anew"):
+    with pytest.raises(ManifestError, match=r"v2.* no manifest of format 2 .* set resume=restart to begin anew"):
         rank.load_checkpoint(tmp_path)
     assert versions(tmp_path) == [1, 2]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.weights import manifest as weights_manifest
 from asyncrl.weights.manifest import (
@@ -86,16 +86,16 @@ def test_a_manifest_that_is_none_is_refused(whole: Path, text: str) -> None:
 def test_a_manifest_cannot_point_outside_its_directory(whole: Path) -> None:
     manifest = read_manifest(whole)
     entry = manifest.files["a.safetensors"]
-    write_manifest(whole, dataclasses.replace(manifest, files={"../a.safetensors": entry}))
+    write_manifest(whole, replace(manifest, files={"../a.safetensors": entry}))
     with pytest.raises(ManifestError, match="lie directly in"):
         read_manifest(whole)
 
 
 def test_another_model_is_told_by_its_tensors(whole: Path) -> None:
     manifest = read_manifest(whole)
-    manifest.check_same_tensors(dataclasses.replace(manifest, version=4))
-    reshaped = dataclasses.replace(manifest, tensors={"w": TensorEntry((3, 2), "F32", "a.safetensors")})
+    manifest.check_same_tensors(replace(manifest, version=4))
+    reshaped = replace(manifest, tensors={"w": TensorEntry((3, 2), "F32", "a.safetensors")})
     with pytest.raises(ManifestError, match=r"'w' is F32\[3, 2\]"):
         manifest.check_same_tensors(reshaped)
     with pytest.raises(ManifestError, match="differ in the tensors 'w'"):
-        manifest.check_same_tensors(dataclasses.replace(manifest, tensors={}))
+        manifest.check_same_tensors(replace(manifest, tensors={}))

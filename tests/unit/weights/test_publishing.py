@@ -18,6 +18,7 @@ from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
+from asyncrl.weights.checkpoint_dir import versions
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
 from asyncrl.weights.shared_files import SharedFiles
 
@@ -110,7 +111,7 @@ def test_a_write_that_breaks_off_leaves_nothing_visible(
         patch.setattr(module, stage, break_off)
         with pytest.raises(OSError, match="disk full"):
             publish(qwen_dir, tmp_path, 2)
-    assert weights.list_versions(tmp_path, "actor") == [1]
+    assert versions(tmp_path / "actor") == [1]
     path, _ = publish(qwen_dir, tmp_path, 2)  # what was left behind is no obstacle
     assert verify(path).version == 2
 
@@ -126,7 +127,7 @@ def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Pat
         rank.begin()
     for rank in ranks:
         rank.write()
-    assert weights.list_versions(tmp_path, "actor") == []
+    assert versions(tmp_path / "actor") == []
     for rank in reversed(ranks):
         rank.finish(SharedFiles(model.config), None)
     whole = verify(final)
@@ -150,7 +151,7 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
     canary = Canary((1, 2), (0.0, -1.0))
     root = tmp_path / "announced"
     tensors = weights.published_tensors(model).items()
-    announced = weights.announce(tensors, root, role="actor", version=2, ranks=Ranks(), canary=canary)
+    announced = weights.publish(tensors, root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary)
     manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
     assert manifest.files.keys() == {CANARY_FILE}

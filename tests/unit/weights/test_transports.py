@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import ManagerConfig
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import TRANSPORTS, weight_transport
 from asyncrl.weights.transports.base import TrainerEnd
 from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_buckets
@@ -18,18 +19,11 @@ from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_bucket
 CPU = torch.device("cpu")
 
 
-class NoPublisher:
-    """A publisher that must not be asked."""
-
-    async def send_weights(self, *_: object, **__: object) -> None:
-        raise AssertionError
-
-
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_every_choice_of_the_setting_has_both_ends(name: str) -> None:
     transport = weight_transport(name)
     assert transport.name == name
-    assert hasattr(transport.manager_end(NoPublisher()), "bring")
+    assert hasattr(transport.manager_end(None), "bring")
     assert isinstance(transport.trainer_end(ExperimentConfig(), None, CPU), TrainerEnd)
 
 
@@ -46,7 +40,7 @@ async def test_where_servers_read_folders_the_trainer_holds_nothing_and_sends_no
     end.hold(1, [("w", torch.ones(1))])
     end.keep([1])
     with pytest.raises(RuntimeError, match=r"sends no weights; set manager\.weight_transport"):
-        await end.send(0, "http://a", 1, keep_cache=False, timeout_s=1.0)
+        await end.send(SendWeights(0, "http://a", 1, False, 1.0))
     await end.close()
 
 
