@@ -20,6 +20,15 @@ from typing import Literal, Self, TypeAlias
 
 import msgspec
 
+MODEL_WORKER = "model_worker"
+GENERATION_SERVER = "generation_server"
+ROLLOUT_WORKER = "rollout_worker"
+GSERVER_MANAGER = "gserver_manager"
+MASTER_WORKER = "master_worker"
+"""The kinds of processes; `asyncrl.runtime.kinds` has what there is to know of each."""
+ACTOR = "actor"
+"""The role whose weights the servers follow."""
+
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
 
 

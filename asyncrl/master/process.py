@@ -32,10 +32,10 @@ class MasterWorker(AsyncWorker):
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         url = await self.registered(names.manager_key())
-        manager = ManagerClient(url, self.spec.name, self.secret.token if self.secret is not None else None)
+        manager = ManagerClient(url, self.name, self.token)
         closing.push_async_callback(manager.close)
-        trainers = await connect(self, "model_worker", self._grid.workers)
-        rollouts = await connect(self, "rollout_worker", self.config.rollout.workers)
+        trainers = await connect(self, names.MODEL_WORKER, self._grid.workers)
+        rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
         for client in (*trainers, *rollouts):
             closing.callback(client.close)
         routes = self._grid.routing_table(self._graph.roles())

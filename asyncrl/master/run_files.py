@@ -72,12 +72,11 @@ def check_books(books: GateBooks, trained: int) -> None:
     Raises:
         BooksError: naming the counters.
     """
-    dropped = sum(books.dropped.values())
-    if books.submitted != books.trained + dropped + books.abandoned or books.running or books.finished_untrained:
+    if not books.balanced or books.running or books.finished_untrained:
         raise BooksError(
-            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped {dropped} "
-            f"{dict(books.dropped)}, abandoned {books.abandoned}, still running {books.running}, "
-            f"finished but untrained {books.finished_untrained}"
+            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped "
+            f"{sum(books.dropped.values())} {dict(books.dropped)}, abandoned {books.abandoned}, "
+            f"still running {books.running}, finished but untrained {books.finished_untrained}"
         )
     if books.trained != trained:
         raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")

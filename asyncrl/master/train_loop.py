@@ -19,21 +19,23 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.client import GateStatus
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
+from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.peers import CalledWorker, Manager, evaluate
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
@@ -54,32 +56,16 @@ from asyncrl.weights.transports import weight_transport
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-ACTOR = "actor"
-"""The role whose weights the servers follow."""
 STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
-GRACE_S = 5.0
-"""Beyond the limit of an evaluation, so that it is its own limit that ends it."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
 
 class Stalled(RuntimeError):
     """No train step for too long; the message says which stage waits for what, and on which counter."""
-
-
-class Board(Protocol):
-    """Where the run's other processes look: name resolution, as the loop needs it."""
-
-    def announce_version(self, version: int, path: str) -> None:
-        """The actor's newest weights are in `path`."""
-        ...
-
-    def announce_data_state(self, path: Path) -> None:
-        """The RolloutWorkers may begin; the used prompts are in `path`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +75,11 @@ class Peers:
     `routes` says which ModelWorkers host which role, and which take in trajectories.
     """
 
-    workers: Sequence[CalledWorker]
+    workers: Sequence[RequestClient]
     routes: RoutingTable
-    manager: Manager
-    rollouts: Sequence[CalledWorker]
-    board: Board
+    manager: ManagerClient
+    rollouts: Sequence[RequestClient]
+    board: NameBoard
 
 
 class TrainLoop:

@@ -15,7 +15,6 @@ B was when it was trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
+from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, checkpoint_versions
 from asyncrl.runtime.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
@@ -75,9 +74,10 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
 
 def newest_progress(run_dir: Path) -> Progress | None:
     """The state of the newest checkpoint in `run_dir`; None if there is none. Its tensors are not looked at."""
-    for version in sorted(_checkpoint_versions(run_dir), reverse=True):
+    root = run_dir / CHECKPOINTS_DIR
+    for version in reversed(checkpoint_versions(root)):
         try:
-            state = json.loads((run_dir / CHECKPOINTS_DIR / f"v{version}" / "state.json").read_bytes())
+            state = json.loads((root / f"v{version}" / CHECKPOINT_STATE_FILE).read_bytes())
         except (OSError, ValueError):  # the training ranks pass over a damaged one too
             continue
         return Progress(version, state["master_state"]["buffer"]["used_prompts"]["count"])
@@ -126,12 +126,6 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
 
 def _listed(changes: list[Change]) -> str:
     return "".join(f"\n  {change}" for change in changes)
-
-
-def _checkpoint_versions(run_dir: Path) -> Iterator[int]:
-    for folder in (run_dir / CHECKPOINTS_DIR).glob("v*"):
-        if folder.name[1:].isdecimal():
-            yield int(folder.name[1:])
 
 
 def _has(tree: Any, path: str) -> bool:

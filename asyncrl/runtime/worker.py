@@ -75,7 +75,11 @@ class Worker(ABC):
         self.config = read_run_config(spec.run_dir)
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
-        self.secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
+        secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
+        self.token = None if secret is None else secret.token
+        """Bearer token of the run's HTTP interfaces; None where the run has no secret."""
+        self.security = None if secret is None else secret.sockets()
+        """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()
         self._configured = False
 

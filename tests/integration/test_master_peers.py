@@ -14,9 +14,8 @@ from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard
+from asyncrl.master.connections import NameBoard, evaluate
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.peers import evaluate
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid

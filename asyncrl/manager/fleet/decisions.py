@@ -35,7 +35,7 @@ Every order carries the `attempt` it belongs to; an outcome of an attempt that w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.comm.retry import Backoff
@@ -130,7 +130,7 @@ class ServerLife:
     health_failures: int = 0
     due: float = 0.0
     reason: str = ""
-    goal: Target | None = field(default=None)
+    goal: Target | None = None
     checking: bool = False
 
 

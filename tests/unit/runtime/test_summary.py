@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.master.peers import GateBooks
+from asyncrl.manager.messages import GateBooks
 from asyncrl.master.run_files import write_summary
 from asyncrl.runtime.summary import summary_lines
 
