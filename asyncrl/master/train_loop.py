@@ -200,14 +200,7 @@ class TrainLoop:
         minibatches = self.config.trainer.ppo_minibatches
         cut = assign(batch.records, len(self._heads), minibatches, self.config.seed, batch.version)
         self._model_in_step = True
-        await self._all(
-            BeginStep(
-                version=batch.version,
-                min_version=batch.min_version,
-                num_minibatches=minibatches,
-                assignment=tuple(cut),
-            )
-        )
+        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(cut)))
         stats = await self._executor.run()
         await self._all(EndStep())
         self.buffer.mark_trained(batch)
@@ -221,13 +214,8 @@ class TrainLoop:
         """
         if to_disk:
             self._on_disk = self.version
-        in_use = {
-            self.version,
-            self.version - 1,
-            self._on_disk,
-            *self._announcer.put_off,
-            *self._status.versions_in_use,
-        }
+        recent = {self.version, self.version - 1, self._on_disk}
+        in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
             self._all(Publish(ACTOR, self.version, to_disk)),
             self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
@@ -270,9 +258,7 @@ class TrainLoop:
         if self._saved_version != self.version:
             await self._save()
         books = await self._last_books()
-        journal, steps = self._journal, self.config.total_train_steps
-        evaluations = journal.accuracies(), journal.evaluations, journal.evaluations_failed
-        write_summary(self.run_dir, self.version, steps, books, *evaluations)
+        write_summary(self.run_dir, self.version, self.config.total_train_steps, books, self._journal)
         check_books(books, self._trained_before + self.buffer.trained)
 
     async def _last_books(self) -> GateBooks:
@@ -304,16 +290,9 @@ class TrainLoop:
         return state
 
     async def _save(self) -> None:
-        checkpoint = SaveCheckpoint(
-            path=str(checkpoint_root(self.run_dir) / f"v{self.version}"),
-            version=self.version,
-            keep=self.config.checkpoint.keep,
-            master_state={
-                "version": self.version,
-                "buffer": self.buffer.state(),
-                "journal": self._journal.state(),
-            },
-        )
+        path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
+        state = {"version": self.version, "buffer": self.buffer.state(), "journal": self._journal.state()}
+        checkpoint = SaveCheckpoint(path, self.version, self.config.checkpoint.keep, state)
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(checkpoint)
         self._saved_version = self.version
@@ -345,9 +324,8 @@ class TrainLoop:
     async def _all(self, request: Request[R]) -> list[R]:
         """Make the call to every ModelWorker; the replies by rank."""
         try:
-            return await asyncio.gather(
-                *(worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers)
-            )
+            calls = [worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers]
+            return await asyncio.gather(*calls)
         except TimeoutError as error:
             raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 

@@ -19,7 +19,7 @@ from asyncrl.rollout.generation import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
-from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 
 MEMBERSHIP_INTERVAL_S = 1.0
@@ -89,9 +89,7 @@ class RolloutWorker(AsyncWorker):
             for task in done - {stopping}:
                 task.result()
         finally:
-            for task in (working, following, stopping):
-                task.cancel()
-            await asyncio.gather(working, following, stopping, return_exceptions=True)
+            await cancel(working, following, stopping)
 
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.heartbeat_s
@@ -102,12 +100,8 @@ class RolloutWorker(AsyncWorker):
     async def _open_stream(self) -> PromptStream:
         """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
         state = names.DataState.decode(await self.registered(names.data_state_key()))
-        rows, workers, used = (
-            len(self._plugins.train_set),
-            self.config.rollout.workers,
-            UsedPrompts.read(Path(state.path)),
-        )
-        return PromptStream(rows, self.config.seed, self.index, workers, used=used)
+        rows, workers = len(self._plugins.train_set), self.config.rollout.workers
+        return PromptStream(rows, self.config.seed, self.index, workers, used=UsedPrompts.read(Path(state.path)))
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""

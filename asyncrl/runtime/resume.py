@@ -28,6 +28,7 @@ from asyncrl.runtime.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
 """How this launch goes, not what the trial is."""
+_ABSENT = object()
 _ADVICE = "choose another trial_name, or start this one over with resume=restart"
 
 
@@ -64,9 +65,9 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     before, now = OmegaConf.load(file), OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
     changes = []
     for path, _, info in settings(ExperimentConfig):
-        if path in _OF_THE_LAUNCH or not _has(before, path):
+        old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
+        if path in _OF_THE_LAUNCH or old is _ABSENT:
             continue
-        old, new = (_plain(OmegaConf.select(tree, path)) for tree in (before, now))
         if old != new and not _same_file(old, new):
             changes.append(Change(path, old, new, info.fixed))
     return changes
@@ -126,12 +127,6 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
 
 def _listed(changes: list[Change]) -> str:
     return "".join(f"\n  {change}" for change in changes)
-
-
-def _has(tree: Any, path: str) -> bool:
-    parent, _, name = path.rpartition(".")
-    group = OmegaConf.select(tree, parent) if parent else tree
-    return group is not None and name in group
 
 
 def _plain(value: Any) -> Any:

@@ -111,7 +111,6 @@ class CheckHealth:
 
     server: int
     url: str
-    attempt: int
 
 
 Order = BeginUpdate | CancelUpdate | CheckHealth
@@ -314,7 +313,7 @@ class FleetDecisions:
         self._attempts += 1
         life.attempt = self._attempts
         life.checking = True
-        return CheckHealth(life.index, life.url, life.attempt)
+        return CheckHealth(life.index, life.url)
 
     def _attempted(self, server: int, attempt: int) -> ServerLife | None:
         life = self._servers.get(server)
