@@ -74,7 +74,7 @@ class GserverManager(AsyncWorker):
         http = ManagerHttp(verbs, token=self.token, registry=registry)
         try:
             url = await http.start(self.config.system.host)
-            self.resolver.add(names.manager_key(), url, lease_s=self.config.system.heartbeat_s, replace=True)
+            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
             async with asyncio.TaskGroup() as loops:
                 works = self._begin(), self._fleet_runner.run(), self._watch_versions(), self._watch_registrations()
@@ -102,7 +102,7 @@ class GserverManager(AsyncWorker):
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
         a resumed run as if nothing had been trained.
         """
-        await self._next_value(names.data_state_key(), None)
+        await self._next_value(names.DATA_STATE_KEY, None)
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
@@ -151,10 +151,10 @@ class GserverManager(AsyncWorker):
     def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
         """Servers by index with URL and version, workers by name with process id."""
         servers = {}
-        for key, value in self.resolver.get_subtree(names.gen_servers_root()).items():
+        for key, value in self.resolver.get_subtree(names.GENERATION_SERVERS).items():
             entry = names.GenerationServerEntry.decode(value)
             servers[names.index_of(key)] = (entry.url, entry.version)
-        statuses = self.resolver.get_subtree(f"{names.status_root()}/{names.ROLLOUT_WORKER}")
+        statuses = self.resolver.get_subtree(f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         pids = {names.index_of(key): names.WorkerStatus.decode(value).pid for key, value in statuses.items()}
         return servers, {f"{names.ROLLOUT_WORKER}/{index}": pid for index, pid in pids.items()}
 

@@ -58,4 +58,4 @@ class NameBoard:
 
     def announce_data_state(self, path: Path) -> None:
         """The RolloutWorkers may begin; the used prompts are in `path`."""
-        self._resolver.add(names.data_state_key(), names.DataState(str(path)).encode(), replace=True)
+        self._resolver.add(names.DATA_STATE_KEY, names.DataState(str(path)).encode(), replace=True)

@@ -31,7 +31,7 @@ class MasterWorker(AsyncWorker):
             await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
-        url = await self.registered(names.manager_key())
+        url = await self.registered(names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.token)
         closing.push_async_callback(manager.close)
         trainers = await connect(self, names.MODEL_WORKER, self._grid.workers)

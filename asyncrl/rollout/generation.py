@@ -158,9 +158,6 @@ class RolloutClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         """Finish telling servers and manager what is over, then close the connections."""
         if self._watcher is not None:
             self._watcher.cancel()

@@ -42,7 +42,7 @@ class RolloutWorker(AsyncWorker):
         self._plugins = Plugins(self.config)
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
-        manager = ManagerClient(await self.registered(names.manager_key()), self.name, self.token)
+        manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.token)
         try:
             async with RolloutClient(
                 manager,
@@ -99,7 +99,7 @@ class RolloutWorker(AsyncWorker):
 
     async def _open_stream(self) -> PromptStream:
         """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
-        state = names.DataState.decode(await self.registered(names.data_state_key()))
+        state = names.DataState.decode(await self.registered(names.DATA_STATE_KEY))
         rows, workers = len(self._plugins.train_set), self.config.rollout.workers
         return PromptStream(rows, self.config.seed, self.index, workers, used=UsedPrompts.read(Path(state.path)))
 
@@ -108,8 +108,8 @@ class RolloutWorker(AsyncWorker):
         groups: Mapping[str, tuple[str, ...]] = {}
         me = names.pusher_key(self.index)
         while True:
-            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.pullers_root())
-            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.pushers_root())
+            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.PULLERS)
+            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.PUSHERS)
             groups = group({*pushers, me}, pullers, groups)
             pusher.set_addresses(pullers[key] for key in groups[me])
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)

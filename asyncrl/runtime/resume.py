@@ -49,14 +49,6 @@ class Change:
         return f"{self.setting}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a trial has come, by its newest checkpoint."""
-
-    version: int
-    prompts_used: int
-
-
 def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """What differs between `config` and the settings of the last launch in `run_dir`; nothing if there was none."""
     file = run_dir / CONFIG_FILE
@@ -73,15 +65,15 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     return changes
 
 
-def newest_progress(run_dir: Path) -> Progress | None:
-    """The state of the newest checkpoint in `run_dir`; None if there is none. Its tensors are not looked at."""
+def newest_progress(run_dir: Path) -> tuple[int, int] | None:
+    """Version and used prompts of the newest checkpoint in `run_dir`; None if there is none. No tensor is read."""
     root = run_dir / CHECKPOINTS_DIR
     for version in reversed(checkpoint_versions(root)):
         try:
             state = json.loads((root / f"v{version}" / CHECKPOINT_STATE_FILE).read_bytes())
         except (OSError, ValueError):  # the training ranks pass over a damaged one too
             continue
-        return Progress(version, state["master_state"]["buffer"]["used_prompts"]["count"])
+        return version, state["master_state"]["buffer"]["used_prompts"]["count"]
     return None
 
 
@@ -111,14 +103,15 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
     progress, changes = newest_progress(run_dir), changed_settings(run_dir, config)
     if progress is None:
         return []
+    version, prompts_used = progress
     if refused := [change for change in changes if change.fixed]:
         raise TrialError(
-            f"trial_name={config.trial_name!r}: its checkpoint (version {progress.version}) cannot be continued with "
+            f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "
             f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {_ADVICE}"
         )
     lines = [
-        f"continuing from checkpoint v{progress.version}: step {progress.version} of {config.total_train_steps}, "
-        f"{progress.prompts_used} prompts used"
+        f"continuing from checkpoint v{version}: step {version} of {config.total_train_steps}, "
+        f"{prompts_used} prompts used"
     ]
     if changes:
         lines.append(f"settings changed since (before -> now):{_listed(changes)}")

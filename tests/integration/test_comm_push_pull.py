@@ -314,10 +314,10 @@ async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) ->
     pusher = make_pusher(puller.endpoint)
     with pytest.raises(CodecError, match="no samples"):
         await pusher.push(Trajectory("r", "p", 0, ()), PATIENCE_S)
-    unsound = dataclasses.replace(make_trajectory(1).samples[0], behave_logprobs=np.full(5, np.nan, np.float32))
+    unsound = dataclasses.replace(make_trajectory(1).samples[0], tokens=np.full(5, -1, np.int32))
     bad, good = dataclasses.replace(make_trajectory("bad"), samples=(unsound,)), make_trajectory("good")
     delivered = asyncio.create_task(pusher.push(good, PATIENCE_S))
-    with pytest.raises(TrajectoryRejected, match=r"'rollout-bad' was refused.*trajectory\.behave_logprobs"):
+    with pytest.raises(TrajectoryRejected, match=r"'rollout-bad' was refused.*trajectory\.\w+ has -1"):
         await pusher.push(bad, PATIENCE_S)
     await delivered
     assert (puller.counters.malformed, puller.counters.received) == (1, 1)

@@ -49,10 +49,10 @@ class Run:
 
     def begin(self) -> None:
         """What the master announces once it knows where the run stands."""
-        self.resolver.add(names.data_state_key(), names.DataState("data_state.json").encode())
+        self.resolver.add(names.DATA_STATE_KEY, names.DataState("data_state.json").encode())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
-        url = await asyncio.to_thread(self.resolver.wait, names.manager_key(), 20)
+        url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, 20)
         self.clients.append(ManagerClient(url, worker, None))
         return self.clients[-1]
 
