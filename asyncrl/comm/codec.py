@@ -45,6 +45,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {code: np.dtype(code) for code in get_args(_
 _CODES: dict[np.dtype[Any], _DtypeCode] = {dtype: code for code, dtype in _DTYPES.items()}  # type: ignore[misc]
 
 M = TypeVar("M")
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -95,13 +96,19 @@ def encode_joined(
     for name, column in columns.items():
         code = _CODES.get(column.dtype)
         if code is None:
-            raise CodecError(f"array {name!r} of message {kind!r} has dtype {column.dtype}: {_dtype_hint()}")
+            known = ", ".join(dtype.name for dtype in _DTYPES.values())
+            raise CodecError(f"array {name!r} of message {kind!r} has dtype {column.dtype}: use one of {known}")
         specs.append(ArraySpec(name, code, column.shape))
         nbytes = math.prod(column.shape) * column.dtype.itemsize
         parts += column.parts
         parts.append(_PADDING[-nbytes % _ALIGNMENT])
         size += nbytes + -nbytes % _ALIGNMENT
-    header = _encode_header(kind, meta, specs)
+    try:
+        header = _ENCODER.encode(Header(MAGIC, PROTOCOL_VERSION, kind, meta, specs))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CodecError(f"meta of message {kind!r} is not plain data: {error}") from error
+    if len(header) > MAX_HEADER_BYTES:
+        raise CodecError(f"meta of message {kind!r} takes {len(header)} bytes, over {MAX_HEADER_BYTES}: use arrays")
     if len(header) + size > max_bytes:
         raise CodecError(f"message {kind!r} takes {len(header) + size} bytes, limit {max_bytes}: split it")
     return [header, _join(parts)] if columns else [header]
@@ -113,19 +120,6 @@ def _join(parts: list[Any]) -> bytes:
         return b"".join(parts)
     except TypeError:  # a part is a view with gaps
         return b"".join(part.tobytes() if isinstance(part, np.ndarray) else part for part in parts)
-
-
-def _encode_header(kind: str, meta: Any, specs: list[ArraySpec]) -> bytes:
-    try:
-        header = _ENCODER.encode(Header(MAGIC, PROTOCOL_VERSION, kind, meta, specs))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CodecError(f"meta of message {kind!r} is not plain data: {error}") from error
-    if len(header) > MAX_HEADER_BYTES:
-        raise CodecError(f"meta of message {kind!r} takes {len(header)} bytes, over {MAX_HEADER_BYTES}: use arrays")
-    return header
-
-
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 def decode_as(
@@ -175,7 +169,3 @@ def _decode_arrays(specs: list[ArraySpec], payload: memoryview) -> dict[str, Arr
     if offset != payload.nbytes:
         raise CodecError(f"payload has {payload.nbytes} bytes, its arrays take {offset}")
     return arrays
-
-
-def _dtype_hint() -> str:
-    return f"use one of {', '.join(dtype.name for dtype in _DTYPES.values())}"

@@ -73,8 +73,7 @@ class ManagerHttp:
             return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
         if self._expected is not None and not self._authorized(request):
             return _error(401, "missing or wrong bearer token")
-        verb = self._verbs.get(path)
-        if verb is None:
+        if (verb := self._verbs.get(path)) is None:
             return _error(404, f"no such path: {path}")
         decoder, handler = verb
         try:

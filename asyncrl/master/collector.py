@@ -128,8 +128,6 @@ class Collector:
             await cancel(poll, kick)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
-        if not records:
-            return
         before = self._buffer.received
         copies = self._buffer.add(records)
         if self._buffer.received > before:

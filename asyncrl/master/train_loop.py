@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 from asyncrl.comm.names import ACTOR
@@ -134,7 +134,7 @@ class TrainLoop:
     async def _begin(self) -> None:
         """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
         state = await self._restore()
-        self._journal.open(self.run_dir, self.version, self._now(), state["journal"] if state else None)
+        self._journal.open(self.run_dir, self.version, perf_counter(), state["journal"] if state else None)
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
@@ -148,15 +148,15 @@ class TrainLoop:
         """From version v to v + 1."""
         if self.stop.is_set():
             raise StopRequested
-        begun = self._now()
+        begun = perf_counter()
         batch = await self._next_batch()
-        has_data = self._now()
+        has_data = perf_counter()
         stats = await self._train(batch)
-        trained = self._now()
+        trained = perf_counter()
         path = await self._publish(to_disk=self._complete or self._wants_folder)
-        published = self._now()
+        published = perf_counter()
         await self._announcer.published(self.version, path)
-        announced = self._now()
+        announced = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {
             "time/wait_data_s": has_data - begun,
@@ -168,7 +168,7 @@ class TrainLoop:
             await self._report()
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
-            self._journal.step(self.version, batch, stats | times, self._status, self._now())
+            self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
         if self._checkpoint_is_due:
             await self._save()
 
@@ -332,7 +332,7 @@ class TrainLoop:
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for."""
         try:
-            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - self._now())
+            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - perf_counter())
         except TimeoutError as error:
             raise Stalled(await self._diagnosis(what)) from error
 
@@ -346,7 +346,3 @@ class TrainLoop:
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
             f"{self.buffer.describe()}; {gate}"
         )
-
-    @staticmethod
-    def _now() -> float:
-        return time.perf_counter()

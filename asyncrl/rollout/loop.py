@@ -113,15 +113,12 @@ class RolloutLoop:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._wait_for_room()
+                while self._free == 0:
+                    self._room.clear()
+                    await self._room.wait()
                 for candidate in await self._admitted():
                     self._free -= 1
                     tasks.create_task(self._roll_out(candidate))
-
-    async def _wait_for_room(self) -> None:
-        while self._free == 0:
-            self._room.clear()
-            await self._room.wait()
 
     async def _admitted(self) -> list[_Candidate]:
         while len(self._candidates) < min(self._free, MAX_ASKED):

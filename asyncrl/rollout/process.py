@@ -63,15 +63,8 @@ class RolloutWorker(AsyncWorker):
         server = RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
         try:
             self._register(server.endpoint)
-            loop = RolloutLoop(
-                await self._open_stream(),
-                self._plugins,
-                manager,
-                client,
-                pusher.push,
-                self.config.rollout,
-                self.config.algorithm.plugins,
-            )
+            stream, plugins, config = await self._open_stream(), self._plugins, self.config
+            loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
             self.ready()
             await self._until_stopped(loop, pusher)
         finally:

@@ -188,13 +188,11 @@ class FleetRunner:
 
     def _end_late_check(self, server: int) -> None:
         """What it would find is of weights that are about to be replaced."""
-        check = self._late_checks.pop(server, None)
-        if check is not None:
+        if (check := self._late_checks.pop(server, None)) is not None:
             check.cancel()
 
     def _cancel(self, order: CancelUpdate) -> None:
-        update = self._updates.pop(order.attempt, None)
-        if update is not None:
+        if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
             self._log.warning("generation server %d: an update was given up", order.server)
 
