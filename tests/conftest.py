@@ -16,6 +16,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
+# Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
+# loads beside this one only. Chosen here, the order of the tests does not matter.
+os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+
 SETTINGS = {
     "experiment_name": "tiny",
     "train_batch_size": 4,

@@ -9,15 +9,15 @@ The payload frame is left out when there are no arrays. One payload frame instea
 sender (a memcpy, some 10 GB/s) and saves libzmq a system call or more per array: measured on plain sockets, twice the
 rate of eight frames at both 13 kB and 208 kB per message. The receiver makes read-only views into the payload.
 
-Whatever bytes arrive, `decode` returns a Message or raises CodecError, which names the header's field and what was
-expected there. A kind of message whose meta has a type of its own is read with `decode_as`.
+Each kind of message has a type for its meta. Whatever bytes arrive, `decode_as` returns a header with meta of that type
+and the arrays, or raises CodecError, which names the header's field and what was expected there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -26,10 +26,6 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 Frame: TypeAlias = bytes | bytearray | memoryview
-JSON: TypeAlias = Any
-"""None, bool, int (64 bit), float, str, and lists and string-keyed dicts of these."""
-_Plain: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
-"""JSON as a receiver checks it: what a list or map holds is checked by the type of whoever reads it."""
 
 MAGIC: Final = "asyncrl"
 PROTOCOL_VERSION: Final = 2
@@ -49,6 +45,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {code: np.dtype(code) for code in get_args(_
 _CODES: dict[np.dtype[Any], _DtypeCode] = {dtype: code for code, dtype in _DTYPES.items()}  # type: ignore[misc]
 
 M = TypeVar("M")
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -74,34 +71,12 @@ class CodecError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
-    """`kind` says what it is (or the method called), `meta` holds small plain data, `arrays` the bulk, in order."""
-
-    kind: str
-    meta: dict[str, JSON] = field(default_factory=dict)
-    arrays: dict[str, Array] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Column:
     """An array given in parts, which have its dtype and one after the other fill its shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     parts: Sequence[Array | bytes]
-
-
-def encode(message: Message, *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
-    """The frames of `message`.
-
-    Raises:
-        CodecError: `meta` holds something that is not plain data, an array's dtype is not a number or bool, or the
-            message is larger than `max_bytes`.
-    """
-    columns = {
-        name: Column(array.dtype, array.shape, [np.ascontiguousarray(array)]) for name, array in message.arrays.items()
-    }
-    return encode_joined(message.kind, message.meta, columns, max_bytes=max_bytes)
 
 
 def encode_joined(
@@ -112,7 +87,8 @@ def encode_joined(
     `meta` is plain data, or what msgspec makes plain data of.
 
     Raises:
-        CodecError: as `encode`.
+        CodecError: `meta` is something else, an array's dtype is not a number or bool, or the message is larger than
+            `max_bytes`.
     """
     specs: list[ArraySpec] = []
     parts: list[Any] = []
@@ -120,13 +96,19 @@ def encode_joined(
     for name, column in columns.items():
         code = _CODES.get(column.dtype)
         if code is None:
-            raise CodecError(f"array {name!r} of message {kind!r} has dtype {column.dtype}: {_dtype_hint()}")
+            known = ", ".join(dtype.name for dtype in _DTYPES.values())
+            raise CodecError(f"array {name!r} of message {kind!r} has dtype {column.dtype}: use one of {known}")
         specs.append(ArraySpec(name, code, column.shape))
         nbytes = math.prod(column.shape) * column.dtype.itemsize
         parts += column.parts
         parts.append(_PADDING[-nbytes % _ALIGNMENT])
         size += nbytes + -nbytes % _ALIGNMENT
-    header = _encode_header(kind, meta, specs)
+    try:
+        header = _ENCODER.encode(Header(MAGIC, PROTOCOL_VERSION, kind, meta, specs))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CodecError(f"meta of message {kind!r} is not plain data: {error}") from error
+    if len(header) > MAX_HEADER_BYTES:
+        raise CodecError(f"meta of message {kind!r} takes {len(header)} bytes, over {MAX_HEADER_BYTES}: use arrays")
     if len(header) + size > max_bytes:
         raise CodecError(f"message {kind!r} takes {len(header) + size} bytes, limit {max_bytes}: split it")
     return [header, _join(parts)] if columns else [header]
@@ -140,44 +122,15 @@ def _join(parts: list[Any]) -> bytes:
         return b"".join(part.tobytes() if isinstance(part, np.ndarray) else part for part in parts)
 
 
-def _encode_header(kind: str, meta: Any, specs: list[ArraySpec]) -> bytes:
-    try:
-        header = _ENCODER.encode(Header(MAGIC, PROTOCOL_VERSION, kind, meta, specs))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CodecError(f"meta of message {kind!r} is not plain data: {error}") from error
-    if len(header) > MAX_HEADER_BYTES:
-        raise CodecError(f"meta of message {kind!r} takes {len(header)} bytes, over {MAX_HEADER_BYTES}: use arrays")
-    return header
-
-
-def _as_builtin(value: object) -> object:
-    """`value` without its subclass: a float64 of numpy's is a float."""
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"{type(value).__name__} cannot be encoded")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_builtin)
-
-
-def decode(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Message:
-    """The message in `frames`; its arrays are read-only views into the last frame and keep it alive.
-
-    Raises:
-        CodecError: the frames are malformed, or larger than `max_bytes` together.
-    """
-    header, arrays = decode_as(_PLAIN, frames, max_bytes=max_bytes)
-    return Message(header.kind, header.meta, arrays)
-
-
 def decode_as(
     decoder: msgspec.msgpack.Decoder[Header[M]], frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[Header[M], dict[str, Array]]:
-    """The header of the message in `frames`, its meta of the decoder's type, and its arrays as `decode` gives them.
+    """The header of the message in `frames`, its meta of the decoder's type, and its arrays by name.
+
+    The arrays are read-only views into the last frame and keep it alive.
 
     Raises:
-        CodecError: as `decode`, or meta is not of that type.
+        CodecError: the frames are malformed or larger than `max_bytes` together, or meta is not of that type.
     """
     if not 1 <= len(frames) <= 2:
         raise CodecError(f"a message has 1 or 2 frames, got {len(frames)}")
@@ -200,9 +153,6 @@ def decode_typed(decoder: msgspec.msgpack.Decoder[M], data: Frame | msgspec.Raw,
         raise CodecError(f"{what}: {error}") from error
 
 
-_PLAIN = msgspec.msgpack.Decoder(Header[dict[str, _Plain]])
-
-
 def _decode_arrays(specs: list[ArraySpec], payload: memoryview) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     offset = 0
@@ -219,7 +169,3 @@ def _decode_arrays(specs: list[ArraySpec], payload: memoryview) -> dict[str, Arr
     if offset != payload.nbytes:
         raise CodecError(f"payload has {payload.nbytes} bytes, its arrays take {offset}")
     return arrays
-
-
-def _dtype_hint() -> str:
-    return f"use one of {', '.join(dtype.name for dtype in _DTYPES.values())}"

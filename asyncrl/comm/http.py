@@ -53,10 +53,8 @@ class JsonHttp:
     """
 
     def __init__(self, token: str | None) -> None:
-        headers = {"Content-Type": "application/json"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        self._headers = headers
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {"Content-Type": "application/json"} | authorization
         self._session: aiohttp.ClientSession | None = None
 
     @overload

@@ -20,7 +20,28 @@ from typing import Literal, Self, TypeAlias
 
 import msgspec
 
+MODEL_WORKER = "model_worker"
+GENERATION_SERVER = "generation_server"
+ROLLOUT_WORKER = "rollout_worker"
+GSERVER_MANAGER = "gserver_manager"
+MASTER_WORKER = "master_worker"
+"""The kinds of processes; `asyncrl.runtime.kinds` has what there is to know of each."""
+ACTOR = "actor"
+"""The role whose weights the servers follow."""
+
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
+STATUSES = "status"
+"""Subtree of every worker's status."""
+PULLERS = "trajectory_pullers"
+"""Subtree of all trajectory pullers."""
+PUSHERS = "trajectory_pushers"
+"""Subtree of all trajectory pushers."""
+GENERATION_SERVERS = "generation_servers"
+"""Subtree of all generation servers."""
+MANAGER_KEY = "gserver_manager"
+"""URL of the GserverManager."""
+DATA_STATE_KEY = "data_state"
+"""`DataState`: present once the RolloutWorkers may begin."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,57 +106,27 @@ def worker_key(kind: str, index: int) -> str:
 
 def status_key(kind: str, index: int) -> str:
     """`WorkerStatus` of worker `index` of `kind`."""
-    return f"{status_root()}/{kind}/{index}"
-
-
-def status_root() -> str:
-    """Subtree of every worker's status."""
-    return "status"
+    return f"{STATUSES}/{kind}/{index}"
 
 
 def puller_key(dp: int) -> str:
     """Address of the trajectory puller of data-parallel head `dp`."""
-    return f"{pullers_root()}/{dp}"
-
-
-def pullers_root() -> str:
-    """Subtree of all trajectory pullers."""
-    return "trajectory_pullers"
+    return f"{PULLERS}/{dp}"
 
 
 def pusher_key(index: int) -> str:
     """Presence of the trajectory pusher of RolloutWorker `index`."""
-    return f"{pushers_root()}/{index}"
-
-
-def pushers_root() -> str:
-    """Subtree of all trajectory pushers."""
-    return "trajectory_pushers"
+    return f"{PUSHERS}/{index}"
 
 
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
-    return f"{gen_servers_root()}/{index}"
-
-
-def gen_servers_root() -> str:
-    """Subtree of all generation servers."""
-    return "generation_servers"
-
-
-def manager_key() -> str:
-    """URL of the GserverManager."""
-    return "gserver_manager"
+    return f"{GENERATION_SERVERS}/{index}"
 
 
 def model_version_key(role: str) -> str:
     """`PublishedVersion` of `role`."""
     return f"model_version/{role}"
-
-
-def data_state_key() -> str:
-    """`DataState`: present once the RolloutWorkers may begin."""
-    return "data_state"
 
 
 def index_of(key: str) -> int:

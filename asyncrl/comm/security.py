@@ -94,24 +94,24 @@ class RunSecret:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise SecretError(f"secret file {_quoted(path)} cannot be read: {error.strerror}") from error
+            raise SecretError(f"secret file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
         with os.fdopen(descriptor, "r") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid():
                 raise SecretError(
-                    f"secret file {_quoted(path)} belongs to user {status.st_uid}, expected {os.geteuid()}: "
+                    f"secret file {os.fspath(path)!r} belongs to user {status.st_uid}, expected {os.geteuid()}: "
                     "delete it, or start every process of the run as one user"
                 )
             mode = stat.S_IMODE(status.st_mode)
             if mode & 0o077:
                 raise SecretError(
-                    f"secret file {_quoted(path)} has mode {mode:04o}, so others can read it: delete it, the run makes "
-                    f"a new one with mode {_FILE_MODE:04o}"
+                    f"secret file {os.fspath(path)!r} has mode {mode:04o}, so others can read it: delete it, the run "
+                    f"makes a new one with mode {_FILE_MODE:04o}"
                 )
             try:
                 return cls(bytes.fromhex(file.read(4 * SECRET_BYTES)))
             except ValueError as error:
-                raise SecretError(f"secret file {_quoted(path)} is damaged ({error}): delete it") from error
+                raise SecretError(f"secret file {os.fspath(path)!r} is damaged ({error}): delete it") from error
 
     @property
     def token(self) -> str:
@@ -130,8 +130,3 @@ class RunSecret:
 
     def _derive(self, label: str) -> bytes:
         return hmac.new(self._value, b"asyncrl/" + label.encode(), hashlib.sha256).digest()
-
-
-def _quoted(path: str | os.PathLike[str]) -> str:
-    """`path` quoted for a message."""
-    return repr(os.fspath(path))

@@ -13,15 +13,13 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 def dry_run(config: Config) -> int:
     """Print what a run would start; returns the exit code."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     if isinstance(config, SFTConfig):
-        console.print(
-            f"1 process, {config.threads} threads, makes {base_model_dir(config)}", markup=False, soft_wrap=True
-        )
+        console.print(f"1 process, {config.threads} threads, makes {base_model_dir(config)}")
         return 0
-    console.print(f"run folder: {run_dir_of(config)}", markup=False, soft_wrap=True)
+    console.print(f"run folder: {run_dir_of(config)}")
     for plan in plan_workers(config):
         resources = plan.resources
         gpus = f"GPUs {','.join(resources.gpus)}" if resources.gpus else "no GPU"
-        console.print(f"  {plan.name:<20} {resources.threads} thread(s), {gpus}", markup=False)
+        console.print(f"  {plan.name:<20} {resources.threads} thread(s), {gpus}")
     return 0

@@ -24,10 +24,10 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 def train(config: Config, folder: Path | None) -> int:
     """Run the experiment; returns the exit code. `folder` holds the experiments (None: the built-in ones)."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
         if isinstance(config, SFTConfig):
-            console.print(f"model: {ensure_base_model(config)}", markup=False, soft_wrap=True)
+            console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
         return _run_rl(_with_model(config, folder), console)
     except (BaseModelError, TrialError, ConfigError) as error:
@@ -41,11 +41,9 @@ def train(config: Config, folder: Path | None) -> int:
 def _run_rl(config: ExperimentConfig, console: Console) -> int:
     run_dir = run_dir_of(config)
     if config.resume == Resume.auto and check_finished(run_dir, config):
-        console.print(
-            f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:", markup=False
-        )
+        console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
         for line in summary_lines(run_dir):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line)
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
@@ -57,7 +55,7 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
     finally:
         display.close()
     for line in summary_lines(run_dir):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line)
     return code
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import asyncrl.inference.settings
 import asyncrl.manager.settings
@@ -55,19 +55,13 @@ def validate(config: Config) -> None:
 
 def _fields(config: Config) -> Iterator[str]:
     for path, _, info in settings(type(config)):
-        value, unit = _value(config, path), f" {info.unit}" if info.unit else ""
+        value, unit = attrgetter(path)(config), f" {info.unit}" if info.unit else ""
         if info.choices and value not in info.choices:
             yield not_a_choice(path, value, info.choices)
         if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
             yield f"{path}={value}: below the least allowed value; use {info.minimum:g}{unit} or more"
         if isinstance(value, (int, float)) and info.maximum is not None and value > info.maximum:
             yield f"{path}={value}: above the greatest allowed value; use {info.maximum:g}{unit} or less"
-
-
-def _value(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def _names(config: Config) -> Iterator[str]:

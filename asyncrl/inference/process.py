@@ -82,7 +82,7 @@ class GenerationServer(AsyncWorker):
         if not kept or generation.backend == GenerationBackend.embedded:
             return
         try:
-            async with connect(url, self._token) as client:
+            async with connect(url, self.token) as client:
                 fault = await _fault_in_keeping(client, mode, generation.start_timeout_s)
         except HttpError as error:
             raise EngineStartError(f"server {url} does not generate: {error}") from error
@@ -103,25 +103,21 @@ class GenerationServer(AsyncWorker):
         except NameEntryNotFound:  # the manager may have removed it first
             self.log.info("the registration was already gone")
 
-    @property
-    def _token(self) -> str | None:
-        return None if self.secret is None else self.secret.token
-
     def _make_host(self) -> EngineHost:
         generation, model_dir = self.config.generation, Path(str(self.config.model.path))
         if generation.backend == GenerationBackend.embedded:
             # torch is imported only here: with SGLang this process stays small
             from asyncrl.inference.embedded.host import EmbeddedHost
 
-            return EmbeddedHost(self.config, token=self._token)
+            return EmbeddedHost(self.config, token=self.token)
         if generation.sglang.urls:
             url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
-            return AdoptedHost(url, model_dir=model_dir, token=self._token, timeout_s=limit_s)
+            return AdoptedHost(url, model_dir=model_dir, token=self.token, timeout_s=limit_s)
         device = generation.device
         if device == Device.auto:
             device = Device.cuda if count_gpus() else Device.cpu
         return SGLangHost(
-            self.config, index=self.index, run_dir=self.run_dir, device=device, token=self._token, log=self.log
+            self.config, index=self.index, run_dir=self.run_dir, device=device, token=self.token, log=self.log
         )
 
 

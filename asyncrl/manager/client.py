@@ -95,9 +95,8 @@ class ManagerClient:
         Raises:
             ManagerGone: see there.
         """
-        request = m.AllocateRequest(
-            worker=self._worker, rollouts=list(wanted), timeout_s=timeout_s, returned_ack=returned_ack
-        )
+        rollouts, worker = list(wanted), self._worker
+        request = m.AllocateRequest(worker=worker, rollouts=rollouts, timeout_s=timeout_s, returned_ack=returned_ack)
         reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
@@ -194,13 +193,13 @@ class ManagerClient:
 
     async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """A call in the worker's name, which also tells what ended."""
-        told, self._pending = self._pending, _Pending()
-        request = structs.replace(request, released=told.released, finished=told.finished)
+        ended, self._pending = self._pending, _Pending()
+        request = structs.replace(request, released=ended.released, finished=ended.finished)
         try:
             return await self._call(path, request, reply, hold_s=hold_s)
-        except BaseException:  # perhaps told, perhaps not: telling it again does no harm
+        except BaseException:  # it may have arrived or not: to report it again does no harm
             since = self._pending
-            self._pending = _Pending(told.released + since.released, told.finished + since.finished)
+            self._pending = _Pending(ended.released + since.released, ended.finished + since.finished)
             raise
 
     async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
@@ -230,9 +229,8 @@ class ManagerClient:
     async def _flush_schedules(self, timeout_s: float) -> None:
         batch, self._to_schedule = self._to_schedule, []
         answers = {request.request_id: answer for request, answer in batch}
-        request = m.ScheduleRequest(
-            worker=self._worker, requests=[request for request, _ in batch], timeout_s=timeout_s
-        )
+        requests = [request for request, _ in batch]
+        request = m.ScheduleRequest(worker=self._worker, requests=requests, timeout_s=timeout_s)
         try:
             reply = await self._call_as_worker("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
             for placed in reply.scheduled:
@@ -266,5 +264,5 @@ class ManagerClient:
     async def _flush_in_background(self) -> None:
         try:
             await self.flush()
-        except (HttpError, ManagerGone) as error:  # kept for the next call, and whoever makes that is told
-            _log.warning("the manager was not told what ended: %s", error)
+        except (HttpError, ManagerGone) as error:  # kept for the next call, whose caller sees the error
+            _log.warning("the manager does not know yet what ended: %s", error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from asyncrl.comm.authentication import SourceLog
 from asyncrl.manager.messages import BadRequest, Message, Verb
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -24,7 +24,6 @@ MAX_BODY_BYTES = 16 * 2**20
 _JSON = {"Content-Type": "application/json"}
 
 _encoder = msgspec.json.Encoder()
-_log = logging.getLogger(__name__)
 
 
 class ManagerHttp:
@@ -43,7 +42,7 @@ class ManagerHttp:
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._registry = registry
         self._runner: web.ServerRunner | None = None
-        self._refused_from: set[str] = set()
+        self._refusals = SourceLog("call")
         self.unauthorized = 0
 
     async def start(self, host: str) -> str:
@@ -74,8 +73,7 @@ class ManagerHttp:
             return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
         if self._expected is not None and not self._authorized(request):
             return _error(401, "missing or wrong bearer token")
-        verb = self._verbs.get(path)
-        if verb is None:
+        if (verb := self._verbs.get(path)) is None:
             return _error(404, f"no such path: {path}")
         decoder, handler = verb
         try:
@@ -93,10 +91,7 @@ class ManagerHttp:
         if hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
             return True
         self.unauthorized += 1
-        source = request.remote or "?"
-        if source not in self._refused_from:
-            self._refused_from.add(source)
-            _log.warning("refused a call from %s without this run's token; further ones are only counted", source)
+        self._refusals.note(request.remote or "?", "it does not have this run's token")
         return False
 
 

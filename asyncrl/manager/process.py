@@ -35,7 +35,6 @@ DISCOVERY_INTERVAL_S = 0.25
 """How often name resolution is read for servers and workers; a server's death is noticed within this plus its lease."""
 _WATCH_S = 0.5
 """How long a thread waits for a new version at a time; at most this long it outlives a stop."""
-ACTOR = "actor"
 
 
 class GserverManager(AsyncWorker):
@@ -59,37 +58,27 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        token = None if self.secret is None else self.secret.token
-        servers_http = JsonHttp(token)
-        security = None if self.secret is None else self.secret.sockets()
-        publisher = PublisherClient(self.resolver, security, worker_grid(self.config).publisher)
+        servers_http = JsonHttp(self.token)
+        publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(
             self._decisions,
             self._service,
             servers_http,
             weight_transport(self.config.manager.weight_transport).manager_end(publisher),
-            health_interval_s=self.config.manager.health_interval_s,
-            update_timeout_s=self.config.manager.update_timeout_s,
+            config=self.config.manager,
             checks=() if self._canary is None else (self._canary,),
             log=self.log,
         )
         registry = manager_registry(self._service, self._decisions, self._canary)
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
-        http = ManagerHttp(verbs, token=token, registry=registry)
+        http = ManagerHttp(verbs, token=self.token, registry=registry)
         try:
             url = await http.start(self.config.system.host)
-            self.resolver.add(names.manager_key(), url, lease_s=self.config.system.heartbeat_s, replace=True)
+            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
             async with asyncio.TaskGroup() as loops:
-                tasks = [
-                    loops.create_task(work)
-                    for work in (
-                        self._begin(),
-                        self._fleet_runner.run(),
-                        self._watch_versions(),
-                        self._watch_registrations(),
-                    )
-                ]
+                works = self._begin(), self._fleet_runner.run(), self._watch_versions(), self._watch_registrations()
+                tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
                     task.cancel()
@@ -113,17 +102,18 @@ class GserverManager(AsyncWorker):
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
         a resumed run as if nothing had been trained.
         """
-        await self._next_value(names.data_state_key(), None)
-        entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(ACTOR))
+        await self._next_value(names.DATA_STATE_KEY, None)
+        entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
-        self._service.begin(version, (f"rollout_worker/{index}" for index in range(self.config.rollout.workers)))
+        workers = range(self.config.rollout.workers)
+        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers))
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:
         """Hand each published version to the servers, once it has been checked."""
         last: str | None = None
         while True:
-            last = await self._next_value(names.model_version_key(ACTOR), last)
+            last = await self._next_value(names.model_version_key(names.ACTOR), last)
             if last is not None:
                 published = names.PublishedVersion.decode(last)
                 await self._take(Target(published.version, published.path))
@@ -161,12 +151,12 @@ class GserverManager(AsyncWorker):
     def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
         """Servers by index with URL and version, workers by name with process id."""
         servers = {}
-        for key, value in self.resolver.get_subtree(names.gen_servers_root()).items():
+        for key, value in self.resolver.get_subtree(names.GENERATION_SERVERS).items():
             entry = names.GenerationServerEntry.decode(value)
             servers[names.index_of(key)] = (entry.url, entry.version)
-        statuses = self.resolver.get_subtree(f"{names.status_root()}/rollout_worker")
+        statuses = self.resolver.get_subtree(f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         pids = {names.index_of(key): names.WorkerStatus.decode(value).pid for key, value in statuses.items()}
-        return servers, {f"rollout_worker/{index}": pid for index, pid in pids.items()}
+        return servers, {f"{names.ROLLOUT_WORKER}/{index}": pid for index, pid in pids.items()}
 
     def _give_up_workers(self, pids: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another process than before."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
 from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.service import ManagerService
+
+Values = float | Mapping[str, float]
+"""A metric's value, or its values by label."""
 
 
 class _ManagerCollector(Collector):
@@ -20,57 +26,39 @@ class _ManagerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
-        yield from self._gate()
-        yield from self._servers()
-        if self._canary is not None:
-            yield from self._checks(self._canary)
+        for kind, name, documentation, label, values in self._rows():
+            metric = kind(f"asyncrl_{name}", documentation, labels=[label] if label else ())
+            for labelled, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+                metric.add_metric([labelled] if label else (), value)
+            yield metric
 
-    def _gate(self) -> Iterator[Metric]:
-        service, books = self._service, self._service.gate.books()
-        yield CounterMetricFamily("asyncrl_rollouts_submitted", "Rollouts admitted.", books.submitted)
-        yield CounterMetricFamily("asyncrl_rollouts_trained", "Rollouts the optimizer consumed.", books.trained)
-        dropped = CounterMetricFamily("asyncrl_rollouts_dropped", "Rollouts dropped, by reason.", labels=["reason"])
-        for reason, count in books.dropped.items():
-            dropped.add_metric([reason], count)
-        yield dropped
-        yield GaugeMetricFamily("asyncrl_rollouts_running", "Rollouts under way.", books.running)
-        yield GaugeMetricFamily(
-            "asyncrl_rollouts_finished_untrained", "Rollouts that wait to be trained.", books.finished_untrained
-        )
-        yield GaugeMetricFamily("asyncrl_gate_limit", "(η + version + 1) · B.", service.gate.limit)
-        yield CounterMetricFamily(
-            "asyncrl_gate_closed_seconds", "Time in which no rollout could start.", service.gate_closed_s
-        )
-        yield GaugeMetricFamily("asyncrl_served_version", "Least version that requests are sent to.", books.version)
-        yield GaugeMetricFamily("asyncrl_trained_version", "Version of the trainer.", books.trained_version)
-        yield CounterMetricFamily("asyncrl_tokens_finished", "Tokens of accepted rollouts.", service.tokens_finished)
-        yield GaugeMetricFamily("asyncrl_workers_alive", "Workers with a lease.", len(service.leases.workers))
-
-    def _servers(self) -> Iterator[Metric]:
-        states = GaugeMetricFamily("asyncrl_servers", "Generation servers, by state.", labels=["state"])
-        lives = self._decisions.servers
-        for state in ServerState:
-            states.add_metric([state.value], sum(life.state is state for life in lives))
-        yield states
-        sequences = GaugeMetricFamily("asyncrl_server_sequences", "Sequences placed.", labels=["server"])
-        tokens = GaugeMetricFamily("asyncrl_server_tokens", "Tokens outstanding at most.", labels=["server"])
-        for view in self._service.router.servers:
-            sequences.add_metric([str(view.index)], view.sequences)
-            tokens.add_metric([str(view.index)], view.tokens)
-        yield sequences
-        yield tokens
-
-    def _checks(self, canary: CanaryCheck) -> Iterator[Metric]:
-        differences = GaugeMetricFamily(
-            "asyncrl_canary_difference",
-            "Greatest difference to the trainer's log-probabilities at the last check, nats.",
-            labels=["server"],
-        )
-        for server, difference in canary.differences.items():
-            differences.add_metric([str(server)], difference)
-        yield differences
-        yield GaugeMetricFamily("asyncrl_canary_tolerance", "Greatest difference allowed, nats.", canary.tolerance)
-        yield CounterMetricFamily("asyncrl_canary_alarms", "Checks above the tolerance.", canary.alarms)
+    def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
+        """Kind, name, documentation and label of each metric (no label: one value), with its values."""
+        service, books, servers = self._service, self._service.gate.books(), self._service.router.servers
+        states = Tally(life.state for life in self._decisions.servers)
+        yield Counter, "rollouts_submitted", "Rollouts admitted.", "", books.submitted
+        yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", books.trained
+        yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", books.dropped
+        yield Gauge, "rollouts_running", "Rollouts under way.", "", books.running
+        yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", books.finished_untrained
+        yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
+        yield Counter, "gate_closed_seconds", "Time in which no rollout could start.", "", service.gate_closed_s
+        yield Gauge, "served_version", "Least version that requests are sent to.", "", books.version
+        yield Gauge, "trained_version", "Version of the trainer.", "", books.trained_version
+        yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.tokens_finished
+        yield Gauge, "workers_alive", "Workers with a lease.", "", len(service.leases.workers)
+        by_state = {state.value: states[state] for state in ServerState}
+        yield Gauge, "servers", "Generation servers, by state.", "state", by_state
+        sequences = {str(view.index): view.sequences for view in servers}
+        yield Gauge, "server_sequences", "Sequences placed.", "server", sequences
+        tokens = {str(view.index): view.tokens for view in servers}
+        yield Gauge, "server_tokens", "Tokens outstanding at most.", "server", tokens
+        if (canary := self._canary) is not None:
+            differences = {str(server): difference for server, difference in canary.differences.items()}
+            documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
+            yield Gauge, "canary_difference", documentation, "server", differences
+            yield Gauge, "canary_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
+            yield Counter, "canary_alarms", "Checks above the tolerance.", "", canary.alarms
 
 
 def manager_registry(

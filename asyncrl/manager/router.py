@@ -118,8 +118,6 @@ class Router:
     """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets."""
 
     def __init__(self, policy: str) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"manager.routing is {policy!r}; choose one of {', '.join(POLICIES)}")
         self._policy = POLICIES[policy]()
         self._servers: dict[int, ServerView] = {}
         self._placements: dict[str, _Placement] = {}

@@ -113,13 +113,8 @@ class ManagerService:
         """
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        wanted: list[m.WantedRollout] = []
-        gone: list[str] = []
-        for rollout in request.rollouts:
-            if self._was_given_up(rollout.rollout_id):
-                gone.append(rollout.rollout_id)
-            else:
-                wanted.append(rollout)
+        gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
+        wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
         self.returned.acknowledge(worker, request.returned_ack)
         self._absent.discard(worker)
         waiting = _AtGate(worker, wanted)

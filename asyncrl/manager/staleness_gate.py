@@ -126,10 +126,6 @@ class StalenessGate:
     """
 
     def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int = RETIRED_KEPT) -> None:
-        if batch_size < 1:
-            raise ValueError(f"train_batch_size is {batch_size}; give at least 1 rollout per step")
-        if max_staleness < 0:
-            raise ValueError(f"max_head_offpolicyness is {max_staleness}; give 0 (synchronous) or more versions")
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.version = 0

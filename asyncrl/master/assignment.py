@@ -18,16 +18,7 @@ from asyncrl.trainer.messages import Assignment, RolloutRecord
 
 
 def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> list[int]:
-    """The minibatch of each of `groups` groups in data order.
-
-    Raises:
-        ValueError: the groups cannot be cut into equal parts.
-    """
-    if minibatches < 1 or groups % minibatches:
-        raise ValueError(
-            f"{groups} groups cannot be cut into {minibatches} equal minibatches; "
-            "choose trainer.ppo_minibatches as a divisor of train_batch_size"
-        )
+    """The minibatch of each of `groups` groups, which `minibatches` divides, in data order."""
     size = groups // minibatches
     assigned = [0] * groups
     for position, group in enumerate(np.random.default_rng([seed, version]).permutation(groups)):
@@ -36,11 +27,7 @@ def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) 
 
 
 def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
-    """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic.
-
-    Raises:
-        ValueError: `records` cannot be cut into equal minibatches.
-    """
+    """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
     minibatch = minibatch_of_groups(len(records), minibatches, seed, version)
     destination = [0] * len(records)
     for part in range(minibatches):

@@ -22,12 +22,13 @@ c is dropped (3 - 1 > 1), b goes first, then a; d waits. Within the batch the or
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.push_pull.outbox import RecentIds
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
@@ -66,7 +67,7 @@ class SampleBuffer:
         self._live: dict[str, RolloutRecord] = {}
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: set[str] = set()  # of live and taken records
-        self._finished: OrderedDict[str, None] = OrderedDict()
+        self._finished = RecentIds(REMEMBERED_IDS)
         self._drops: list[Drop] = []
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class SampleBuffer:
             del self._taken[record.rollout_id]
             self._prompts.discard(record.prompt_id)
             self.used.add(record.prompt_id)
-            self._remember(record)
+            self._finished.add(record.rollout_id)
             self.trained += 1
 
     def pop_drops(self) -> list[Drop]:
@@ -156,12 +157,7 @@ class SampleBuffer:
     def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:
         self.dropped[reason] += 1
         self._drops.append(Drop(record, reason, return_prompt))
-        self._remember(record)
-
-    def _remember(self, record: RolloutRecord) -> None:
-        self._finished[record.rollout_id] = None
-        while len(self._finished) > REMEMBERED_IDS:
-            self._finished.popitem(last=False)
+        self._finished.add(record.rollout_id)
 
 
 def _oldest_first(record: RolloutRecord) -> tuple[int, int, str]:

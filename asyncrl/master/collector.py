@@ -1,8 +1,8 @@
 """Brings the metadata of received rollouts to the sample buffer while training goes on.
 
 One task per data-parallel head holds a long poll open, answered on the worker's I/O thread whatever its main thread
-computes. Each poll acknowledges the reply before it by its cursor, so a lost reply is told again; the buffer knows
-repeats.
+computes. Each poll acknowledges the reply before it by its cursor, so what a lost reply held comes again; the
+buffer knows repeats.
 
 Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
 slow while nobody waits for data, faster than anybody could notice while somebody does.
@@ -11,11 +11,11 @@ slow while nobody waits for data, faster than anybody could notice while somebod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.peers import CalledWorker
 from asyncrl.runtime.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -36,7 +36,7 @@ class Collector:
         heads: the ModelWorkers that receive trajectories, by data index.
     """
 
-    def __init__(self, heads: Sequence[CalledWorker], buffer: SampleBuffer) -> None:
+    def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
         self._heads = heads
@@ -88,7 +88,7 @@ class Collector:
         for head, answer in enumerate(answers):
             self._refreshing[head].append(answer)
             self._kicks[head].set()
-        await self._unless_failed(_all_of(answers))
+        await self._unless_failed(asyncio.gather(*answers))
 
     async def _follow(self, head: int) -> None:
         cursor = 0
@@ -128,8 +128,6 @@ class Collector:
             await cancel(poll, kick)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
-        if not records:
-            return
         before = self._buffer.received
         copies = self._buffer.add(records)
         if self._buffer.received > before:
@@ -139,7 +137,7 @@ class Collector:
         for copy in copies:
             await self._heads[copy.head].call(Discard((copy.rollout_id,)), timeout_s=REPLY_LIMIT_S)
 
-    async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
+    async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
         """Await `waiting`, or raise what a polling task ended with."""
         task = asyncio.ensure_future(waiting)
         try:
@@ -148,7 +146,3 @@ class Collector:
                 ended.result()
         finally:
             await cancel(task)
-
-
-async def _all_of(answers: list[asyncio.Future[None]]) -> None:
-    await asyncio.gather(*answers)

@@ -59,9 +59,8 @@ class Journal:
 
     def open(self, run_dir: Path, version: int, now: float, state: dict[str, Any] | None = None) -> None:
         """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0."""
-        self._metrics = MetricsWriter.open(
-            run_dir / METRICS_FILE, self._config, first_step=version + 1 if version else 0
-        )
+        first_step = version + 1 if version else 0
+        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
         self._started_at = now
         self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale])
         if version == 0 and self.evaluation_due(0):

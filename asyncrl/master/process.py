@@ -31,11 +31,11 @@ class MasterWorker(AsyncWorker):
             await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
-        url = await self.registered(names.manager_key())
-        manager = ManagerClient(url, self.spec.name, self.secret.token if self.secret is not None else None)
+        url = await self.registered(names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.token)
         closing.push_async_callback(manager.close)
-        trainers = await connect(self, "model_worker", self._grid.workers)
-        rollouts = await connect(self, "rollout_worker", self.config.rollout.workers)
+        trainers = await connect(self, names.MODEL_WORKER, self._grid.workers)
+        rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
         for client in (*trainers, *rollouts):
             closing.callback(client.close)
         routes = self._grid.routing_table(self._graph.roles())

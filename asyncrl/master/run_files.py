@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
+from asyncrl.master.journal import Journal
 from asyncrl.runtime.run_dir import (
     CHECKPOINTS_DIR,
     DATA_STATE_FILE,
@@ -36,26 +36,15 @@ def write_data_state(run_dir: Path, used: UsedPrompts) -> Path:
     return path
 
 
-def write_summary(
-    run_dir: Path,
-    steps: int,
-    total_steps: int,
-    books: GateBooks,
-    accuracies: Mapping[str, float],
-    evaluations: Sequence[Mapping[str, float]],
-    evaluations_failed: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Write the end of the run as `summary.json`: steps, books, the last accuracy of each set, where things lie.
-
-    `evaluations_failed` holds `version` and `reason` of each evaluation that gave no result.
-    """
+def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, journal: Journal) -> None:
+    """Write the end of the run as `summary.json`: steps, books, evaluations, where things lie."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
         "books": {name: getattr(books, name) for name in GateBooks.__struct_fields__},
-        "eval": dict(accuracies),
-        "evaluations": list(evaluations),
-        "evaluations_failed": list(evaluations_failed),
+        "eval": journal.accuracies(),
+        "evaluations": journal.evaluations,
+        "evaluations_failed": journal.evaluations_failed,
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),
             "weights": str(run_dir / WEIGHTS_DIR),
@@ -72,12 +61,11 @@ def check_books(books: GateBooks, trained: int) -> None:
     Raises:
         BooksError: naming the counters.
     """
-    dropped = sum(books.dropped.values())
-    if books.submitted != books.trained + dropped + books.abandoned or books.running or books.finished_untrained:
+    if not books.balanced or books.running or books.finished_untrained:
         raise BooksError(
-            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped {dropped} "
-            f"{dict(books.dropped)}, abandoned {books.abandoned}, still running {books.running}, "
-            f"finished but untrained {books.finished_untrained}"
+            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped "
+            f"{sum(books.dropped.values())} {dict(books.dropped)}, abandoned {books.abandoned}, "
+            f"still running {books.running}, finished but untrained {books.finished_untrained}"
         )
     if books.trained != trained:
         raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")

@@ -38,9 +38,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         return
     if batch // minibatches < ranks:
         yield (
-            f"trainer.parallel={config.trainer.parallel!r}: a minibatch has {batch // minibatches} rollouts, "
-            "fewer than the "
-            f"{ranks} ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
+            f"trainer.parallel={config.trainer.parallel!r}: a minibatch has {batch // minibatches} rollouts, fewer "
+            f"than the {ranks} ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
         )
     held, in_flight = config.trainer.buffer_capacity * ranks, (config.max_head_offpolicyness + 1) * batch
     if held < in_flight:
@@ -51,7 +50,6 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
-            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of "
-            "a group, and one "
-            "sample has nothing to be compared with; use group_size=2 or more, or another advantage"
+            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of a "
+            "group, and one sample has nothing to be compared with; use group_size=2 or more, or another advantage"
         )

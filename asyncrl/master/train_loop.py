@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from time import perf_counter
+from typing import Any, TypeVar
 
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.client import GateStatus
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
+from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.peers import CalledWorker, Manager, evaluate
 from asyncrl.master.records import Drop
 from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
 from asyncrl.master.settings import OnStale
@@ -54,32 +56,16 @@ from asyncrl.weights.transports import weight_transport
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-ACTOR = "actor"
-"""The role whose weights the servers follow."""
 STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
-GRACE_S = 5.0
-"""Beyond the limit of an evaluation, so that it is its own limit that ends it."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
 
 class Stalled(RuntimeError):
     """No train step for too long; the message says which stage waits for what, and on which counter."""
-
-
-class Board(Protocol):
-    """Where the run's other processes look: name resolution, as the loop needs it."""
-
-    def announce_version(self, version: int, path: str) -> None:
-        """The actor's newest weights are in `path`."""
-        ...
-
-    def announce_data_state(self, path: Path) -> None:
-        """The RolloutWorkers may begin; the used prompts are in `path`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +75,11 @@ class Peers:
     `routes` says which ModelWorkers host which role, and which take in trajectories.
     """
 
-    workers: Sequence[CalledWorker]
+    workers: Sequence[RequestClient]
     routes: RoutingTable
-    manager: Manager
-    rollouts: Sequence[CalledWorker]
-    board: Board
+    manager: ManagerClient
+    rollouts: Sequence[RequestClient]
+    board: NameBoard
 
 
 class TrainLoop:
@@ -148,7 +134,7 @@ class TrainLoop:
     async def _begin(self) -> None:
         """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
         state = await self._restore()
-        self._journal.open(self.run_dir, self.version, self._now(), state["journal"] if state else None)
+        self._journal.open(self.run_dir, self.version, perf_counter(), state["journal"] if state else None)
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
@@ -162,15 +148,15 @@ class TrainLoop:
         """From version v to v + 1."""
         if self.stop.is_set():
             raise StopRequested
-        begun = self._now()
+        begun = perf_counter()
         batch = await self._next_batch()
-        has_data = self._now()
+        has_data = perf_counter()
         stats = await self._train(batch)
-        trained = self._now()
+        trained = perf_counter()
         path = await self._publish(to_disk=self._complete or self._wants_folder)
-        published = self._now()
+        published = perf_counter()
         await self._announcer.published(self.version, path)
-        announced = self._now()
+        announced = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {
             "time/wait_data_s": has_data - begun,
@@ -182,7 +168,7 @@ class TrainLoop:
             await self._report()
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
-            self._journal.step(self.version, batch, stats | times, self._status, self._now())
+            self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
         if self._checkpoint_is_due:
             await self._save()
 
@@ -214,14 +200,7 @@ class TrainLoop:
         minibatches = self.config.trainer.ppo_minibatches
         cut = assign(batch.records, len(self._heads), minibatches, self.config.seed, batch.version)
         self._model_in_step = True
-        await self._all(
-            BeginStep(
-                version=batch.version,
-                min_version=batch.min_version,
-                num_minibatches=minibatches,
-                assignment=tuple(cut),
-            )
-        )
+        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(cut)))
         stats = await self._executor.run()
         await self._all(EndStep())
         self.buffer.mark_trained(batch)
@@ -235,13 +214,8 @@ class TrainLoop:
         """
         if to_disk:
             self._on_disk = self.version
-        in_use = {
-            self.version,
-            self.version - 1,
-            self._on_disk,
-            *self._announcer.put_off,
-            *self._status.versions_in_use,
-        }
+        recent = {self.version, self.version - 1, self._on_disk}
+        in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
             self._all(Publish(ACTOR, self.version, to_disk)),
             self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
@@ -284,9 +258,7 @@ class TrainLoop:
         if self._saved_version != self.version:
             await self._save()
         books = await self._last_books()
-        journal, steps = self._journal, self.config.total_train_steps
-        evaluations = journal.accuracies(), journal.evaluations, journal.evaluations_failed
-        write_summary(self.run_dir, self.version, steps, books, *evaluations)
+        write_summary(self.run_dir, self.version, self.config.total_train_steps, books, self._journal)
         check_books(books, self._trained_before + self.buffer.trained)
 
     async def _last_books(self) -> GateBooks:
@@ -318,16 +290,9 @@ class TrainLoop:
         return state
 
     async def _save(self) -> None:
-        checkpoint = SaveCheckpoint(
-            path=str(checkpoint_root(self.run_dir) / f"v{self.version}"),
-            version=self.version,
-            keep=self.config.checkpoint.keep,
-            master_state={
-                "version": self.version,
-                "buffer": self.buffer.state(),
-                "journal": self._journal.state(),
-            },
-        )
+        path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
+        state = {"version": self.version, "buffer": self.buffer.state(), "journal": self._journal.state()}
+        checkpoint = SaveCheckpoint(path, self.version, self.config.checkpoint.keep, state)
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(checkpoint)
         self._saved_version = self.version
@@ -359,16 +324,15 @@ class TrainLoop:
     async def _all(self, request: Request[R]) -> list[R]:
         """Make the call to every ModelWorker; the replies by rank."""
         try:
-            return await asyncio.gather(
-                *(worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers)
-            )
+            calls = [worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers]
+            return await asyncio.gather(*calls)
         except TimeoutError as error:
             raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for."""
         try:
-            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - self._now())
+            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - perf_counter())
         except TimeoutError as error:
             raise Stalled(await self._diagnosis(what)) from error
 
@@ -382,7 +346,3 @@ class TrainLoop:
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
             f"{self.buffer.describe()}; {gate}"
         )
-
-    @staticmethod
-    def _now() -> float:
-        return time.perf_counter()

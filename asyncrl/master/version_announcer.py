@@ -14,26 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from asyncrl.rollout.messages import EvaluationResult
 
 _log = logging.getLogger(__name__)
 
 
-class Announce(Protocol):
-    """Makes a published version known to the servers."""
-
-    def __call__(self, version: int, path: str) -> None:
-        """`path` is the folder of its weights."""
-        ...
-
-
 class VersionAnnouncer:
     """Announces versions and evaluates those that are due.
 
     Args:
-        announce: makes a version known.
+        announce: makes a version known to the servers; takes the folder of its weights too.
         evaluate: measures a version; it has a time limit of its own.
         is_due: whether a version is to be evaluated.
         on_end: takes the version of every evaluation that ended, and its result or why there is none.
@@ -41,7 +32,7 @@ class VersionAnnouncer:
 
     def __init__(
         self,
-        announce: Announce,
+        announce: Callable[[int, str], None],
         evaluate: Callable[[int], Awaitable[EvaluationResult]],
         is_due: Callable[[int], bool],
         on_end: Callable[[int, EvaluationResult | str], None],

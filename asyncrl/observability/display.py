@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,22 +22,6 @@ Row = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
-
-
-class Display(Protocol):
-    """Three verbs: a remark, a row of metrics, the end."""
-
-    def note(self, text: str) -> None:
-        """Say something that happened outside the train steps."""
-        ...
-
-    def row(self, row: Row) -> None:
-        """Show a new row of metrics."""
-        ...
-
-    def close(self) -> None:
-        """Give the terminal back."""
-        ...
 
 
 def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
@@ -185,6 +169,10 @@ class LiveDisplay:
             waits += f", rollouts for the gate {_share(row, 'time/gate_closed_s')}"
         grid.add_row("waiting", waits)
         return grid
+
+
+Display: TypeAlias = PlainDisplay | LiveDisplay
+"""Takes a remark, a row of metrics, and the end."""
 
 
 def _share(row: Row, key: str) -> str:

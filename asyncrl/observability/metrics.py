@@ -13,10 +13,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.tail import JsonlTail
 
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
@@ -156,21 +156,10 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The complete rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    return JsonlTail(path).read()
 
 
 def _scalars(row: Row) -> dict[str, float]:

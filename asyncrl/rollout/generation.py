@@ -93,15 +93,25 @@ class _Draft:
         return Completion(self.token_ids, self.logprobs, self.versions, self.finish)
 
 
-@dataclass(slots=True)
-class ClientStats:
-    """What happened so far, in numbers."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request under way: the id by which the manager knows it, what it asks for, and a draft per sample."""
 
-    rounds: int = 0
-    interrupted: int = 0
-    """Samples that came back aborted and went on in another round."""
-    retried: int = 0
-    """Rounds that failed."""
+    own_id: str
+    request: GenerationRequest
+    rollout_id: str | None
+    min_version: int | None
+    drafts: list[_Draft]
+
+    @property
+    def open_drafts(self) -> dict[int, _Draft]:
+        """The drafts that are not complete yet, by sample."""
+        return {index: draft for index, draft in enumerate(self.drafts) if draft.finish is None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(draft.token_ids) for draft in self.drafts)
 
 
 class RolloutClient:
@@ -139,7 +149,6 @@ class RolloutClient:
         self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
-        self.stats = ClientStats()
 
     async def __aenter__(self) -> Self:
         self._watcher = asyncio.create_task(self._watch_losses())
@@ -148,9 +157,6 @@ class RolloutClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         """Finish telling servers and manager what is over, then close the connections."""
         if self._watcher is not None:
             self._watcher.cancel()
@@ -164,7 +170,6 @@ class RolloutClient:
         request: GenerationRequest,
         rollout_id: str | None = None,
         *,
-        affinity: str = "",
         min_version: int | None = None,
         route: Route | None = None,
     ) -> GenerationResult:
@@ -173,7 +178,6 @@ class RolloutClient:
         Args:
             request: what to generate.
             rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
-            affinity: name of the conversation, for routing to the server with its cache; default: the rollout.
             min_version: every token is of this policy version or newer; a rollout's admission version counts anyway.
             route: the server that the manager gave the rollout for its first request, which this is; once it has
                 expired the manager is asked for another.
@@ -190,86 +194,63 @@ class RolloutClient:
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         async with self._slots:
             try:
-                name = affinity or rollout_id or ""
-                await self._complete(own_id, request, drafts, rollout_id, name, min_version, route)
+                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts), route)
             finally:
                 self._manager.release(own_id)
         return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
 
-    async def _complete(
-        self,
-        own_id: str,
-        request: GenerationRequest,
-        drafts: list[_Draft],
-        rollout_id: str | None,
-        affinity: str,
-        min_version: int | None,
-        route: Route | None,
-    ) -> None:
+    async def _complete(self, work: _Work, route: Route | None) -> None:
         """Rounds until every draft is complete; the first goes to `route` where it is given."""
         failures = idle = 0
+        name = work.request.request_id
         for attempt in itertools.count():
-            open_drafts = {index: draft for index, draft in enumerate(drafts) if draft.finish is None}
-            if not open_drafts:
+            if not work.open_drafts:
                 return
             if route is None or asyncio.get_running_loop().time() > route.expires_at:
-                drafted = list(open_drafts.values())
-                route = await self._route(own_id, request, drafted, rollout_id, affinity, min_version)
+                route = await self._route(work)
             server, route = route, None
-            before = sum(len(draft.token_ids) for draft in drafts)
+            before = work.tokens
             try:
-                await self._round(own_id, attempt, server, request, open_drafts)
+                await self._round(work, attempt, server)
             except HttpError as error:
                 failures += 1
-                self.stats.retried += 1
                 if not _may_pass(error):
-                    raise GenerationFailed(f"request {request.request_id!r}: {error}") from error
+                    raise GenerationFailed(f"request {name!r}: {error}") from error
                 if failures >= self._max_failures:
                     raise GenerationFailed(
-                        f"request {request.request_id!r} failed {failures} times in a row, last: {error}"
+                        f"request {name!r} failed {failures} times in a row, last: {error}"
                     ) from error
-                _log.warning("request %s: %s; trying again", request.request_id, error)
+                _log.warning("request %s: %s; trying again", name, error)
                 await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             failures = 0
-            idle = 0 if sum(len(draft.token_ids) for draft in drafts) > before else idle + 1
+            idle = 0 if work.tokens > before else idle + 1
             if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
-    async def _route(
-        self,
-        own_id: str,
-        request: GenerationRequest,
-        open_drafts: list[_Draft],
-        rollout_id: str | None,
-        affinity: str,
-        min_version: int | None,
-    ) -> Route:
+    async def _route(self, work: _Work) -> Route:
         """A server for the next round; waits while there is none."""
-        longest = max(len(draft.token_ids) for draft in open_drafts)
-        shortest = min(len(draft.token_ids) for draft in open_drafts)
+        request = work.request
+        lengths = [len(draft.token_ids) for draft in work.open_drafts.values()]
         wanted = RouteRequest(
-            prompt_tokens=len(request.input_ids) + longest,
-            max_new_tokens=self._ask(request.sampling, shortest),
-            n=len(open_drafts),
-            request_id=own_id,
-            rollout_id=rollout_id,
-            affinity=affinity,
-            min_version=min_version,
+            prompt_tokens=len(request.input_ids) + max(lengths),
+            max_new_tokens=self._ask(request.sampling, min(lengths)),
+            n=len(lengths),
+            request_id=work.own_id,
+            rollout_id=work.rollout_id,
+            affinity=work.rollout_id or "",
+            min_version=work.min_version,
         )
-        while True:
-            route = await self._manager.schedule(wanted, SCHEDULE_HOLD_S)
-            if route is not None:
-                return route
+        while (route := await self._manager.schedule(wanted, SCHEDULE_HOLD_S)) is None:
+            pass
+        return route
 
-    async def _round(
-        self, own_id: str, attempt: int, route: Route, request: GenerationRequest, open_drafts: dict[int, _Draft]
-    ) -> None:
+    async def _round(self, work: _Work, attempt: int, route: Route) -> None:
         """Send the open drafts to one server and append what it generates."""
-        self.stats.rounds += 1
+        request, open_drafts = work.request, work.open_drafts
         items = [
             GenerateItem(
-                rid=wire_rid(own_id, index, attempt),
+                rid=wire_rid(work.own_id, index, attempt),
                 input_ids=[*request.input_ids, *draft.token_ids],
                 max_new_tokens=self._ask(request.sampling, len(draft.token_ids)),
                 seed=draft.seed,
@@ -278,13 +259,12 @@ class RolloutClient:
             for index, draft in open_drafts.items()
         ]
         server = GenerationServerClient(self._http, route.url)
-        parts = await self._call(server, own_id, items, request.sampling)
+        parts = await self._call(server, items, request.sampling)
         for draft, part in zip(open_drafts.values(), parts, strict=True):
             draft.extend(part, request.sampling.max_new_tokens)
-            self.stats.interrupted += part.finish_reason == FinishReason.abort
 
     async def _call(
-        self, server: GenerationServerClient, own_id: str, items: list[GenerateItem], sampling: SamplingParams
+        self, server: GenerationServerClient, items: list[GenerateItem], sampling: SamplingParams
     ) -> list[Completion]:
         """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits."""
         call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
@@ -315,7 +295,7 @@ class RolloutClient:
                 lost = await self._manager.lost_servers(after, LOSS_HOLD_S)
             except (HttpError, ManagerGone) as error:  # shows where its answers are needed
                 failures += 1
-                _log.warning("not told of lost servers: %s", error)
+                _log.warning("the manager does not answer which servers were lost: %s", error)
                 await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             after, failures = lost.seq, 0
@@ -330,7 +310,7 @@ class RolloutClient:
             async with asyncio.timeout(_ABORT_LIMIT_S):
                 await asyncio.gather(*(server.abort(item.rid) for item in items))
         except (HttpError, TimeoutError) as error:
-            _log.info("%s was not told to abort: %s", server.url, error)
+            _log.info("%s could not be asked to abort: %s", server.url, error)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -21,14 +21,16 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.manager.messages import AllocateReply, FinishedRollout, RequestSize, Route, WantedRollout
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import FinishedRollout, RequestSize, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
+from asyncrl.rollout.generation import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -40,18 +42,6 @@ MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 MAX_ATTEMPTS = 3
 MAX_FAILURES_IN_A_ROW = 16
-
-
-class Gate(Protocol):
-    """The part of the GserverManager that the loop needs."""
-
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
-        """Ask to start `wanted`; some, the first of them, are granted."""
-        ...
-
-    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Report rollouts that ended, with the next call."""
-        ...
 
 
 @dataclass(slots=True)
@@ -72,25 +62,17 @@ class _Candidate:
         return RequestSize(len(prompt.input_ids), prompt.sampling.max_new_tokens, prompt.group_size)
 
 
-class GenerateFor(Protocol):
-    """Asks the policy on behalf of a rollout, at the server `route` where it is given."""
-
-    def __call__(
-        self, request: GenerationRequest, rollout_id: str, *, route: Route | None
-    ) -> Awaitable[GenerationResult]: ...
-
-
 @dataclass(slots=True)
 class _RolloutPolicy:
     """The policy as the agent of one rollout asks it; the first request goes to the server of its admission."""
 
-    generate_for: GenerateFor
+    client: RolloutClient
     rollout_id: str
     route: Route | None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
-        return await self.generate_for(request, self.rollout_id, route=route)
+        return await self.client.generate(request, self.rollout_id, route=route)
 
 
 class RolloutLoop:
@@ -99,8 +81,8 @@ class RolloutLoop:
     Args:
         stream: the worker's prompts.
         plugins: the user's agent, environment, dataset and reward.
-        gate: admits rollouts and is told of their end.
-        generate: asks the policy on behalf of a rollout.
+        gate: the GserverManager, which admits rollouts and learns of their end.
+        client: asks the policy on behalf of a rollout.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
@@ -110,14 +92,14 @@ class RolloutLoop:
         self,
         stream: PromptStream,
         plugins: Plugins,
-        gate: Gate,
-        generate: GenerateFor,
+        gate: ManagerClient,
+        client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
         registered_in: Sequence[str] = (),
     ) -> None:
         self._stream, self._plugins, self._gate = stream, plugins, gate
-        self._generate, self._push, self._config = generate, push, config
+        self._client, self._push, self._config = client, push, config
         self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
         self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
         self._candidates: list[_Candidate] = []
@@ -131,15 +113,12 @@ class RolloutLoop:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._wait_for_room()
+                while self._free == 0:
+                    self._room.clear()
+                    await self._room.wait()
                 for candidate in await self._admitted():
                     self._free -= 1
                     tasks.create_task(self._roll_out(candidate))
-
-    async def _wait_for_room(self) -> None:
-        while self._free == 0:
-            self._room.clear()
-            await self._room.wait()
 
     async def _admitted(self) -> list[_Candidate]:
         while len(self._candidates) < min(self._free, MAX_ASKED):
@@ -200,7 +179,7 @@ class RolloutLoop:
         ref, plugins = candidate.ref, self._plugins
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
-        policy = _RolloutPolicy(self._generate, candidate.rollout_id, candidate.route)
+        policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
         samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -19,7 +19,7 @@ from asyncrl.rollout.generation import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
-from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 
 MEMBERSHIP_INTERVAL_S = 1.0
@@ -42,12 +42,11 @@ class RolloutWorker(AsyncWorker):
         self._plugins = Plugins(self.config)
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
-        token = self.secret.token if self.secret is not None else None
-        manager = ManagerClient(await self.registered(names.manager_key()), self.name, token)
+        manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.token)
         try:
             async with RolloutClient(
                 manager,
-                token=token,
+                token=self.token,
                 max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
                 request_timeout_s=rollout.request_timeout_s,
                 new_tokens_per_chunk=rollout.new_tokens_per_chunk,
@@ -58,27 +57,14 @@ class RolloutWorker(AsyncWorker):
             await manager.close()
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
-        security = self.secret.sockets() if self.secret is not None else None
-        evaluator = Evaluator(
-            self._plugins,
-            client,
-            index=self.index,
-            workers=self.config.rollout.workers,
-            size=self.config.eval.size,
-        )
-        pusher = TrajectoryPusher((), security, identity=self.spec.name)
-        server = RequestServer(self.config.system.host, security, immediate={Evaluate: self._evaluate_with(evaluator)})
+        workers, size = self.config.rollout.workers, self.config.eval.size
+        self._evaluator = Evaluator(self._plugins, client, index=self.index, workers=workers, size=size)
+        pusher = TrajectoryPusher((), self.security, identity=self.name)
+        server = RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
         try:
             self._register(server.endpoint)
-            loop = RolloutLoop(
-                await self._open_stream(),
-                self._plugins,
-                manager,
-                client.generate,
-                pusher.push,
-                self.config.rollout,
-                self.config.algorithm.plugins,
-            )
+            stream, plugins, config = await self._open_stream(), self._plugins, self.config
+            loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
             self.ready()
             await self._until_stopped(loop, pusher)
         finally:
@@ -96,42 +82,32 @@ class RolloutWorker(AsyncWorker):
             for task in done - {stopping}:
                 task.result()
         finally:
-            for task in (working, following, stopping):
-                task.cancel()
-            await asyncio.gather(working, following, stopping, return_exceptions=True)
+            await cancel(working, following, stopping)
 
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.heartbeat_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
-        self.resolver.add(names.pusher_key(self.index), self.spec.name, lease_s=lease_s, replace=True)
+        self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _open_stream(self) -> PromptStream:
         """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
-        state = names.DataState.decode(await self.registered(names.data_state_key()))
-        return PromptStream(
-            len(self._plugins.train_set),
-            self.config.seed,
-            self.index,
-            self.config.rollout.workers,
-            used=UsedPrompts.read(Path(state.path)),
-        )
+        state = names.DataState.decode(await self.registered(names.DATA_STATE_KEY))
+        rows, workers = len(self._plugins.train_set), self.config.rollout.workers
+        return PromptStream(rows, self.config.seed, self.index, workers, used=UsedPrompts.read(Path(state.path)))
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""
         groups: Mapping[str, tuple[str, ...]] = {}
         me = names.pusher_key(self.index)
         while True:
-            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.pullers_root())
-            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.pushers_root())
+            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.PULLERS)
+            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.PUSHERS)
             groups = group({*pushers, me}, pullers, groups)
             pusher.set_addresses(pullers[key] for key in groups[me])
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
 
-    def _evaluate_with(self, evaluator: Evaluator) -> Callable[[Evaluate], Awaitable[EvaluationResult]]:
-        async def evaluate(request: Evaluate) -> EvaluationResult:
-            """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
-            future = asyncio.run_coroutine_threadsafe(evaluator.evaluate(request.version), self._loop_of_main)
-            return await asyncio.wrap_future(future)
-
-        return evaluate
+    async def _evaluate(self, request: Evaluate) -> EvaluationResult:
+        """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
+        evaluation = asyncio.run_coroutine_threadsafe(self._evaluator.evaluate(request.version), self._loop_of_main)
+        return await asyncio.wrap_future(evaluation)

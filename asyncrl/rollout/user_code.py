@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,7 @@ class Plugins:
     def __init__(self, config: ExperimentConfig) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         self._config = config
-        sampling = config.rollout.sampling
-        self._sampling = SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-        )
+        self._sampling = SamplingParams(**asdict(config.rollout.sampling))
         self.tokenizer = load_tokenizer(config.model.path)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.vocab_size: int | None = model_config.get("vocab_size")

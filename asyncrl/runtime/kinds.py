@@ -1,7 +1,7 @@
 """Every kind of process of a run: where its class is, how many there are and what each may use, how it ends.
 
-The launcher, the plan and the entry point read this registry and spell no kind's name themselves. To add a kind,
-write its process, a `Worker`, and enter it here by import path; only a process of that kind loads it.
+The launcher, the plan and the entry point read this registry and know no kind by name. To add a kind, write its
+process, a `Worker`, and enter it here by import path; only a process of that kind loads it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
+from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.runtime.worker_plan import Resources
@@ -88,10 +89,10 @@ def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 
 KINDS = {
-    "model_worker": ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks),
-    "generation_server": ProcessKind("asyncrl.inference.process:GenerationServer", _generation_servers, serves=True),
-    "rollout_worker": ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
-    "gserver_manager": ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
-    "master_worker": ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
+    MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks),
+    GENERATION_SERVER: ProcessKind("asyncrl.inference.process:GenerationServer", _generation_servers, serves=True),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
+    GSERVER_MANAGER: ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
+    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
 }
 """By name, the slowest to start first."""

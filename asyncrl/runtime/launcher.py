@@ -107,7 +107,7 @@ class Launcher:
             )
         if self.config.resume == Resume.restart:
             for item in used:
-                _remove(item)
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
         for line in continuation(self.run_dir, self.config):
             self._display.note(line)
 
@@ -259,10 +259,3 @@ async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[Wor
         for task in waits:
             task.cancel()
     return [worker for worker in workers if worker.exit_code is None]
-
-
-def _remove(item: Path) -> None:
-    if item.is_dir():
-        shutil.rmtree(item)
-    else:
-        item.unlink()

@@ -33,8 +33,7 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
-    code: int = worker_class(WorkerSpec(args.kind, args.index, args.run_dir)).start()
-    return code
+    return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir)).start())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ B was when it was trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,12 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
+from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
 from asyncrl.runtime.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
 """How this launch goes, not what the trial is."""
+_ABSENT = object()
 _ADVICE = "choose another trial_name, or start this one over with resume=restart"
 
 
@@ -49,14 +49,6 @@ class Change:
         return f"{self.setting}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a trial has come, by its newest checkpoint."""
-
-    version: int
-    prompts_used: int
-
-
 def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """What differs between `config` and the settings of the last launch in `run_dir`; nothing if there was none."""
     file = run_dir / CONFIG_FILE
@@ -65,22 +57,23 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     before, now = OmegaConf.load(file), OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
     changes = []
     for path, _, info in settings(ExperimentConfig):
-        if path in _OF_THE_LAUNCH or not _has(before, path):
+        old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
+        if path in _OF_THE_LAUNCH or old is _ABSENT:
             continue
-        old, new = (_plain(OmegaConf.select(tree, path)) for tree in (before, now))
         if old != new and not _same_file(old, new):
             changes.append(Change(path, old, new, info.fixed))
     return changes
 
 
-def newest_progress(run_dir: Path) -> Progress | None:
-    """The state of the newest checkpoint in `run_dir`; None if there is none. Its tensors are not looked at."""
-    for version in sorted(_checkpoint_versions(run_dir), reverse=True):
+def newest_progress(run_dir: Path) -> tuple[int, int] | None:
+    """Version and used prompts of the newest checkpoint in `run_dir`; None if there is none. No tensor is read."""
+    root = run_dir / CHECKPOINTS_DIR
+    for version in reversed(versions_in(root)):
         try:
-            state = json.loads((run_dir / CHECKPOINTS_DIR / f"v{version}" / "state.json").read_bytes())
+            state = json.loads((root / f"v{version}" / CHECKPOINT_STATE_FILE).read_bytes())
         except (OSError, ValueError):  # the training ranks pass over a damaged one too
             continue
-        return Progress(version, state["master_state"]["buffer"]["used_prompts"]["count"])
+        return version, state["master_state"]["buffer"]["used_prompts"]["count"]
     return None
 
 
@@ -110,14 +103,15 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
     progress, changes = newest_progress(run_dir), changed_settings(run_dir, config)
     if progress is None:
         return []
+    version, prompts_used = progress
     if refused := [change for change in changes if change.fixed]:
         raise TrialError(
-            f"trial_name={config.trial_name!r}: its checkpoint (version {progress.version}) cannot be continued with "
+            f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "
             f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {_ADVICE}"
         )
     lines = [
-        f"continuing from checkpoint v{progress.version}: step {progress.version} of {config.total_train_steps}, "
-        f"{progress.prompts_used} prompts used"
+        f"continuing from checkpoint v{version}: step {version} of {config.total_train_steps}, "
+        f"{prompts_used} prompts used"
     ]
     if changes:
         lines.append(f"settings changed since (before -> now):{_listed(changes)}")
@@ -126,18 +120,6 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
 
 def _listed(changes: list[Change]) -> str:
     return "".join(f"\n  {change}" for change in changes)
-
-
-def _checkpoint_versions(run_dir: Path) -> Iterator[int]:
-    for folder in (run_dir / CHECKPOINTS_DIR).glob("v*"):
-        if folder.name[1:].isdecimal():
-            yield int(folder.name[1:])
-
-
-def _has(tree: Any, path: str) -> bool:
-    parent, _, name = path.rpartition(".")
-    group = OmegaConf.select(tree, parent) if parent else tree
-    return group is not None and name in group
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,8 @@ NAMES_DIR = "name_resolve"
 LOGS_DIR = "logs"
 CHECKPOINTS_DIR = "checkpoints"
 WEIGHTS_DIR = "weights"
+CHECKPOINT_STATE_FILE = "state.json"
+"""What a checkpoint, a folder `v<version>`, holds besides tensors."""
 ANNOUNCED_DIR = "announced"
 """Manifests and canaries of versions that servers get from the trainer's memory."""
 
@@ -32,6 +34,12 @@ def run_dir_of(config: ExperimentConfig) -> Path:
 def log_file(run_dir: Path, kind: str, index: int) -> Path:
     """Where the `index`-th process of `kind` writes its log."""
     return run_dir / LOGS_DIR / f"{kind}-{index}.log"
+
+
+def versions_in(root: Path) -> list[int]:
+    """The policy versions that `root` has checkpoints of, ascending; whole or not."""
+    found = (path.name[1:] for path in root.glob("v*"))
+    return sorted(int(name) for name in found if name.isdecimal())
 
 
 def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:

@@ -16,6 +16,7 @@ A worker never outlives the launcher that started it: the kernel kills it when i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -75,7 +76,11 @@ class Worker(ABC):
         self.config = read_run_config(spec.run_dir)
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
-        self.secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
+        secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
+        self.token = None if secret is None else secret.token
+        """Bearer token of the run's HTTP interfaces; None where the run has no secret."""
+        self.security = None if secret is None else secret.sockets()
+        """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()
         self._configured = False
 
@@ -89,21 +94,18 @@ class Worker(ABC):
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
         try:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-            self.set_status("starting")
-            self.configure()
-            self._configured = True
-            self.run()
-        except _StoppedEarly:
+            with contextlib.suppress(_StoppedEarly):
+                signal.signal(signal.SIGTERM, self._on_sigterm)
+                self.set_status("starting")
+                self.configure()
+                self._configured = True
+                self.run()
             self.set_status("done")
             return 0
         except BaseException as error:
             self.log.exception("%s failed", self.name)
             self.set_status("failed", f"{type(error).__name__}: {error}")
             return 1
-        else:
-            self.set_status("done")
-            return 0
         finally:
             self.close()
             self.resolver.close()

@@ -17,7 +17,7 @@ class PublisherClient:
     """Makes calls to the ModelWorker with index `worker`. Make and use it in one running loop."""
 
     def __init__(self, resolver: NameResolver, security: SocketSecurity | None, worker: int) -> None:
-        self._resolver, self._security, self._key = resolver, security, names.worker_key("model_worker", worker)
+        self._resolver, self._security, self._key = resolver, security, names.worker_key(names.MODEL_WORKER, worker)
         self._connected: tuple[str, RequestClient] | None = None
 
     async def send_weights(self, order: SendWeights) -> None:

@@ -102,12 +102,11 @@ class ModelWorker(Worker):
 
     def _take_connections(self) -> None:
         system = self.config.system
-        security = None if self.secret is None else self.secret.sockets()
         self._arrival: asyncio.Event | None = None
         self._inbox = Inbox(self._place.coordinates.data, self.config.trainer.buffer_capacity, self._on_arrival)
         self._server = RequestServer(
             system.host,
-            security,
+            self.security,
             immediate={
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
@@ -126,11 +125,11 @@ class ModelWorker(Worker):
         self._open.callback(self._server.close)
         self._to_servers = TrainerEnd()
         if self._place.publishes:
-            token = None if self.secret is None else self.secret.token
             transport = weight_transport(self.config.manager.weight_transport)
-            self._to_servers = transport.trainer_end(self.config, token, self._device)
+            self._to_servers = transport.trainer_end(self.config, self.token, self._device)
             self._open.callback(self._close_connections)
-        self._puller = TrajectoryPuller(system.host, security, on_message=partial(self._inbox.put, timeout_s=_ROOM_S))
+        receive = partial(self._inbox.put, timeout_s=_ROOM_S)
+        self._puller = TrajectoryPuller(system.host, self.security, on_message=receive)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s

@@ -11,18 +11,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.manifest import ManifestError, verify
 
-STATE_FILE = "state.json"
-
 _log = logging.getLogger(__name__)
-
-
-def versions(root: Path) -> list[int]:
-    """The policy versions that `root` has a folder of, ascending; whole or not."""
-    found = (path.name[1:] for path in root.glob("v*"))
-    return sorted(int(name) for name in found if name.isdecimal())
 
 
 def latest(root: Path) -> Path | None:
@@ -32,7 +25,7 @@ def latest(root: Path) -> Path | None:
         ManifestError: there are some, but none can be used: whoever began anew here would lose them.
     """
     newest: ManifestError | None = None
-    for version in reversed(versions(root)):
+    for version in reversed(versions_in(root)):
         directory = root / f"v{version}"
         try:
             verify(directory)
@@ -57,7 +50,7 @@ def prune(root: Path, keep: int) -> list[int]:
     if keep < 1:
         raise ValueError(f"keep is {keep}: a run needs its newest checkpoint; set checkpoint.keep to at least 1")
     atomic_dir.clear_leftovers(root)
-    old = versions(root)[:-keep]
+    old = versions_in(root)[:-keep]
     for version in old:
         atomic_dir.remove(root / f"v{version}")
     return old

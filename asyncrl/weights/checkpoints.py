@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoint_dir import STATE_FILE, latest, prune
+from asyncrl.weights.checkpoint_dir import latest, prune
 from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
 from asyncrl.weights.tensor_file import write_tensors
 
@@ -51,7 +52,7 @@ def save(parts: Parts, path: Path, ranks: Ranks, *, version: int, state: Mapping
             # The key is older than averaged weights among the parts.
             metadata = {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
             document = {"version": version, "optimizers": metadata, **state}
-            atomic_dir.write_file(directory / STATE_FILE, json.dumps(document).encode())
+            atomic_dir.write_file(directory / CHECKPOINT_STATE_FILE, json.dumps(document).encode())
             files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
             write_manifest(directory, Manifest("checkpoint", version, files))
             atomic_dir.commit(path)
@@ -74,7 +75,7 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
     path = _agree_on_latest(root, ranks)
     if path is None:
         return None
-    state: dict[str, Any] = json.loads((path / STATE_FILE).read_bytes())
+    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
     for role, part in parts.items():
         if role not in state["optimizers"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
-from asyncrl.weights.checkpoint_dir import versions
 from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -161,7 +161,7 @@ def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
     if not parent.is_dir():
         return []
     atomic_dir.clear_leftovers(parent)
-    unwanted = [version for version in versions(parent) if version not in keep]
+    unwanted = [version for version in versions_in(parent) if version not in keep]
     for version in unwanted:
         atomic_dir.remove(version_dir(root, role, version))
     return unwanted

@@ -181,13 +181,6 @@ def test_a_subtree_holds_the_entry_itself_and_what_is_below_but_no_lookalikes(ma
     assert resolver.get_subtree() == {}
 
 
-def test_subentries_get_names_of_their_own(make: MakeResolver) -> None:
-    one, other = make(), make()
-    names = [one.add_subentry("peers", "a"), other.add_subentry("peers", "a"), one.add_subentry("peers", "b")]
-    assert len(set(names)) == 3
-    assert sorted(one.get_subtree("peers").values()) == ["a", "a", "b"]
-
-
 def test_waiting_ends_when_the_entry_appears(make: MakeResolver) -> None:
     one, other = make(), make()
     with ThreadPoolExecutor(1) as pool:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,10 +49,10 @@ class Run:
 
     def begin(self) -> None:
         """What the master announces once it knows where the run stands."""
-        self.resolver.add(names.data_state_key(), names.DataState("data_state.json").encode())
+        self.resolver.add(names.DATA_STATE_KEY, names.DataState("data_state.json").encode())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
-        url = await asyncio.to_thread(self.resolver.wait, names.manager_key(), 20)
+        url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, 20)
         self.clients.append(ManagerClient(url, worker, None))
         return self.clients[-1]
 
@@ -309,7 +310,7 @@ async def test_running_requests_are_kept_on_their_server_across_an_update(
         await run.until(serving(1, 0))
         await server.release()
         result = await call
-        assert (rollouts.stats.rounds, rollouts.stats.interrupted) == (1, 0)
+    assert len(server.requests) == 1
     assert [completion.versions for completion in result.completions] == [[0, 0, 1, 1, 1, 1]] * 2
     assert server.flushed == [mode == "retract"]
     await run.close()
@@ -350,6 +351,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
         run.register(index, servers[-1])
     await run.until(serving(0, 0, 1))
     request = GenerationRequest("q", (1, 2, 3), 4, SamplingParams(max_new_tokens=300, seed=3))
+    run.clients[0].schedule = Mock(wraps=run.clients[0].schedule)  # type: ignore[method-assign]
     async with RolloutClient(run.clients[0], token=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
         (expected,) = await asyncio.gather(rollouts.generate(request))
         calls = [asyncio.create_task(rollouts.generate(request)) for _ in range(8)]
@@ -363,8 +365,8 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
             run.publish(version, published)
             await run.until(serving(version, 0, 1))
         results = await asyncio.gather(*calls)
-        assert (rollouts.stats.interrupted > 0) == (mode == "interrupt")
-        assert rollouts.stats.retried == 0
+    rounds = run.clients[0].schedule.call_count
+    assert rounds > 9 if mode == "interrupt" else rounds == 9
     for result in results:
         for completion, reference in zip(result.completions, expected.completions, strict=True):
             assert completion.token_ids == reference.token_ids

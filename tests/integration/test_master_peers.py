@@ -14,9 +14,8 @@ from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard
+from asyncrl.master.connections import NameBoard, evaluate
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.peers import evaluate
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid
@@ -67,7 +66,7 @@ def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
         board.announce_data_state(Path("/run/data_state.json"))
         published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
         assert (published.version, published.path) == (4, "/w/v4")
-        assert names.DataState.decode(resolver.get(names.data_state_key())).path == "/run/data_state.json"
+        assert names.DataState.decode(resolver.get(names.DATA_STATE_KEY)).path == "/run/data_state.json"
 
 
 def placed(grid: WorkerGrid) -> tuple[dict[str, list[int]], tuple[int, ...]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
@@ -68,12 +67,6 @@ class NameResolver(ABC):
             self._keeper.forget(name)
         else:
             self._keeper.keep(name, lease_s)
-
-    def add_subentry(self, root: str, value: str, lease_s: float | None = None) -> str:
-        """Publish `value` under a fresh name below `root`; returns the name."""
-        name = f"{root}/{uuid.uuid4().hex}"
-        self.add(name, value, lease_s=lease_s)
-        return name
 
     def get(self, name: str) -> str:
         """The value under `name`.

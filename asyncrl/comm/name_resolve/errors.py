@@ -12,7 +12,6 @@ class NameEntryExists(NameResolveError):
 
     def __init__(self, name: str, root: str) -> None:
         super().__init__(f"name {name!r} under {root!r} is taken: delete it or add with replace=True")
-        self.name = name
 
 
 class NameEntryNotFound(NameResolveError):
@@ -20,7 +19,6 @@ class NameEntryNotFound(NameResolveError):
 
     def __init__(self, name: str, root: str) -> None:
         super().__init__(f"name {name!r} under {root!r} does not exist, or its owner's lease has run out")
-        self.name = name
 
 
 class NameResolveTimeout(NameResolveError):
@@ -28,5 +26,3 @@ class NameResolveTimeout(NameResolveError):
 
     def __init__(self, name: str, root: str, waited_s: float, awaited: str) -> None:
         super().__init__(f"name {name!r} under {root!r} did not {awaited} within {waited_s:g} s")
-        self.name = name
-        self.waited_s = waited_s

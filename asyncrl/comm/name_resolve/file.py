@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from asyncrl.comm.name_resolve.base import NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError
@@ -34,8 +34,7 @@ _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry's content; `lease_s` None never expires."""
 
     value: str
@@ -58,7 +57,7 @@ class FileResolver(NameResolver):
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
-            aside.write_text(json.dumps(asdict(_Record(value, self._owner, lease_s))))
+            aside.write_bytes(msgspec.json.encode(_Record(value, self._owner, lease_s)))
             aside.replace(self._path(name))
 
     def _read(self, name: str) -> str | None:
@@ -152,8 +151,7 @@ class _FileSystemClock:
 
 
 def _load(file: BinaryIO) -> _Record:
-    content = file.read()
     try:
-        return _Record(**json.loads(content))
-    except (ValueError, TypeError) as error:
+        return msgspec.json.decode(file.read(), type=_Record)
+    except ValueError as error:
         raise NameResolveError(f"name entry {file.name!r} is damaged ({error}): delete the file") from error

@@ -7,7 +7,6 @@ it the renewals: that is how a killed owner's entries disappear.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
@@ -29,8 +28,7 @@ class LeaseKeeper:
 
     def __init__(self, renew: Callable[[str], bool]) -> None:
         self._renew = renew
-        self._leases: dict[str, float] = {}
-        self._due: list[tuple[float, str]] = []
+        self._leases: dict[str, tuple[float, float]] = {}  # when each is renewed next, and the time between renewals
         self._changed = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -38,8 +36,8 @@ class LeaseKeeper:
     def keep(self, name: str, lease_s: float) -> None:
         """Renew `name` from now on; a name kept already gets the new lease."""
         with self._changed:
-            self._leases[name] = lease_s
-            heapq.heappush(self._due, (time.monotonic() + lease_s / RENEWALS_PER_LEASE, name))
+            interval_s = lease_s / RENEWALS_PER_LEASE
+            self._leases[name] = (time.monotonic() + interval_s, interval_s)
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
                 self._thread.start()
@@ -73,20 +71,17 @@ class LeaseKeeper:
             if not kept:
                 _log.warning("name %r was deleted or taken by another owner: its lease is no longer renewed", name)
                 self.forget(name)
-                continue
-            with self._changed:
-                if name in self._leases:
-                    due = time.monotonic() + self._leases[name] / RENEWALS_PER_LEASE
-                    heapq.heappush(self._due, (due, name))
 
     def _next_due(self) -> str | None:
         """The next name to renew, once it is due; None when stopped."""
         with self._changed:
             while not self._stopped:
-                while self._due and self._due[0][1] not in self._leases:
-                    heapq.heappop(self._due)
-                now = time.monotonic()
-                if self._due and self._due[0][0] <= now:
-                    return heapq.heappop(self._due)[1]
-                self._changed.wait(self._due[0][0] - now if self._due else None)
+                wait_s = None
+                if self._leases:
+                    name, (due, interval_s) = min(self._leases.items(), key=lambda item: item[1])
+                    wait_s = due - time.monotonic()
+                    if wait_s <= 0:
+                        self._leases[name] = (time.monotonic() + interval_s, interval_s)
+                        return name
+                self._changed.wait(wait_s)
             return None

@@ -47,10 +47,6 @@ class Outbox(Generic[T]):
     """Unacknowledged entries and where they are. Times are seconds of any monotonic clock."""
 
     def __init__(self, peers: Iterable[str], *, high_water: int, resend_after_s: float) -> None:
-        if high_water < 1:
-            raise ValueError(f"high_water={high_water} leaves no room for a message: use at least 1")
-        if not resend_after_s > 0:
-            raise ValueError(f"resend_after_s={resend_after_s} must be positive")
         self._high_water = high_water
         self._resend_after_s = resend_after_s
         self._in_flight_at: dict[str, int] = dict.fromkeys(peers, 0)

@@ -89,11 +89,6 @@ class TrajectoryPusher:
         self.set_addresses(addresses)
 
     @property
-    def unacked(self) -> int:
-        """Number of trajectories held."""
-        return len(self._outbox)
-
-    @property
     def unacked_ids(self) -> list[str]:
         """Rollout ids of the trajectories held, oldest first."""
         return self._outbox.labels

@@ -35,7 +35,7 @@ Every order carries the `attempt` it belongs to; an outcome of an attempt that w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.comm.retry import Backoff
@@ -111,7 +111,6 @@ class CheckHealth:
 
     server: int
     url: str
-    attempt: int
 
 
 Order = BeginUpdate | CancelUpdate | CheckHealth
@@ -130,7 +129,7 @@ class ServerLife:
     health_failures: int = 0
     due: float = 0.0
     reason: str = ""
-    goal: Target | None = field(default=None)
+    goal: Target | None = None
     checking: bool = False
 
 
@@ -314,7 +313,7 @@ class FleetDecisions:
         self._attempts += 1
         life.attempt = self._attempts
         life.checking = True
-        return CheckHealth(life.index, life.url, life.attempt)
+        return CheckHealth(life.index, life.url)
 
     def _attempted(self, server: int, attempt: int) -> ServerLife | None:
         life = self._servers.get(server)

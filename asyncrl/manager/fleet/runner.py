@@ -21,6 +21,7 @@ from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHeal
 from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import ManagerConfig
 from asyncrl.manager.wakeup import Signal
 from asyncrl.weights.transports.base import ManagerEnd
 
@@ -43,9 +44,7 @@ class FleetRunner:
         service: whose router and gate are kept up to date.
         http: connections to the servers.
         transport: how they get weights.
-        health_interval_s: time between two health checks of a server.
-        update_timeout_s: limit of an update.
-        health_timeout_s: limit of a health check.
+        config: time between two health checks of a server, limit of an update.
         checks: what a server has to pass after each update.
     """
 
@@ -56,9 +55,7 @@ class FleetRunner:
         http: JsonHttp,
         transport: ManagerEnd,
         *,
-        health_interval_s: float,
-        update_timeout_s: float,
-        health_timeout_s: float = HEALTH_TIMEOUT_S,
+        config: ManagerConfig,
         checks: Sequence[UpdateCheck] = (),
         log: logging.Logger,
     ) -> None:
@@ -66,9 +63,7 @@ class FleetRunner:
         self._service = service
         self._http = http
         self._transport = transport
-        self._health_interval_s = health_interval_s
-        self._health_timeout_s = health_timeout_s
-        self._update_timeout_s = update_timeout_s
+        self._config = config
         self._checks = checks
         self._log = log
         self._changed = Signal()
@@ -157,13 +152,9 @@ class FleetRunner:
         began = time.monotonic()
         client = GenerationServerClient(self._http, order.url)
         try:
-            await update_server(
-                order,
-                client,
-                self._transport,
-                timeout_s=self._update_timeout_s,
-                checks=() if order.keeps_requests else self._checks,
-            )
+            checks = () if order.keeps_requests else self._checks
+            limit_s = self._config.update_timeout_s
+            await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks)
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), time.monotonic()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
@@ -191,19 +182,17 @@ class FleetRunner:
                 self._show()
                 self._changed.notify()
                 try:
-                    await client.pause(PauseMode.retract, timeout_s=self._update_timeout_s)
+                    await client.pause(PauseMode.retract, timeout_s=self._config.update_timeout_s)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
 
     def _end_late_check(self, server: int) -> None:
         """What it would find is of weights that are about to be replaced."""
-        check = self._late_checks.pop(server, None)
-        if check is not None:
+        if (check := self._late_checks.pop(server, None)) is not None:
             check.cancel()
 
     def _cancel(self, order: CancelUpdate) -> None:
-        update = self._updates.pop(order.attempt, None)
-        if update is not None:
+        if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
             self._log.warning("generation server %d: an update was given up", order.server)
 
@@ -212,14 +201,14 @@ class FleetRunner:
             for life in self._decisions.servers:
                 if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._checking:
                     self._spawn(self._check(life.index, life.url))
-            await asyncio.sleep(self._health_interval_s)
+            await asyncio.sleep(self._config.health_interval_s)
 
     async def _check(self, server: int, url: str) -> None:
         self._checking.add(url)
         expected = self._decisions.expected_version(server, url)
         client = GenerationServerClient(self._http, url)
         try:
-            await client.ready(timeout_s=self._health_timeout_s)
+            await client.ready(timeout_s=HEALTH_TIMEOUT_S)
             served = await client.served_version()
             if expected is not None and expected == self._decisions.expected_version(server, url) != served:
                 raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")

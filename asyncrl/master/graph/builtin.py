@@ -48,39 +48,27 @@ def written(*calls: Call) -> tuple[str, ...]:
 
 def grpo(config: ExperimentConfig) -> Graph:
     """Group-normalised advantages, no critic."""
-    logprobs = (*reference(config), *proximal(config))
-    kl_keys = kl_in_reward(config)
-    calls = (
-        *logprobs,
-        Call("advantage", "actor", "advantage", reads=("rewards", "loss_mask", *kl_keys), writes=("advantages",)),
-        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*logprobs))),
-    )
-    return Graph("grpo", calls)
+    return _without_critic("grpo", config, *reference(config), *proximal(config))
 
 
 def reinforce(config: ExperimentConfig) -> Graph:
     """The policy gradient itself: behaviour log-probabilities only, no proximal policy."""
-    ref = reference(config)
-    kl_keys = kl_in_reward(config)
-    calls = (
-        *ref,
-        Call("advantage", "actor", "advantage", reads=("rewards", "loss_mask", *kl_keys), writes=("advantages",)),
-        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*ref))),
-    )
-    return Graph("reinforce", calls)
+    return _without_critic("reinforce", config, *reference(config))
 
 
 def dapo(config: ExperimentConfig) -> Graph:
     """GRPO with dynamic sampling: groups without a signal are filtered before the advantages."""
-    logprobs = (*reference(config), *proximal(config))
-    reads = ("rewards", "loss_mask")
-    calls = (
-        *logprobs,
-        Call("filter", "actor", "filter", reads=reads, writes=("keep",)),
-        Call("advantage", "actor", "advantage", reads=(*reads, "keep", *kl_in_reward(config)), writes=("advantages",)),
-        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, "keep", *written(*logprobs))),
-    )
-    return Graph("dapo", calls)
+    filtering = Call("filter", "actor", "filter", reads=("rewards", "loss_mask"), writes=("keep",))
+    return _without_critic("dapo", config, *reference(config), *proximal(config), filtering)
+
+
+def _without_critic(name: str, config: ExperimentConfig, *before: Call) -> Graph:
+    """The calls `before`, then the advantages from the rewards, then the actor's training with all that was written."""
+    keep = ("keep",) if "keep" in written(*before) else ()
+    reads = ("rewards", "loss_mask", *keep, *kl_in_reward(config))
+    advantage = Call("advantage", "actor", "advantage", reads=reads, writes=("advantages",))
+    train = Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, *written(*before)))
+    return Graph(name, (*before, advantage, train))
 
 
 def ppo(config: ExperimentConfig) -> Graph:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.master.graph.types import Call, Graph
-from asyncrl.master.peers import CalledWorker
 from asyncrl.trainer.messages import CallStats, RunCall
 
 Stats = dict[str, Any]
@@ -42,7 +42,7 @@ class Executor:
     """
 
     def __init__(
-        self, graph: Graph, placement: Mapping[str, Sequence[int]], workers: Sequence[CalledWorker], timeout_s: float
+        self, graph: Graph, placement: Mapping[str, Sequence[int]], workers: Sequence[RequestClient], timeout_s: float
     ) -> None:
         self._order = graph.order()
         self._before = graph.predecessors()

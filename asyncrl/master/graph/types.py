@@ -74,14 +74,10 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The calls of a training step.
-
-    `inputs` are the keys that are there before the first call.
-    """
+    """The calls of a training step; `BATCH_KEYS` are there before the first one."""
 
     name: str
     calls: tuple[Call, ...]
-    inputs: tuple[str, ...] = BATCH_KEYS
 
     def names(self) -> tuple[str, ...]:
         """Names of the calls, as written."""
@@ -154,18 +150,17 @@ class Graph:
                 )
         return models
 
-    def validate(self, functions: Collection[str], hosted_roles: Collection[str] | None = None) -> None:
+    def validate(self, functions: Collection[str]) -> None:
         """Check the graph as it will run.
 
         Args:
-            hosted_roles: roles that some worker hosts; None: those of the config and the reward models.
             functions: registered model functions; a name with a colon is an import path and checked by its loader.
 
         Raises:
             GraphError: duplicate or unknown call names, two writers of a key, a key nobody writes, a role nobody hosts,
                 an unknown function, or a cycle.
         """
-        hosted_roles = {*TRAINED_ROLES, *self.reward_models()} if hosted_roles is None else hosted_roles
+        hosted_roles = {*TRAINED_ROLES, *self.reward_models()}
         if not self.calls:
             raise GraphError(f"graph {self.name!r} has no calls; return at least one Call from its function")
         self._check_names()
@@ -202,7 +197,7 @@ class Graph:
         writers: dict[str, str] = {}
         for call in self.calls:
             for key in call.writes:
-                if key in self.inputs:
+                if key in BATCH_KEYS:
                     raise GraphError(
                         f"graph {self.name!r}: call {call.name!r} writes {key!r}, which comes with the trajectories; "
                         "write under another name and have the calls after it read that"
@@ -216,7 +211,7 @@ class Graph:
 
     def _check_reads(self) -> None:
         written = {key for call in self.calls for key in call.writes}
-        available = written.union(self.inputs)
+        available = written.union(BATCH_KEYS)
         for call in self.calls:
             for key in call.reads:
                 if key not in available:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.trajectory import SharedPrompt
-from asyncrl.comm.codec import CodecError, Column, Frame, Header, Message, decode_as, encode_joined
+from asyncrl.comm.codec import CodecError, Column, Frame, Header, decode_as, encode_joined
 from asyncrl.comm.trajectory_codec import (
     decode_each,
     decode_trajectories,
@@ -292,6 +293,15 @@ def test_trajectories_over_the_limit_are_refused_at_both_ends() -> None:
 
 
 _ANY = msgspec.msgpack.Decoder(Header[Any])
+
+
+@dataclass
+class Message:
+    """Frames of trajectories, taken apart."""
+
+    kind: str
+    meta: list[msgspec.Raw]
+    arrays: dict[str, np.ndarray]
 
 
 def encoded(*lengths: list[int], prompt: int | None = None) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -127,11 +126,6 @@ def test_a_restarted_server_starts_empty() -> None:
     router.update(0, "http://elsewhere", 0, True)
     router.release("a")
     assert router.servers[0].sequences == 0
-
-
-def test_an_unknown_policy_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"manager.routing is 'best'; choose one of round_robin, "):
-        Router("best")
 
 
 class AnyOrder(RuleBasedStateMachine):

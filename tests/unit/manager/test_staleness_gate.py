@@ -235,9 +235,3 @@ def test_memory_is_bounded_and_forgotten_rollouts_change_nothing() -> None:
     assert gate.drop("3", "stale") is None
     gate.train(1000, ["3"])
     assert gate.books() == before
-
-
-@pytest.mark.parametrize(("batch", "eta"), [(0, 1), (1, -1)])
-def test_impossible_settings_are_refused(batch: int, eta: int) -> None:
-    with pytest.raises(ValueError, match=r"train_batch_size is 0|max_head_offpolicyness is -1"):
-        StalenessGate(batch, eta)

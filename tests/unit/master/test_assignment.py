@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,8 +73,3 @@ def test_long_groups_are_spread() -> None:
     cut = assign(members, 2, 1, 0, 0)
     assert cut[0].dst != cut[1].dst
     assert cut[2].dst != cut[3].dst
-
-
-def test_a_batch_that_cannot_be_cut_names_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"trainer\.ppo_minibatches"):
-        minibatch_of_groups(6, 4, 0, 0)

@@ -12,11 +12,10 @@ from asyncrl.master.graph.builtin import BUILTIN, load_graph
 from asyncrl.master.graph.types import BATCH_KEYS, Call, Edge, Graph, GraphError
 
 FUNCTIONS = {"inf", "train"}
-ROLES = {"actor", "ref"}
 
 
 def check(*calls: Call) -> None:
-    Graph("g", calls).validate(FUNCTIONS, ROLES)
+    Graph("g", calls).validate(FUNCTIONS)
 
 
 def test_edges_follow_from_keys_and_after() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,13 @@ from asyncrl.observability.metrics import (
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with MetricsWriter(JsonlSink(file, 0)) as writer:
+    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
         writer.write(1, {"loss": 0.5, "parts": [1.0, 2.0]})
         assert read_rows(file) == [{"step": 1, "loss": 0.5, "parts": [1.0, 2.0]}]
 
 
 def test_a_step_has_one_row(tmp_path: Path) -> None:
-    with MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0)) as writer:
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0))) as writer:
         writer.write(2, {})
         for step in (1, 2):
             with pytest.raises(ValueError, match=f"step {step} comes after that of step 2"):
@@ -41,7 +42,7 @@ def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path: Path) -> N
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "x": step}) for step in range(1, 6)]
     file.write_text("\n".join(lines) + '\n{"step": 6, "x"')
-    with MetricsWriter(JsonlSink(file, 4)) as writer:
+    with closing(MetricsWriter(JsonlSink(file, 4))) as writer:
         assert writer.last_step == 3
         writer.write(4, {"x": 40})
     assert [(row["step"], row["x"]) for row in read_rows(file)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
@@ -50,7 +51,7 @@ def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path: Path) -> N
 def test_a_row_cut_off_by_a_kill_is_removed_even_within_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2')
-    with MetricsWriter(JsonlSink(file, 9)) as writer:
+    with closing(MetricsWriter(JsonlSink(file, 9))) as writer:
         assert writer.last_step == 1
         writer.write(2, {})
     assert read_rows(file) == [{"step": 1}, {"step": 2}]
@@ -59,7 +60,7 @@ def test_a_row_cut_off_by_a_kill_is_removed_even_within_the_checkpoint(tmp_path:
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"step": 1}\n')
-    with MetricsWriter(JsonlSink(file, 0)) as writer:
+    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
         assert writer.last_step == -1
     assert read_rows(file) == []
 
@@ -77,7 +78,7 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
             self.closed = True
 
     memory = Memory()
-    with MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), memory) as writer:
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), memory)) as writer:
         writer.write(1, {"a": 1.0})
     assert memory.rows == [(1, {"a": 1.0})]
     assert memory.closed
@@ -90,7 +91,7 @@ def points(folder: Path) -> dict[tuple[int, str], float]:
 
 
 def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path) -> None:
-    with MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig()) as writer:
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
         writer.write(0, {"eval/held_out/accuracy": 0.125})
         writer.write(300, {"reward/mean": 0.5, "loss": -1, "parts": [1.0]})
         assert points(tmp_path / "tensorboard") == {
@@ -100,7 +101,7 @@ def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path)
 
 def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
     for first_step, steps in ((0, range(5)), (3, range(3, 6))):
-        with MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig(), first_step) as writer:
+        with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig(), first_step)) as writer:
             for step in steps:
                 writer.write(step, {"x": 10 * first_step + step})
     assert points(tmp_path / "tensorboard") == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from asyncrl.api import (
 from asyncrl.api.generation import Completion
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
     FinishedRollout,
@@ -33,7 +35,8 @@ from asyncrl.manager.messages import (
     WantedRollout,
 )
 from asyncrl.rollout.episode import EpisodeError
-from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GenerateFor, RolloutLoop
+from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -135,7 +138,7 @@ async def run(
     agent: Agent,
     *,
     config: RolloutConfig | None = None,
-    generate: GenerateFor = answer,
+    generate: Callable[..., Awaitable[GenerationResult]] = answer,
     train_prompt: Callable[[PromptRef], Prompt] | None = None,
     limit_s: float = 10.0,
 ) -> list[Trajectory]:
@@ -150,7 +153,9 @@ async def run(
     stream, plugins = PromptStream(1000, seed=0), FakePlugins(agent)
     if train_prompt is not None:
         plugins.train_prompt = train_prompt  # type: ignore[method-assign]
-    loop = RolloutLoop(stream, cast(Plugins, plugins), gate, generate, push, config or RolloutConfig(max_concurrent=8))
+    manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
+    config = config or RolloutConfig(max_concurrent=8)
+    loop = RolloutLoop(stream, cast(Plugins, plugins), manager, client, push, config)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     try:

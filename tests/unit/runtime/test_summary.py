@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
-from asyncrl.master.peers import GateBooks
+from asyncrl.manager.messages import GateBooks
 from asyncrl.master.run_files import write_summary
 from asyncrl.runtime.summary import summary_lines
 
@@ -12,7 +13,9 @@ from asyncrl.runtime.summary import summary_lines
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
     books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
     failed = [{"version": 5, "reason": "no answer within 300 s"}]
-    write_summary(tmp_path, 6, 6, books, {"held_out": 0.5}, [], failed)
+    journal = Mock(evaluations=[], evaluations_failed=failed)
+    journal.accuracies.return_value = {"held_out": 0.5}
+    write_summary(tmp_path, 6, 6, books, journal)
     lines = summary_lines(tmp_path)
     assert lines[:4] == [
         "steps      6",

@@ -15,6 +15,7 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Ranks
@@ -22,7 +23,7 @@ from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import checkpoints as checkpoint
-from asyncrl.weights.checkpoint_dir import latest, prune, versions
+from asyncrl.weights.checkpoint_dir import latest, prune
 from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, verify
 
 MakeBatch = Callable[..., StepBatch]
@@ -116,14 +117,14 @@ def test_where_no_checkpoint_can_be_used_nobody_begins_anew_over_them(
         manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', b'"format":1'))
     with pytest.raises(ManifestError, match=r"v2.* no manifest of format 2 .* set resume=restart to begin anew"):
         rank.load_checkpoint(tmp_path)
-    assert versions(tmp_path) == [1, 2]
+    assert versions_in(tmp_path) == [1, 2]
 
 
 def test_only_the_newest_are_kept(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:
     rank = make_rank(config)
     for version in (9, 10, 11):
         save(rank, tmp_path, version)
-    assert versions(tmp_path) == [10, 11]
+    assert versions_in(tmp_path) == [10, 11]
     with pytest.raises(ValueError, match=r"checkpoint\.keep"):
         prune(tmp_path, 0)
 

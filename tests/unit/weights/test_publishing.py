@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.models import load_causal_lm
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
-from asyncrl.weights.checkpoint_dir import versions
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
 from asyncrl.weights.shared_files import SharedFiles
 
@@ -111,7 +111,7 @@ def test_a_write_that_breaks_off_leaves_nothing_visible(
         patch.setattr(module, stage, break_off)
         with pytest.raises(OSError, match="disk full"):
             publish(qwen_dir, tmp_path, 2)
-    assert versions(tmp_path / "actor") == [1]
+    assert versions_in(tmp_path / "actor") == [1]
     path, _ = publish(qwen_dir, tmp_path, 2)  # what was left behind is no obstacle
     assert verify(path).version == 2
 
@@ -127,7 +127,7 @@ def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Pat
         rank.begin()
     for rank in ranks:
         rank.write()
-    assert versions(tmp_path / "actor") == []
+    assert versions_in(tmp_path / "actor") == []
     for rank in reversed(ranks):
         rank.finish(SharedFiles(model.config), None)
     whole = verify(final)
