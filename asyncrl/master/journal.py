@@ -17,7 +17,7 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
-from asyncrl.observability.metrics import MetricsWriter
+from asyncrl.observability.metrics import MetricsWriter, read_rows
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.run_dir import METRICS_FILE
 
@@ -68,11 +68,22 @@ class Journal:
         if version == 0 or state is None:
             return
         self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
+        written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
         for step, row in ((held["step"], held["row"]) for held in state["rows"]):
+            if step in written:  # its evaluation ended after the checkpoint was written
+                self._take_in(step, written[step])
+                continue
             if self.evaluation_due(step) and not any(name.startswith("eval/") for name in row):
                 row |= self._failed(step, "cut off by a restart")
-            if step > self._metrics.last_step:
-                self._metrics.write(step, row)
+            self._metrics.write(step, row)
+
+    def _take_in(self, step: int, row: Row) -> None:
+        """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
+        statistics = {name: value for name, value in row.items() if name.startswith("eval/")}
+        if any(name.endswith("/failed") for name in statistics):
+            self._failed(step, "told by an earlier launch; see its log")
+        elif statistics:
+            self.evaluations.append({"version": step, **statistics})
 
     @property
     def last_row_at(self) -> float:
@@ -126,8 +137,9 @@ class Journal:
 
     def accuracies(self) -> dict[str, float]:
         """The last accuracy of each evaluated set."""
-        name = self._config.eval.name
-        return {name: self.evaluations[-1][f"eval/{name}/accuracy"]} if self.evaluations else {}
+        name, key = self._config.eval.name, f"eval/{self._config.eval.name}/accuracy"
+        values = [evaluation[key] for evaluation in self.evaluations if key in evaluation]  # the name may have changed
+        return {name: values[-1]} if values else {}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -548,6 +548,29 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
     assert summary["evaluations_failed"] == [{"version": 2, "reason": "cut off by a restart"}]
 
 
+async def test_an_evaluation_that_ended_after_the_last_checkpoint_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=2, checkpoint__interval=2, eval__interval=2)
+    first = Run(tmp_path, config)
+    await first.deliver(range(4))
+    async with running(first) as task:
+        await until(lambda: first.rollouts.started == [0])
+        first.rollouts.finish = asyncio.Event()
+        await first.deliver(range(4, 8), oldest=1)
+        await until(lambda: first.workers.saved() == [2])
+        first.rollouts.finish.set()
+        await task
+    assert [item["version"] for item in first.summary()["evaluations"]] == [0, 2]
+
+    second = Run(tmp_path, make_config(total_train_steps=3, eval__interval=2), FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 8
+    await second.deliver(range(8, 12), oldest=2)
+    await second.loop.run()
+    assert [row["step"] for row in second.rows()] == [0, 1, 2, 3]
+    summary = second.summary()
+    assert [item["version"] for item in summary["evaluations"]] == [0, 2, 3]
+    assert summary["evaluations_failed"] == []
+
+
 async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path: Path) -> None:
     config = make_config(total_train_steps=1, eval__interval=1)
     first = Run(tmp_path, config)
