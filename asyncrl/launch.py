@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.experiment is None:
             print(list_experiments(folder))
             return 0 if args.help else EXIT_CONFIG
-        from asyncrl.commands.inputs import check_data, check_graph
+        from asyncrl.commands.input_checks import check_data, check_graph
         from asyncrl.config.checks import validate
         from asyncrl.config.load import load_experiment
 

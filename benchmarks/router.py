@@ -30,7 +30,7 @@ import uvloop
 from aiohttp import web
 
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp
 from asyncrl.manager.messages import (
     AllocateRequest,
     ConsumedReport,

@@ -20,7 +20,7 @@ prompt, all in order:
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-Meta: a list of R `Entry`s.
+Meta: a list of R `TrajectoryHeader`s.
 
 The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
 the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message, and
@@ -70,7 +70,7 @@ _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _TOKEN_DTYPES)
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TrajectoryHeader(msgspec.Struct, frozen=True):
     """What the header says of a trajectory."""
 
     rollout_id: _Id
@@ -80,7 +80,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_ENTRY = msgspec.msgpack.Decoder(Entry)
+_ENTRY = msgspec.msgpack.Decoder(TrajectoryHeader)
 _HEADER = msgspec.msgpack.Decoder(Header[list[msgspec.Raw]])  # raw, so that a faulty entry refuses itself alone
 
 
@@ -246,7 +246,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
 
 def _encode_entry(trajectory: Trajectory) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
-    entry = Entry(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics)
+    entry = TrajectoryHeader(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics)
     try:
         return msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:

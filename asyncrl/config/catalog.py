@@ -14,14 +14,14 @@ from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.config.import_paths import PluginError, load_plugin, locate, split_path
-from asyncrl.config.signatures import MODEL_FUNCTION, Entry, check_arguments, function_entry, registrations
+from asyncrl.config.signatures import MODEL_FUNCTION, RegisteredFunction, check_arguments, function_entry, registrations
 from asyncrl.config.suggestions import did_you_mean
 
 _HOME = {**dict.fromkeys(KINDS, "asyncrl.algorithms"), MODEL_FUNCTION: "asyncrl.trainer"}
 """The package in which the functions of a kind are registered."""
 
 
-def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, Entry]:
+def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, RegisteredFunction]:
     """Registered functions of `kind` by name, those of the modules, packages or files `plugins` included.
 
     Raises:
@@ -29,7 +29,7 @@ def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, Entry]:
     """
     if kind not in _HOME:
         raise ValueError(f"unknown kind {kind!r}{did_you_mean(kind, _HOME)}; kinds are {', '.join(_HOME)}")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, RegisteredFunction] = {}
     for entry in (e for module in (_HOME[kind], *plugins) for e in _registered(module)):
         if entry.kind != kind:
             continue
@@ -43,7 +43,9 @@ def known(kind: str, plugins: Sequence[str] = ()) -> dict[str, Entry]:
     return dict(sorted(entries.items()))
 
 
-def check(kind: str, name: str, params: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()) -> Entry:
+def check(
+    kind: str, name: str, params: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()
+) -> RegisteredFunction:
     """The entry of `name`, after checking that `params` fit its keyword-only parameters.
 
     Raises:
@@ -68,7 +70,7 @@ def resolve(
     return functools.partial(load_plugin(f"{entry.module}:{entry.function}"), **dict(params or {}))
 
 
-def _by_name(kind: str, name: str, plugins: Sequence[str]) -> Entry:
+def _by_name(kind: str, name: str, plugins: Sequence[str]) -> RegisteredFunction:
     if "." in name:
         split_path(name)  # raises: it shows the form with a colon
     entries = known(kind, plugins)
@@ -80,7 +82,7 @@ def _by_name(kind: str, name: str, plugins: Sequence[str]) -> Entry:
     return entries[name]
 
 
-def _registered(module: str) -> tuple[Entry, ...]:
+def _registered(module: str) -> tuple[RegisteredFunction, ...]:
     path = locate(module)
     if path is None:
         raise ValueError(f"plug-in module {module!r} was not found; install it or add its folder to PYTHONPATH")
@@ -88,11 +90,11 @@ def _registered(module: str) -> tuple[Entry, ...]:
 
 
 @functools.cache
-def _entries(path: Path, module: str) -> tuple[Entry, ...]:
+def _entries(path: Path, module: str) -> tuple[RegisteredFunction, ...]:
     """What is registered in the file or package at `path`: read once, however many choices are looked up in it."""
     if path.is_file():
         return tuple(registrations(path, module))
-    found: list[Entry] = []
+    found: list[RegisteredFunction] = []
     for source in sorted(path.rglob("*.py")):
         parts = source.relative_to(path).with_suffix("").parts
         inside = parts[:-1] if parts[-1] == "__init__" else parts

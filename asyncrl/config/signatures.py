@@ -51,7 +51,7 @@ Params = dict[str, Param]
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegisteredFunction:
     """A registered or user-named function: where it lives and what it takes (None: the source does not say)."""
 
     kind: str
@@ -61,16 +61,16 @@ class Entry:
     params: Params | None
 
 
-def registrations(source: Path, module: str) -> Iterator[Entry]:
+def registrations(source: Path, module: str) -> Iterator[RegisteredFunction]:
     """Every registered function of the file `source`, which imports as `module`."""
     for function in top_level_functions(source):
         for decorator in function.decorator_list:
             if found := _registration(decorator):
                 kind, name = found
-                yield Entry(kind, name, module, function.name, _configurable(function, kind))
+                yield RegisteredFunction(kind, name, module, function.name, _configurable(function, kind))
 
 
-def function_entry(kind: str, path: str) -> Entry:
+def function_entry(kind: str, path: str) -> RegisteredFunction:
     """The function at the import path `path` as an algorithm of `kind`.
 
     Raises:
@@ -82,7 +82,7 @@ def function_entry(kind: str, path: str) -> Entry:
     if isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)):
         raise PluginError(f"{path!r} is no plain function; a {kind} is one, with its parameters after a bare *")
     params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
-    return Entry(kind, path, *split_path(path), params)
+    return RegisteredFunction(kind, path, *split_path(path), params)
 
 
 def check_arguments(

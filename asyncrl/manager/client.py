@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
+from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.retry import Backoff
 from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0

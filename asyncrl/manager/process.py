@@ -20,7 +20,7 @@ from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.runner import FleetRunner
-from asyncrl.manager.http import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp
 from asyncrl.manager.messages import Empty, StatusReply
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.rollout.episode import run_episode
-from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 

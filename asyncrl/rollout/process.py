@@ -15,7 +15,7 @@ from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import ManagerClient
 from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.trainer.micro_batch_layout import AttentionKind, Ints, cut
 from asyncrl.trainer.packed_attention import attention_blocks
-from asyncrl.trainer.packing import AttentionKind, Ints, cut
 
 
 @dataclass(frozen=True, eq=False)

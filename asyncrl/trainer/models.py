@@ -16,7 +16,7 @@ from transformers import (
 
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer import packed_attention
-from asyncrl.trainer.packing import AttentionKind
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.settings import AttentionImplementation
 
 _KINDS: dict[AttentionImplementation, AttentionKind] = {

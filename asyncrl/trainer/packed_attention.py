@@ -3,9 +3,9 @@
 A micro-batch is one row [1, T]: its sequences end to end, positions restarting at each. All of a transformer but
 attention works token by token and so needs no padding; attention must keep sequences apart. On a GPU with flash
 attention its variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under
-`PACKED`, takes the stream into a few blocks of rows of nearly one length (`packing.blocks`), runs torch's causal kernel
-on each, and takes the result back. Rows are padded on the right, so causality alone hides the padding and no mask is
-built.
+`PACKED`, takes the stream into a few blocks of rows of nearly one length (`micro_batch_layout.blocks`), runs torch's
+causal kernel on each, and takes the result back. Rows are padded on the right, so causality alone hides the padding and
+no mask is built.
 
 The blocks reach it as the keyword `attention_blocks`, which transformers models hand down to their attention function.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from asyncrl.trainer.packing import Block, blocks
+from asyncrl.trainer.micro_batch_layout import Block, blocks
 
 PACKED = "asyncrl_packed"
 """Name of `packed_attention` among transformers' attention functions."""

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.comm.http import HttpRefused
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.manager.messages import (
     DroppedRollout,
     Empty,

@@ -23,11 +23,11 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GateBooks, ServerStatus, WantedRollout
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.prometheus import manager_registry
-from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.worker import WorkerSpec
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.trainer.packing import AttentionKind
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation import GenerationFailed, RolloutClient
+from asyncrl.rollout.generation_client import GenerationFailed, RolloutClient
 
 
 class FixedManager:

@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from asyncrl.comm.codec import Frame, decode_typed
-from asyncrl.comm.push_pull.outbox import Entry
+from asyncrl.comm.push_pull.outbox import OutboxEntry
 from asyncrl.comm.trajectory_codec import Prepared, encode_prepared
 
 BATCH_BYTES = 1 << 20  # of arrays in one message: beyond it what is paid per message no longer shows
@@ -30,10 +30,10 @@ class Batch:
     """What is to share one message."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry[Prepared]] = []
+        self.entries: list[OutboxEntry[Prepared]] = []
         self._nbytes = 0
 
-    def add(self, entry: Entry[Prepared]) -> bool:
+    def add(self, entry: OutboxEntry[Prepared]) -> bool:
         """Take `entry` in; False if it has no room here. An empty batch has room for every one."""
         nbytes = self._nbytes + entry.content.nbytes
         if self.entries and (nbytes > BATCH_BYTES or len(self.entries) == BATCH_TRAJECTORIES):
@@ -64,7 +64,7 @@ _NUMBERS = msgspec.msgpack.Decoder(Numbers)
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def pack(entries: Sequence[Entry[Prepared]]) -> list[Frame]:
+def pack(entries: Sequence[OutboxEntry[Prepared]]) -> list[Frame]:
     """The message that carries `entries`."""
     return [encode([entry.seq for entry in entries]), *encode_prepared([entry.content for entry in entries])]
 

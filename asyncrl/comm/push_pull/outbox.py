@@ -31,7 +31,7 @@ class OutboxFull(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
+class OutboxEntry(Generic[T]):
     """One item: its number, its label, what to send; `peer` is where it is or must go, None if anywhere."""
 
     seq: int
@@ -50,9 +50,9 @@ class Outbox(Generic[T]):
         self._high_water = high_water
         self._resend_after_s = resend_after_s
         self._in_flight_at: dict[str, int] = dict.fromkeys(peers, 0)
-        self._entries: dict[int, Entry[T]] = {}
-        self._waiting: deque[Entry[T]] = deque()
-        self._in_flight: dict[int, Entry[T]] = {}  # in the order of sending, which is the order of due times
+        self._entries: dict[int, OutboxEntry[T]] = {}
+        self._waiting: deque[OutboxEntry[T]] = deque()
+        self._in_flight: dict[int, OutboxEntry[T]] = {}  # in the order of sending, which is the order of due times
         self._next_seq = 0
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Outbox(Generic[T]):
         """The peers in use."""
         return list(self._in_flight_at)
 
-    def add(self, label: str, content: T) -> Entry[T]:
+    def add(self, label: str, content: T) -> OutboxEntry[T]:
         """Keep a new entry; it waits to be sent.
 
         Raises:
@@ -81,13 +81,13 @@ class Outbox(Generic[T]):
         """
         if self.full:
             raise OutboxFull(f"{len(self._entries)} messages are unacknowledged, high_water={self._high_water}")
-        entry = Entry(self._next_seq, label, content)
+        entry = OutboxEntry(self._next_seq, label, content)
         self._next_seq += 1
         self._entries[entry.seq] = entry
         self._waiting.append(entry)
         return entry
 
-    def take(self, writable: Collection[str], now: float) -> tuple[Entry[T], str] | None:
+    def take(self, writable: Collection[str], now: float) -> tuple[OutboxEntry[T], str] | None:
         """Put the first waiting entry that a writable peer may take in flight; returns both."""
         while self._waiting and self._waiting[0].done:
             self._waiting.popleft()
@@ -104,13 +104,13 @@ class Outbox(Generic[T]):
                 return entry, peer
         return None
 
-    def untake(self, entries: list[Entry[T]]) -> None:
+    def untake(self, entries: list[OutboxEntry[T]]) -> None:
         """The connection did not take these after all: they wait again, in front."""
         for entry in entries:
             entry.sends -= 1
         self._wait_again(entries, keep_peer=False)
 
-    def acked(self, seq: int) -> Entry[T] | None:
+    def acked(self, seq: int) -> OutboxEntry[T] | None:
         """Forget entry `seq`; returns it, or None if it was acknowledged before."""
         entry = self._entries.pop(seq, None)
         if entry is None:
@@ -119,7 +119,7 @@ class Outbox(Generic[T]):
         self._land(entry)
         return entry
 
-    def expire(self, now: float) -> list[Entry[T]]:
+    def expire(self, now: float) -> list[OutboxEntry[T]]:
         """Entries whose due time has come wait again, for the same peer; returns them."""
         expired = []
         for entry in self._in_flight.values():
@@ -152,14 +152,14 @@ class Outbox(Generic[T]):
             return next(iter(peers))
         return min(peers, key=self._in_flight_at.__getitem__)
 
-    def _wait_again(self, entries: list[Entry[T]], *, keep_peer: bool) -> None:
+    def _wait_again(self, entries: list[OutboxEntry[T]], *, keep_peer: bool) -> None:
         for entry in reversed(entries):
             self._land(entry)
             if not keep_peer:
                 entry.peer = None
             self._waiting.appendleft(entry)
 
-    def _land(self, entry: Entry[T]) -> None:
+    def _land(self, entry: OutboxEntry[T]) -> None:
         if self._in_flight.pop(entry.seq, None) is not None and entry.peer in self._in_flight_at:
             self._in_flight_at[entry.peer] -= 1
 

@@ -13,7 +13,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.push_pull.outbox import Entry, Outbox
+from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, PeerLink
 from asyncrl.comm.trajectory_codec import Prepared, prepare
@@ -278,7 +278,7 @@ class TrajectoryPusher:
         if not self._outbox:
             self._drained.set()
 
-    def _settle(self, entry: Entry[Prepared], reply: messages.Reply) -> None:
+    def _settle(self, entry: OutboxEntry[Prepared], reply: messages.Reply) -> None:
         accepted = self._pushes.pop(entry.seq).accepted
         if not accepted.done():
             if isinstance(reply, messages.Refused):

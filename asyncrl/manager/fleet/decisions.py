@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncrl.comm.retry import Backoff
+from asyncrl.comm.backoff import Backoff
 from asyncrl.inference.client import PauseMode
 from asyncrl.manager.settings import UpdateMode
 

@@ -31,8 +31,8 @@ from asyncrl.trainer.engines.base import (
 )
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
-from asyncrl.trainer.packing import AttentionKind
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.settings import OptimizerConfig

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.push_pull.messages import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
-from asyncrl.comm.push_pull.outbox import Entry
+from asyncrl.comm.push_pull.outbox import OutboxEntry
 from asyncrl.comm.trajectory_codec import Prepared
 
 
@@ -17,7 +17,7 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
         prepared = Prepared(msgspec.Raw(b""), np.empty(0, np.int32), [], [], [], [], nbytes)
-        entry = Entry(seq, f"rollout-{seq}", prepared)
+        entry = OutboxEntry(seq, f"rollout-{seq}", prepared)
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.codec import Frame
 from asyncrl.comm.push_pull import TrajectoryPusher, messages, pusher
-from asyncrl.comm.push_pull.outbox import Entry, Outbox
+from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
 
 COUNT = 4 * messages.BATCH_TRAJECTORIES
 
@@ -71,7 +71,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
     takes = 0
     take = Outbox.take
 
-    def counted(outbox: Outbox[Any], *arguments: Any) -> tuple[Entry[Any], str] | None:
+    def counted(outbox: Outbox[Any], *arguments: Any) -> tuple[OutboxEntry[Any], str] | None:
         nonlocal takes
         takes += 1
         return take(outbox, *arguments)

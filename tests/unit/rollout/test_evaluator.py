@@ -21,7 +21,7 @@ from asyncrl.api import (
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.user_code import Plugins
 
 

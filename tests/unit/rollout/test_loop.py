@@ -35,7 +35,7 @@ from asyncrl.manager.messages import (
     WantedRollout,
 )
 from asyncrl.rollout.episode import EpisodeError
-from asyncrl.rollout.generation import RolloutClient
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins

@@ -14,8 +14,8 @@ from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, load_causal_lm, load_critic
-from asyncrl.trainer.packing import AttentionKind
 from asyncrl.trainer.scoring import EntropyMode, token_logprobs
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch

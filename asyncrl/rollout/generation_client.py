@@ -38,8 +38,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.comm.retry import Backoff
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.inputs import check_data
+from asyncrl.commands.input_checks import check_data
 from asyncrl.config.checks import validate
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError

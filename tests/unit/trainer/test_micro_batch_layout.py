@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.packing import MAX_BLOCK_WASTE, AttentionKind, blocks, cut
+from asyncrl.trainer.micro_batch_layout import MAX_BLOCK_WASTE, AttentionKind, blocks, cut
 
 lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 kinds = st.sampled_from(AttentionKind)
