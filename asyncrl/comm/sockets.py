@@ -2,8 +2,9 @@
 
 That place is our own and not zmq.asyncio's, which makes a future, a look at the socket's events and a round of the loop
 for every message. With it a sender moves 0.73 and 0.88 times as many trajectories of 16k tokens a second (one sample,
-eight samples) at 1.33 and 1.15 times the CPU, and 1.08 and 1.12 times as many of 1k; encrypted 0.78 and 0.92 of 16k, 1.05
-and 0.98 of 1k. Answers are long, so the large ones decide. Medians of 7 rounds of `benchmarks/transport.py --asyncio`.
+eight samples) at 1.33 and 1.15 times the CPU, and 1.08 and 1.12 times as many of 1k; encrypted 0.78 and 0.92 of 16k,
+1.05 and 0.98 of 1k. Answers are long, so the large ones decide. Medians of 7 rounds of `benchmarks/transport.py
+--asyncio`.
 """
 
 from __future__ import annotations
