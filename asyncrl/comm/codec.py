@@ -1,4 +1,4 @@
-"""Typed binary messages: what crosses every ZMQ socket of asyncrl. No pickle.
+"""Typed messages with arrays, as push-pull carries them; the calls of request-reply have none. No pickle.
 
 A message travels as one or two frames:
 

@@ -81,7 +81,7 @@ class Journal:
         """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
         statistics = {name: value for name, value in row.items() if name.startswith("eval/")}
         if any(name.endswith("/failed") for name in statistics):
-            self._failed(step, "told by an earlier launch; see its log")
+            self._failed(step, "failed in an earlier launch; see its log")
         elif statistics:
             self.evaluations.append({"version": step, **statistics})
 
