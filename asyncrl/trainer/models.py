@@ -31,6 +31,12 @@ def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKin
     return _KINDS[attn_implementation]
 
 
+def attention_name(attn_implementation: AttentionImplementation) -> str:
+    """`model.attn_implementation` as transformers is told: sdpa is `packed_attention`, which calls torch's."""
+    packed = attn_implementation == AttentionImplementation.sdpa
+    return packed_attention.PACKED if packed else str(attn_implementation)
+
+
 def load_causal_lm(
     path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
 ) -> PreTrainedModel:
@@ -47,8 +53,7 @@ def load_causal_lm(
 
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
     """The model in `path` as transformers' auto class `kind` loads it."""
-    packed = attn_implementation == AttentionImplementation.sdpa
-    attention = packed_attention.PACKED if packed else str(attn_implementation)
+    attention = attention_name(attn_implementation)
     return kind.from_pretrained(str(path), dtype=str(dtype), attn_implementation=attention)
 
 

@@ -17,6 +17,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
 from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.settings import ReferenceMode
@@ -86,12 +87,19 @@ def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: tor
     Raises:
         OSError, ValueError: a model cannot be loaded; names the role.
     """
-    loader = FlatLoader(config, place.data, device)
+    loader = _loader(config, place, device)
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines = {role: _load(role, config, graph, loader) for role in roles}
     follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
     averaged = frozenset((REFERENCE,)) if follows else frozenset()
     return TrainingRank(engines, TrainState(config.algorithm), place, averaged)
+
+
+def _loader(config: ExperimentConfig, place: Place, device: torch.device) -> EngineLoader:
+    """The engine that `trainer.engine` names; by default the flat one for a rank alone, else the sharded one."""
+    if place.mesh is None:
+        return FlatLoader(config, place.data, device)
+    return ShardedLoader(config, place, device)
 
 
 def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoader) -> TrainingEngine:

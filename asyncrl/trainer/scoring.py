@@ -31,6 +31,8 @@ class EntropyMode(StrEnum):
 
 
 LogitsOf = Callable[[Tensor], Tensor]
+Score = Callable[[Tensor, Tensor, float, EntropyMode], tuple[Tensor, Tensor]]
+"""Logits [N, V], targets [N], temperature, entropy mode to log-probabilities [N] and entropies [N]."""
 
 
 def logits_function(model: PreTrainedModel) -> LogitsOf:
@@ -56,26 +58,29 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: EntropyMode = EntropyMode.none,
     max_logits_bytes: int = MAX_LOGITS_BYTES,
+    score: Score | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `targets_N` at `temperature` and the entropy of each distribution, in nats; fp32, [N].
 
     Args:
         hidden_NH: the trunk's output at the position before each target.
+        score: where `logits_of` gives a slice of the vocabulary only; None: it gives all.
     """
+    scored = score or _score
     if len(targets_N) == 0:
         empty = hidden_NH.sum() * 0.0 + hidden_NH.new_zeros(0, dtype=torch.float32)
         return empty, None if entropy == EntropyMode.none else empty.detach()
 
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _score(logits_of(hidden), targets, temperature, entropy)
+    def score_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return scored(logits_of(hidden), targets, temperature, entropy)
 
     vocabulary = logits_of(hidden_NH[:1].detach()).shape[-1]
     rows = max(1, max_logits_bytes // (4 * vocabulary))
     if len(targets_N) <= rows:
-        logprobs_N, entropy_N = score(hidden_NH, targets_N)
+        logprobs_N, entropy_N = score_chunk(hidden_NH, targets_N)
     else:
         parts = [
-            checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(score_chunk, hidden, targets, use_reentrant=False, preserve_rng_state=False)
             for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
         ]
         logprobs_N, entropy_N = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

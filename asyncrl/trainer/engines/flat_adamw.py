@@ -19,7 +19,7 @@ from transformers import get_scheduler
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
 
-_SCHEDULES = {
+SCHEDULES = {
     LearningRateSchedule.constant: "constant_with_warmup",
     LearningRateSchedule.linear: "linear",
     LearningRateSchedule.cosine: "cosine",
@@ -61,7 +61,7 @@ class FlatAdamW:
             fused=True,
         )
         self._schedule = get_scheduler(
-            _SCHEDULES[config.schedule],
+            SCHEDULES[config.schedule],
             self._adamw,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=total_steps,

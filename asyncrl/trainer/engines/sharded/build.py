@@ -1,0 +1,308 @@
+"""Making one rank's part of a model from a model folder, without the whole ever being in one place.
+
+    on the meta device    transformers' model ─▶ its stage ─▶ its layers' slices (DTensors) ─▶ FSDP2
+    then                  memory for what is left ─▶ this rank's slices read from the folder's safetensors
+
+FSDP2 wraps the stage at one data-parallel rank too: all parameters are then DTensors on one mesh, and clipping, the
+optimizer and checkpoints know one kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from asyncrl.trainer.engines.sharded.stage import (
+    EMBEDDING,
+    LAYERS,
+    Absent,
+    PolicyStage,
+    Stage,
+    StagePlace,
+    ValueStage,
+    cut_stage,
+)
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
+from asyncrl.trainer.scoring import logits_function
+
+_STAGE_TRUNK = "trunk."
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """How a role's model is spread and held.
+
+    Attributes:
+        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.MESH_AXES`.
+        attention: transformers' name of the attention function.
+        dtype: of the arithmetic.
+        trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
+        recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    attention: str
+    dtype: torch.dtype
+    trained: bool
+    recompute: bool = False
+
+    @property
+    def stage(self) -> StagePlace:
+        """Which pipeline stage this rank has."""
+        pipeline = self.mesh["pipeline"]
+        return StagePlace(pipeline.get_local_rank(), pipeline.size())
+
+    @property
+    def held(self) -> torch.dtype:
+        """Type of the parameters in memory."""
+        return torch.float32 if self.trained else self.dtype
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the model folder: what it is called there and how large it is."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A rank's part of a model.
+
+    Attributes:
+        stage: the module that computes; its parameters are DTensors.
+        names: parameter of the stage to its name in a model folder; a tied output embedding has the input's.
+        everything: all tensors of the whole model in the model's order, tied ones once; the same on all ranks.
+        model: the part as transformers knows it.
+        tied: name of the embedding that is input and output embedding in one; None where they are two.
+    """
+
+    stage: Stage
+    names: dict[str, str]
+    everything: list[TensorPlace]
+    model: PreTrainedModel
+    tied: str | None = None
+
+
+def build_policy(path: str | Path, plan: BuildPlan) -> Built:
+    """This rank's part of the language model in `path`, in evaluation mode.
+
+    Raises:
+        LayoutError: the model cannot be spread so.
+        OSError: `path` holds no model.
+    """
+    model = _on_meta(AutoModelForCausalLM, path, plan)
+    place, tensor = plan.stage, plan.mesh["tensor"]
+    everything = _everything(model)
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    trunk = cast(PreTrainedModel, model.base_model)
+    head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    if tied and not isinstance(head, nn.Linear):
+        raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
+    if tied:  # a parameter of its own while layers are cut; one storage again at the end
+        head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)))
+    cut_stage(trunk, place)
+    stage = PolicyStage(
+        trunk,
+        place,
+        head if place.last else None,
+        logits_function(model) if place.last else None,
+        vocabulary=model.config.get_text_config().vocab_size,
+        slices=tensor.get_group() if tensor.size() > 1 else None,
+    )
+    if not place.last:
+        model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
+    _cut(stage, model, plan)
+    embedding = f"{model.base_model_prefix}.{EMBEDDING}.weight"
+    built = Built(stage, _names(stage, model, tied), everything, model, embedding if tied else None)
+    _shard(built, plan)
+    _materialise(built, path, plan)
+    return built
+
+
+def build_critic(path: str | Path, plan: BuildPlan) -> Built:
+    """This rank's part of an untrained critic on the trunk in `path`: its head is zero.
+
+    Raises: as `build_policy`.
+    """
+    model = _on_meta(AutoModelForCausalLM, path, plan)
+    return _build_value(path, model, None, plan)
+
+
+def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
+    """This rank's part of the sequence classifier with one label in `path`.
+
+    Raises:
+        ValueError: it has several labels, or no linear head called `score`.
+        LayoutError, OSError: as `build_policy`.
+    """
+    model = _on_meta(AutoModelForSequenceClassification, path, plan)
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
+    return _build_value(path, model, head, plan)
+
+
+def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan) -> Built:
+    place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
+    everything = [t for t in _everything(model) if t.name.startswith(f"{model.base_model_prefix}.")]
+    hidden = trunk.config.get_text_config().hidden_size
+    bias = head is None or head.bias is not None
+    with torch.device("meta"):
+        score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if place.last else None
+    everything += [TensorPlace("score.weight", (1, hidden)), *([TensorPlace("score.bias", (1,))] if bias else [])]
+    cut_stage(trunk, place)
+    stage = ValueStage(trunk, place, score)
+    model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
+    _cut(stage, model, plan)
+    built = Built(stage, _names(stage, model, tied=False), everything, model)
+    _shard(built, plan)
+    _materialise(built, path, plan, untrained=() if head is not None else ("score.weight", "score.bias"))
+    return built
+
+
+def _on_meta(kind: Any, path: str | Path, plan: BuildPlan) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(str(path))
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(config, attn_implementation=plan.attention, dtype=plan.held)
+    model.train(False)
+    return model
+
+
+def _everything(model: PreTrainedModel) -> list[TensorPlace]:
+    """Its parameters and persistent buffers, tied ones once."""
+    seen: dict[str, TensorPlace] = {}
+    for name, parameter in model.named_parameters():
+        seen[name] = TensorPlace(name, tuple(parameter.shape))
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - seen.keys()
+    for name, tensor in model.state_dict().items():
+        if name not in seen and name not in tied:
+            seen[name] = TensorPlace(name, tuple(tensor.shape))
+    return list(seen.values())
+
+
+def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
+    """Tensor parallelism, where there are several slices."""
+    mesh = plan.mesh["tensor"]
+    if mesh.size() == 1:
+        return
+    prefix = f"{model.base_model_prefix}."
+    trunk_plan = {name.removeprefix(prefix): style for name, style in model.tp_plan.items() if name.startswith(prefix)}
+    cut_layers(stage.trunk, trunk_plan, model.config.get_text_config(), mesh)
+    if isinstance(stage, PolicyStage) and stage.lm_head is not None:
+        cut_output_embedding(stage.lm_head, mesh)
+    if isinstance(stage, ValueStage) and stage.score is not None:
+        keep_whole(stage.score, mesh)
+
+
+def _names(stage: Stage, model: PreTrainedModel, tied: bool) -> dict[str, str]:
+    """Name in the model folder by name in the stage."""
+    prefix = f"{model.base_model_prefix}."
+    embedding = prefix + EMBEDDING + ".weight"
+    names = {}
+    for name, _ in stage.named_parameters(remove_duplicate=False):
+        if name.startswith(_STAGE_TRUNK):
+            names[name] = prefix + name.removeprefix(_STAGE_TRUNK)
+        elif tied and name == "lm_head.weight":
+            names[name] = embedding
+        else:
+            names[name] = name
+    return names
+
+
+def _shard(built: Built, plan: BuildPlan) -> None:
+    """FSDP2 over the data-parallel ranks: gradients are summed, not averaged."""
+    stage, mesh = built.stage, plan.mesh["data"]
+    place = stage.place
+    if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
+        cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
+    low = plan.dtype if plan.dtype != plan.held else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+    if isinstance(stage, ValueStage) and stage.score is not None:
+        fully_shard(stage.score, mesh=mesh)  # stays in fp32
+    for layer in getattr(stage.trunk, LAYERS, ()):
+        if isinstance(layer, Absent):
+            continue
+        if plan.recompute:
+            _recompute(layer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(stage, mesh=mesh, mp_policy=policy)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # without it gloo refuses
+
+
+def _recompute(layer: nn.Module) -> None:
+    forward = layer.forward
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    layer.forward = again
+
+
+def _materialise(built: Built, path: str | Path, plan: BuildPlan, untrained: tuple[str, ...] = ()) -> None:
+    """Give the stage memory on the device and fill it from the folder."""
+    stage = built.stage
+    stage.to_empty(device=plan.device)
+    place = stage.place
+    if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
+        cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if name in untrained:
+                parameter.zero_()
+    wanted = {
+        built.names[name]: parameter.detach() for name, parameter in stage.named_parameters() if name not in untrained
+    }
+    prefix = f"{built.model.base_model_prefix}."
+    wanted |= {
+        prefix + name: buffer for name, buffer in stage.trunk.named_buffers() if name in stage.trunk.state_dict()
+    }
+    _read(Path(path).expanduser(), wanted, prefix)
+    for tensor in stage.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    stage.trunk.initialize_weights()  # type: ignore[no-untyped-call]  # fills what no file holds: buffers like the rotary embedding's
+
+
+def _read(folder: Path, wanted: dict[str, Tensor], prefix: str) -> None:
+    """Fill `wanted` with this rank's slices; `no_dist`: nothing is planned together, and so nothing pickled."""
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    found: dict[str, Tensor] = {}
+    for name, tensor in wanted.items():
+        short = name.removeprefix(prefix)  # a folder of a trunk alone has no prefix
+        key = name if name in stored else short if short in stored else None
+        if key is None:
+            raise LayoutError(
+                f"{folder} has no tensor {name!r} in a safetensors file; save the model with transformers' "
+                "save_pretrained, or use trainer.engine=flat"
+            )
+        found[key] = tensor
+    dcp.load(  # type: ignore[attr-defined]
+        found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter, on every rank of its mesh; a collective of these."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

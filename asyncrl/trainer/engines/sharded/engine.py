@@ -1,0 +1,384 @@
+"""The sharded engine: a model over pipeline stages, tensor slices and fully sharded data-parallel ranks.
+
+Each rank has one stage's layers, of each layer one slice, of each slice one part; FSDP2 gathers a layer's parts over
+the data-parallel ranks when the layer is computed and reduces its gradients back into parts. All ranks of one
+data-parallel copy have the same samples and cut them into the same micro-batches. The last stage has the outputs and
+tells the others; so what an engine returns is the same on all ranks of a copy, and a model function need not know in
+which layout it runs.
+
+Data-parallel ranks run equally many micro-batches, or FSDP2's collectives would not meet: who has fewer runs fillers of
+one token whose outputs count for nothing. What is not documented here is in `asyncrl.trainer.engines.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
+
+from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.stats import Stats, merge_stats
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.engines.base import (
+    EngineLoader,
+    PolicyEngine,
+    PolicyLoss,
+    PolicyOutputs,
+    StepOutcome,
+    TrainingEngine,
+    ValueEngine,
+    ValueLoss,
+)
+from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
+from asyncrl.trainer.engines.sharded.build import (
+    BuildPlan,
+    Built,
+    build_critic,
+    build_policy,
+    build_reward_model,
+    local,
+    whole,
+)
+from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
+from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.models import attention_kind, attention_name
+from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.step_batch import StepBatch
+
+Finish = Callable[[MicroBatch, Outputs], Tensor]
+
+
+class ShardedEngine(TrainingEngine):
+    """What policies and value models share: a stage, its neighbours, its optimizer where it is trained."""
+
+    def __init__(
+        self,
+        built: Built,
+        plan: BuildPlan,
+        *,
+        place: Place,
+        neighbours: Neighbours | None,
+        tied_stages: dist.ProcessGroup | None,
+        attention: AttentionKind,
+        tokens_per_micro_batch: int,
+        optimizer: tuple[OptimizerConfig, int] | None,
+    ) -> None:
+        self._built, self._plan, self._place = built, plan, place
+        self.stage = built.stage
+        self._neighbours, self._tied_stages = neighbours, tied_stages
+        self._attention, self._budget = attention, tokens_per_micro_batch
+        self._optimizer = None if optimizer is None else self._make_optimizer(*optimizer)
+        if optimizer is None:
+            self.stage.requires_grad_(False)
+
+    @property
+    def trained(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> ShardedAdamW:
+        """The optimizer.
+
+        Raises:
+            RuntimeError: the role is frozen.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("this role is frozen: only actor and critic are trained")
+        return self._optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.lr
+
+    def step(self) -> StepOutcome:
+        return self.optimizer.step()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by their names in a model folder."""
+        return {self._built.names[name]: parameter for name, parameter in self.stage.named_parameters()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self._optimizer is not None:
+            return self._optimizer.state()
+        return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:  # type: ignore[override]
+        if self._optimizer is not None:
+            self._optimizer.load_state(meta)
+
+    def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
+        parameters = self.parameters()
+        counted = frozenset(parameters)
+        if self._tied_stages is not None and self.stage.place.last:
+            counted -= {str(self._built.tied)}
+        pipeline = None if self._neighbours is None else self._neighbours.forwards
+        return ShardedAdamW(parameters.items(), config, total_steps, counted=counted, pipeline=pipeline)
+
+    # Micro-batches.
+
+    def _wanted(self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None) -> list[MicroBatch]:
+        wanted = wanted_T.cpu().numpy()
+        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
+        return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
+
+    def _cut(
+        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
+    ) -> list[MicroBatch]:
+        made = micro_batches(
+            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self._attention
+        )
+        return list(made)
+
+    def _one_sequence(self, tokens_T: Tensor, wanted_T: NDArray[np.bool_]) -> MicroBatch:
+        lengths_S = np.array([len(tokens_T) - 1])
+        (made,) = micro_batches(
+            tokens_T,
+            wanted_T,
+            np.zeros(1, dtype=np.int64),
+            lengths_S,
+            [0],
+            budget=len(tokens_T),
+            kind=self._attention,
+        )
+        return made
+
+    def _fillers(self, number: int) -> list[MicroBatch]:
+        """What this rank runs beyond its own `number` micro-batches, as another data-parallel rank has more."""
+        most = int(self._place.data.all_reduce_max(torch.tensor([number])))
+        if most == number:
+            return []
+        tokens_T = torch.zeros(2, dtype=torch.int64, device=self._plan.device)
+        return [self._one_sequence(tokens_T, np.array([False, True]))] * (most - number)
+
+    # Passes.
+
+    def _run(self, own: Sequence[MicroBatch], finish: Finish, **outputs: Any) -> None:
+        """All micro-batches of `own` through all stages; `finish` makes losses of the last stage's outputs."""
+        fillers = self._fillers(len(own))
+        filling = set(map(id, fillers))
+
+        def finish_any(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            if id(micro_batch) not in filling:
+                return finish(micro_batch, out)
+            return cast(Tensor, sum(tensor.sum() * 0.0 for tensor in out))
+
+        everything = [*own, *fillers]
+        if self._neighbours is None:
+            for number, micro_batch in enumerate(everything):
+                loss = finish_any(micro_batch, self.stage(micro_batch, **outputs))
+                if torch.is_grad_enabled():
+                    self._backward(loss, None, number == len(everything) - 1)
+            return
+        pipeline = Pipeline(
+            self._neighbours,
+            forward=lambda micro_batch, hidden: self.stage(micro_batch, hidden, **outputs),
+            backward=self._backward,
+            hidden_size=self._built.model.config.get_text_config().hidden_size,
+            dtype=self._plan.dtype,
+            device=self._plan.device,
+        )
+        pipeline.run(everything, finish_any)
+
+    def _backward(self, output: Tensor, grad: Tensor | None, last: bool) -> None:
+        cast(FSDPModule, self.stage).set_is_last_backward(last)
+        torch.autograd.backward(output, grad)
+
+    def _accumulate(
+        self, own: Sequence[MicroBatch], share_of: Callable[[MicroBatch, Outputs], tuple[Tensor, Stats]], **outputs: Any
+    ) -> tuple[Tensor, list[Stats]]:
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self._plan.device)
+        stats: list[Stats] = []
+
+        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            share, micro_stats = share_of(micro_batch, out)
+            total.add_(share.detach())
+            stats.append(micro_stats)
+            return share
+
+        self._run(own, finish, **outputs)
+        if torch.is_grad_enabled() and self._tied_stages is not None:
+            grad = self.parameters()[str(self._built.tied)].grad
+            assert grad is not None
+            dist.all_reduce(local(grad), group=self._tied_stages)
+        if self._neighbours is None:
+            return total, stats
+        loss, merged = self._neighbours.share_statistics(total, merge_stats(stats))
+        return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
+
+    def _collect(
+        self, batch: StepBatch, own: Sequence[MicroBatch], where: Callable[[MicroBatch], Tensor], **outputs: Any
+    ) -> Tensor:
+        """The first output of the last stage, put into a column [T] at the positions `where`; on all stages."""
+        column_T = torch.zeros(batch.num_tokens, device=batch.device)
+
+        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            column_T[where(micro_batch)] = out[0]
+            return out[0]
+
+        self._run(own, finish, **outputs)
+        return column_T if self._neighbours is None else self._neighbours.broadcast(column_T)
+
+
+class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
+    """A causal language model."""
+
+    def __init__(self, built: Built, plan: BuildPlan, *, temperature: float, **engine: Any) -> None:
+        super().__init__(built, plan, **engine)
+        self._temperature = temperature
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        config: PretrainedConfig = self._built.model.config
+        return config
+
+    def compute_gradients(
+        self,
+        batch: StepBatch,
+        wanted_T: Tensor,
+        seqs: Sequence[int],
+        loss: PolicyLoss,
+        *,
+        entropy: EntropyMode = EntropyMode.none,
+        distributions: bool = False,
+    ) -> tuple[Tensor, list[Stats]]:
+        if distributions:
+            raise NotImplementedError("whole distributions (kl=full) are known to trainer.engine=flat only")
+
+        def share_of(micro_batch: MicroBatch, out: Outputs) -> tuple[Tensor, Stats]:
+            return loss(micro_batch, PolicyOutputs(out[0], out[1] if len(out) > 1 else None))
+
+        own = self._wanted(batch, wanted_T, seqs)
+        return self._accumulate(own, share_of, temperature=self._temperature, entropy=entropy)
+
+    def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        """Not known to this engine.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("whole distributions (kl=full) are known to trainer.engine=flat only")
+
+    @torch.no_grad()
+    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
+        own = self._wanted(batch, wanted_T)
+        outputs = {"temperature": self._temperature, "entropy": EntropyMode.none}
+        return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
+
+    @torch.no_grad()
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        tokens_T = torch.tensor(token_ids, device=self._plan.device)
+        found_T = torch.zeros(len(token_ids), device=self._plan.device)
+
+        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            found_T[micro_batch.targets_N] = out[0]
+            return out[0]
+
+        one = self._one_sequence(tokens_T, np.arange(len(token_ids)) > 0)
+        self._run([one], finish, temperature=1.0, entropy=EntropyMode.none)
+        if self._neighbours is not None:
+            self._neighbours.broadcast(found_T)
+        return [float(value) for value in found_T]
+
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
+        assert isinstance(source, ShardedPolicyEngine), type(source)
+        mine, theirs = self.parameters(), source.parameters()
+        ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
+
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+class ShardedValueEngine(ShardedEngine, ValueEngine):
+    """A critic or reward model."""
+
+    def compute_gradients(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
+    ) -> tuple[Tensor, list[Stats]]:
+        own = self._wanted(batch, wanted_T, seqs)
+        return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
+
+    @torch.no_grad()
+    def outputs(self, batch: StepBatch) -> Tensor:
+        nothing = np.zeros(batch.num_tokens, dtype=np.bool_)
+        own = self._cut(batch, nothing, batch.lengths_S, range(batch.num_seqs))
+        return self._collect(batch, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)
+
+
+class ShardedLoader(EngineLoader):
+    """Loads this rank's parts of models, as `config` sets them, at `place`."""
+
+    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
+        self._config, self._place, self._device = config, place, device
+        self._attention = config.model.attn_implementation
+        self._neighbours = _neighbours(place)
+        self._tied_stages = _ends_of_pipeline(place)
+
+    def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
+        plan = self._plan(dtype, optimizer is not None)
+        built = build_policy(path, plan)
+        # Greedy answers report their log-probabilities at temperature 1.
+        temperature = self._config.rollout.sampling.temperature or 1.0
+        return ShardedPolicyEngine(
+            built, plan, temperature=temperature, **self._engine(optimizer, tied=built.tied is not None)
+        )
+
+    def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
+        plan = self._plan(self._config.model.dtype, trained=True)
+        return ShardedValueEngine(build_critic(path, plan), plan, **self._engine(optimizer, tied=False))
+
+    def reward_model(self, path: str) -> ShardedValueEngine:
+        plan = self._plan(self._config.model.dtype, trained=False)
+        return ShardedValueEngine(build_reward_model(path, plan), plan, **self._engine(None, tied=False))
+
+    def _plan(self, dtype: Dtype, trained: bool) -> BuildPlan:
+        assert self._place.mesh is not None
+        torch_dtype: torch.dtype = getattr(torch, str(dtype))
+        return BuildPlan(self._place.mesh, self._device, attention_name(self._attention), torch_dtype, trained)
+
+    def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
+        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
+        return {
+            "place": self._place,
+            "neighbours": self._neighbours,
+            "tied_stages": self._tied_stages if tied else None,
+            "attention": attention_kind(self._attention),
+            "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
+            "optimizer": None if optimizer is None else (optimizer, steps),
+        }
+
+
+def _neighbours(place: Place) -> Neighbours | None:
+    """This rank's pipeline; None where there is one stage. Called by all ranks."""
+    assert place.mesh is not None
+    pipeline = place.mesh["pipeline"]
+    if pipeline.size() == 1:
+        return None
+    backwards = [dist.new_group(column) for column in place.mesh.mesh.flatten(1).T.tolist()]
+    mine = next(group for group in backwards if group is not dist.GroupMember.NON_GROUP_MEMBER)
+    return Neighbours(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), mine)
+
+
+def _ends_of_pipeline(place: Place) -> dist.ProcessGroup | None:
+    """First and last stage of this rank's pipeline, where it is one of them. Called by all ranks."""
+    assert place.mesh is not None
+    ranks = place.mesh.mesh
+    if len(ranks) == 1:
+        return None
+    pairs = [dist.new_group(pair) for pair in ranks[[0, -1]].flatten(1).T.tolist()]
+    return next((group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+
+_ = whole

@@ -1,0 +1,139 @@
+"""Running micro-batches through the stages of a pipeline: activations one way, their gradients the other.
+
+All stages cut the same samples into the same micro-batches, so each knows the shape of what its neighbour sends; no
+shape crosses the wire. Sends are not waited for until the step's end; activations and gradients travel in groups of
+their own, so that a send in one direction never stands behind one in the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.algorithms.stats import Stat, Stats
+from asyncrl.trainer.engines.sharded.schedule import Forward, one_forward_one_backward
+from asyncrl.trainer.micro_batch import MicroBatch
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The pipeline's groups; both have the stages in their order.
+
+    Attributes:
+        forwards: carries activations, and what the last stage tells all.
+        backwards: carries gradients.
+    """
+
+    stage: int
+    stages: int
+    forwards: dist.ProcessGroup
+    backwards: dist.ProcessGroup
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """`tensor` as the last stage has it, in place on the others."""
+        dist.broadcast(tensor, group=self.forwards, group_src=self.stages - 1)
+        return tensor
+
+    def share_statistics(self, loss: Tensor, stats: Stats) -> tuple[float, Stats]:
+        """Loss and statistics as the last stage has them; the others give anything."""
+        document = [float(loss), {key: (float(s.total), float(s.count), s.kind) for key, s in stats.items()}]
+        data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+        size = self.broadcast(torch.tensor([len(data)]))
+        received = self.broadcast(data if self.stage == self.stages - 1 else torch.empty(int(size), dtype=torch.uint8))
+        total, table = json.loads(received.numpy().tobytes())
+        return total, {
+            key: Stat(torch.tensor(value, dtype=torch.float64), torch.tensor(count, dtype=torch.float64), kind)
+            for key, (value, count, kind) in table.items()
+        }
+
+
+@dataclass
+class Pipeline:
+    """One step on this stage.
+
+    Args:
+        forward: the stage's forward pass, of a micro-batch and the hidden states of the stage before.
+        backward: the backward pass of an output, given its gradient (None for a loss) and whether it is the last.
+        hidden_size, dtype: of what travels between stages.
+    """
+
+    neighbours: Neighbours
+    forward: Callable[[MicroBatch, Tensor | None], Any]
+    backward: Callable[[Tensor, Tensor | None, bool], None]
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    def run(self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]) -> None:
+        """All micro-batches, forward only where gradients are switched off.
+
+        Args:
+            finish: makes the loss of the last stage's outputs; called there only.
+        """
+        if torch.is_grad_enabled():
+            self._forward_and_backward(micro_batches, finish)
+        else:
+            for micro_batch in micro_batches:
+                _, output = self._run_forward(micro_batch, finish)
+                self._pass_on(output)
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _forward_and_backward(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]
+    ) -> None:
+        in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+        neighbours = self.neighbours
+        for action in one_forward_one_backward(neighbours.stage, neighbours.stages, len(micro_batches)):
+            if isinstance(action, Forward):
+                hidden, output = self._run_forward(micro_batches[action.index], finish)
+                in_flight[action.index] = hidden, output
+                self._pass_on(output)
+                continue
+            hidden, output = in_flight.pop(action.index)
+            grad = None if self._is_last else self._receive(output.shape, neighbours.stage + 1, neighbours.backwards)
+            self.backward(output, grad, action.index == len(micro_batches) - 1)
+            if hidden is not None:
+                assert hidden.grad is not None
+                self._send(hidden.grad, neighbours.stage - 1, neighbours.backwards)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.neighbours.stage == self.neighbours.stages - 1
+
+    def _run_forward(
+        self, micro_batch: MicroBatch, finish: Callable[[MicroBatch, Outputs], Tensor]
+    ) -> tuple[Tensor | None, Tensor]:
+        """What came in, and the hidden states that go on, or the loss."""
+        neighbours, hidden = self.neighbours, None
+        if neighbours.stage > 0:
+            rows, width = micro_batch.model_inputs["input_ids"].shape
+            hidden = self._receive((rows, width, self.hidden_size), neighbours.stage - 1, neighbours.forwards)
+            hidden.requires_grad_(torch.is_grad_enabled())
+        output = self.forward(micro_batch, hidden)
+        return hidden, finish(micro_batch, output) if self._is_last else output
+
+    def _pass_on(self, output: Tensor) -> None:
+        if not self._is_last:
+            self._send(output.detach(), self.neighbours.stage + 1, self.neighbours.forwards)
+
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
+        tensor = tensor.to(self.dtype).contiguous()
+        work = dist.isend(tensor, group=group, group_dst=stage)
+        assert work is not None  # None is for ranks outside the group
+        self._sends.append((work, tensor))  # gloo reads it until it is done
+
+    def _receive(self, shape: Sequence[int], stage: int, group: dist.ProcessGroup) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        dist.recv(tensor, group=group, group_src=stage)
+        return tensor

@@ -1,0 +1,170 @@
+"""One rank's part of a model: the layers of its pipeline stage, as one module whose forward is one micro-batch.
+
+Layers of other stages are replaced by modules that pass hidden states on, so that the rest keep their indices, and with
+these their names in a model folder and their kind (a model's `layer_types` go by index).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.engines.sharded.vocab_parallel import sliced_logprobs
+from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.scoring import EntropyMode, LogitsOf, token_logprobs
+
+EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"
+"""What a trunk must be made of to be cut into stages: transformers' names in nearly all decoders."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Which stage of how many; `alone` where the model is not cut."""
+
+    index: int = 0
+    stages: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the input embedding."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the final norm and the head."""
+        return self.index == self.stages - 1
+
+    def layers(self, total: int) -> range:
+        """The layers of this stage; stages differ by at most one layer."""
+        return range(total * self.index // self.stages, total * (self.index + 1) // self.stages)
+
+
+class Absent(nn.Module):
+    """Stands where another stage has a layer."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The hidden states as they came."""
+        return hidden_states
+
+
+def cut_stage(trunk: nn.Module, place: StagePlace) -> None:
+    """Leave of `trunk` what belongs to the stage at `place`.
+
+    Raises:
+        LayoutError: it is not made of an embedding, a list of layers and a norm, or has fewer layers than stages.
+    """
+    if place.stages == 1:
+        return
+    children = dict(trunk.named_children())
+    layers = children.get(LAYERS)
+    if not isinstance(layers, nn.ModuleList) or not {EMBEDDING, NORM} <= children.keys():
+        raise LayoutError(f"{type(trunk).__name__} cannot be cut into pipeline stages; use d or t in trainer.parallel")
+    mine = place.layers(len(layers))
+    if not mine:
+        raise LayoutError(f"{len(layers)} layers cannot be cut into {place.stages} stages; lower p in trainer.parallel")
+    for index in range(len(layers)):
+        if index not in mine:
+            layers[index] = Absent()
+    if not place.first:
+        setattr(trunk, EMBEDDING, None)
+        if hasattr(trunk, "embedding_multiplier"):  # Granite's, which its forward applies to whatever comes in
+            trunk.embedding_multiplier = cast(Any, 1.0)
+    if not place.last:
+        setattr(trunk, NORM, nn.Identity())
+
+
+class Stage(nn.Module):
+    """A trunk's layers of one stage; the last one's subclass adds the head.
+
+    `forward(micro_batch, hidden)` returns hidden states [rows, width, H] of the stage's last layer; the last stage
+    returns a tuple of what its head gives.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, place: StagePlace) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.place = place
+
+    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
+        """One micro-batch; `hidden` are the hidden states of the stage before, None on the first."""
+        inputs = dict(micro_batch.model_inputs)
+        if not self.place.first:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = hidden
+        output: Tensor = self.trunk(use_cache=False, **inputs).last_hidden_state
+        return self.head(output.flatten(0, 1), micro_batch, **outputs) if self.place.last else output
+
+    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+        """What the last stage makes of the trunk's output, [rows * width, H]."""
+        raise NotImplementedError
+
+
+class PolicyStage(Stage):
+    """A language model's stage: log-probabilities [N] and entropies [N] of the wanted tokens.
+
+    Args:
+        output_embedding, logits_of: None on all stages but the last.
+        slices: the tensor-parallel ranks, where each has the logits of a slice of `vocabulary`.
+    """
+
+    def __init__(
+        self,
+        trunk: PreTrainedModel,
+        place: StagePlace,
+        output_embedding: nn.Module | None = None,
+        logits_of: LogitsOf | None = None,
+        *,
+        vocabulary: int,
+        slices: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(trunk, place)
+        self.lm_head = output_embedding
+        self._logits_of, self._vocabulary, self._slices = logits_of, vocabulary, slices
+
+    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+        """See `Stage`; keywords: `temperature`, `entropy`."""
+        return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
+
+    def _score(
+        self, hidden_NH: Tensor, tokens_N: Tensor, *, temperature: float, entropy: EntropyMode
+    ) -> tuple[Tensor, ...]:
+        assert self._logits_of is not None
+        score = None if self._slices is None else self._score_slices
+        logprobs_N, entropy_N = token_logprobs(
+            hidden_NH, tokens_N, self._logits_of, temperature=temperature, entropy=entropy, score=score
+        )
+        return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
+
+    def _score_slices(
+        self, logits_Nv: Tensor, targets_N: Tensor, temperature: float, entropy: EntropyMode
+    ) -> tuple[Tensor, Tensor]:
+        assert self._slices is not None
+        logits_Nv = logits_Nv.float()
+        if temperature != 1.0:
+            logits_Nv = logits_Nv / temperature
+        logprobs_N, entropy_N = sliced_logprobs(logits_Nv, targets_N, self._vocabulary, self._slices)
+        return logprobs_N, entropy_N if entropy == EntropyMode.differentiable else entropy_N.detach()
+
+
+class ValueStage(Stage):
+    """A critic's or reward model's stage: values at the wanted positions.
+
+    Args:
+        score: the linear head, fp32; None on all stages but the last.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, place: StagePlace, score: nn.Linear | None) -> None:
+        super().__init__(trunk, place)
+        self.score = score
+
+    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+        """See `Stage`; `everywhere`: after every input token instead of before every wanted one."""
+        places = micro_batch.places_I if outputs["everywhere"] else micro_batch.predictors_N
+        assert self.score is not None
+        values: Tensor = self.score(hidden_IH.index_select(0, places).float()).squeeze(-1)
+        return (values,)

@@ -1,0 +1,239 @@
+"""Cutting a model's layers over tensor-parallel ranks, by the plan that transformers ships with the model.
+
+Parameters become DTensors, so that sharded data parallelism, the optimizer and checkpoints know what each rank has; the
+arithmetic is done on their local parts with the collectives of this package, since DTensor's own dispatch costs several
+times a small layer's arithmetic and is not cached for ragged shapes. *Every* parameter becomes one, those that stay
+whole on all ranks too: clipping and the optimizer then see one kind.
+
+    colwise                          output features cut; input whole, output a slice
+    rowwise                          input features cut; input a slice, output whole
+    colwise_gather_output            as colwise; the output is gathered, since the next step does not work on slices
+    rowwise_split_input              as rowwise, on an input that is whole
+    embedding_rowwise                vocabulary cut
+    replicated_with_grad_allreduce   whole, but each rank sees its own heads only: gradients are summed
+    (not in the plan)                whole, computed alike on all ranks
+
+The output embedding is cut by vocabulary and its logits stay slices (`vocab_parallel`). Keys and values of fewer heads
+than ranks stay whole; each rank takes the heads that its queries look at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers import PretrainedConfig
+
+from asyncrl.trainer.engines.sharded.collectives import enter, gather, leave, split
+
+Forward = Callable[..., Tensor]
+
+
+class LayoutError(ValueError):
+    """A model that this engine cannot spread over ranks in the layout asked for."""
+
+
+def cut_layers(model: nn.Module, plan: dict[str, str], config: PretrainedConfig, mesh: DeviceMesh) -> None:
+    """Make every parameter of `model` (on any device) a DTensor on `mesh`, and its layers compute on their parts.
+
+    Args:
+        plan: style by module name, `*` for any layer number, as `PreTrainedModel.tp_plan` has it.
+
+    Raises:
+        LayoutError: the plan has a style, or is for a kind of module, that is not known here; or it names no layer.
+    """
+    name = type(model).__name__
+    if not any("*" in pattern for pattern in plan):
+        raise LayoutError(f"transformers has no tensor-parallel plan for {name}; use d or p in trainer.parallel")
+    heads = _Heads(config, mesh.size())
+    for path, module in list(model.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if heads.replicated and style == "colwise" and path.endswith((".k_proj", ".v_proj")):
+            _repeat_heads(module, heads, mesh)
+            continue
+        if style is not None and style not in _STYLES:
+            raise LayoutError(f"{name} wants the tensor-parallel style {style!r} at {path}, which is not supported")
+        _STYLES[style or "whole"](module, mesh)
+    if heads.replicated:
+        for module in model.modules():
+            if hasattr(module, "num_key_value_groups"):  # of eager attention; the other kinds look at the shapes
+                module.num_key_value_groups = cast(Any, max(1, heads.queries // heads.ranks))
+
+
+def cut_output_embedding(head: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the map from hidden states to logits by vocabulary; its logits are then this rank's slice."""
+    _column(head, mesh)
+
+
+def keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the parameters of `module` DTensors that are whole on all ranks, which compute it alike."""
+    _keep_whole(module, mesh, Replicate())
+
+
+class _Heads:
+    """Numbers of attention heads, and whether keys and values have too few to be cut."""
+
+    def __init__(self, config: PretrainedConfig, ranks: int) -> None:
+        self.ranks = ranks
+        self.queries: int = config.num_attention_heads
+        self.keys: int = getattr(config, "num_key_value_heads", None) or self.queries
+        if self.queries % ranks:
+            raise LayoutError(f"{self.queries} query heads cannot be cut into {ranks} slices; lower t")
+        if self.keys % ranks and ranks % self.keys:
+            raise LayoutError(f"{self.keys} key-value heads and {ranks} slices: neither divides the other; lower t")
+        self.replicated = bool(self.keys % ranks)
+
+    def of_rank(self, rank: int) -> int:
+        """The key-value head that the queries of `rank` look at."""
+        return rank * self.keys // self.ranks
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = module._parameters[name]
+    if parameter is not None and not isinstance(parameter, DTensor):
+        made = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _local(module: nn.Module, name: str, grad: Placement | None = None) -> Tensor | None:
+    parameter = module._parameters.get(name)
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=None if grad is None else [grad])
+
+
+def _widths(size: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Widths by rank of `size` features cut as `Shard` cuts them."""
+    step = -(-size // mesh.size())
+    return tuple(max(0, min(step, size - rank * step)) for rank in range(mesh.size()))
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise LayoutError(f"{type(module).__name__} is no linear layer, so it cannot be cut; use d or p")
+    return module
+
+
+def _column(module: nn.Module, mesh: DeviceMesh) -> None:
+    linear, group = _linear(module), mesh.get_group()
+    for name in ("weight", "bias"):
+        _distribute(linear, name, mesh, Shard(0))
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(enter(x, group), cast(Tensor, _local(linear, "weight")), _local(linear, "bias"))
+
+    _replace_forward(linear, forward)
+
+
+def _column_gathered(module: nn.Module, mesh: DeviceMesh) -> None:
+    _column(module, mesh)
+    widths, group = _widths(_linear(module).out_features, mesh), mesh.get_group()
+    forward = cast(Forward, module.forward)
+    _replace_forward(module, lambda x: gather(forward(x), widths, group))
+
+
+def _row(module: nn.Module, mesh: DeviceMesh) -> None:
+    linear, group = _linear(module), mesh.get_group()
+    _distribute(linear, "weight", mesh, Shard(1))
+    _distribute(linear, "bias", mesh, Replicate())
+
+    def forward(x: Tensor) -> Tensor:
+        whole = leave(F.linear(x, cast(Tensor, _local(linear, "weight"))), group)
+        bias = _local(linear, "bias", Replicate())
+        return whole if bias is None else whole + bias
+
+    _replace_forward(linear, forward)
+
+
+def _row_split(module: nn.Module, mesh: DeviceMesh) -> None:
+    _row(module, mesh)
+    widths, group = _widths(_linear(module).in_features, mesh), mesh.get_group()
+    forward = cast(Forward, module.forward)
+    _replace_forward(module, lambda x: forward(split(x, widths, group)))
+
+
+def _embedding(module: nn.Module, mesh: DeviceMesh) -> None:
+    """By vocabulary; models' own embeddings (scaled ones) do to a slice what they do to the whole."""
+    if not isinstance(module, nn.Embedding):
+        raise LayoutError(f"{type(module).__name__} is no embedding, so it cannot be cut; use d or p")
+    group, widths = mesh.get_group(), _widths(module.num_embeddings, mesh)
+    start, width = sum(widths[: mesh.get_local_rank()]), widths[mesh.get_local_rank()]
+    _distribute(module, "weight", mesh, Shard(0))
+    original = cast(Forward, module.forward)
+    padding = module.padding_idx  # its row gets no gradient
+    module.padding_idx = padding - start if padding is not None and 0 <= padding - start < width else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - start
+        mine = (local >= 0) & (local < width)
+        if width == 0:
+            rows = torch.zeros(*ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=ids.device)
+        else:
+            with _local_parameters(module, None):
+                rows = original(torch.where(mine, local, 0))
+        return leave(torch.where(mine[..., None], rows, 0), group)
+
+    _replace_forward(module, forward)
+
+
+def _whole_of_own_heads(module: nn.Module, mesh: DeviceMesh) -> None:
+    _keep_whole(module, mesh, Partial())
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh, grad: Placement) -> None:
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if not names:
+        return
+    for name in names:
+        _distribute(module, name, mesh, Replicate())
+    original = cast(Forward, module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with _local_parameters(module, grad):
+            return original(*args, **kwargs)
+
+    _replace_forward(module, forward)
+
+
+def _repeat_heads(module: nn.Module, heads: _Heads, mesh: DeviceMesh) -> None:
+    """Keys or values of fewer heads than ranks: whole weights, the rank's own head of the output."""
+    linear, group = _linear(module), mesh.get_group()
+    _keep_whole(linear, mesh, Partial())
+    whole = cast(Forward, linear.forward)
+    size = linear.out_features // heads.keys
+    start = heads.of_rank(mesh.get_local_rank()) * size
+    _replace_forward(linear, lambda x: whole(enter(x, group))[..., start : start + size])
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, grad: Placement | None) -> Iterator[None]:
+    """The module's own parameters as plain local tensors, for a forward that knows nothing of DTensors."""
+    saved = dict(module._parameters)
+    try:
+        for name in saved:
+            module._parameters[name] = cast(Any, _local(module, name, grad))
+        yield
+    finally:
+        module._parameters.update(saved)
+
+
+def _replace_forward(module: nn.Module, forward: Forward) -> None:
+    module.forward = forward
+
+
+_STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "colwise": _column,
+    "rowwise": _row,
+    "colwise_gather_output": _column_gathered,
+    "rowwise_split_input": _row_split,
+    "embedding_rowwise": _embedding,
+    "replicated_with_grad_allreduce": _whole_of_own_heads,
+    "whole": keep_whole,
+}
