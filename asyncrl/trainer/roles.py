@@ -86,7 +86,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: tor
     Raises:
         OSError, ValueError: a model cannot be loaded; names the role.
     """
-    loader = FlatLoader(config, place.data, device)
+    loader = FlatLoader(config, place, device)
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines = {role: _load(role, config, graph, loader) for role in roles}
     follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
