@@ -46,7 +46,8 @@ from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.manifest import verify
-from asyncrl.weights.publishing import publish, published_tensors, tokenizer_assets
+from asyncrl.weights.published import WholeModel
+from asyncrl.weights.publishing import publish, tokenizer_assets
 from asyncrl.weights.shared_files import SharedFiles
 
 TARGET_RATIO = 1.3
@@ -146,7 +147,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str
 def plain(model: PreTrainedModel, file: Path) -> tuple[float, float]:
     """Seconds to write the model's bytes durably, and to read them."""
     start = time.perf_counter()
-    save_file({name: tensor.contiguous() for name, tensor in published_tensors(model).items()}, file)
+    save_file({name: tensor.contiguous() for name, tensor in WholeModel(model).tensors().items()}, file)
     sync_file(file)
     sync_directory(file.parent)
     middle = time.perf_counter()
@@ -167,9 +168,7 @@ async def served(
 ) -> tuple[float, float, float]:
     """Seconds to publish, to check and to load."""
     start = time.perf_counter()
-    published = publish(
-        published_tensors(model).items(), root, role="actor", version=version, ranks=Ranks(), shared=shared
-    )
+    published = publish(WholeModel(model), root, role="actor", version=version, ranks=Ranks(), shared=shared)
     after_publish = time.perf_counter()
     verify(published)
     after_check = time.perf_counter()
@@ -197,7 +196,7 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
         await http.close()
     write_s, read_s = (statistics.median(times) for times in zip(*plains[1:], strict=True))
     publish_s, check_s, load_s = (statistics.median(times) for times in zip(*serveds[1:], strict=True))
-    tensors = published_tensors(model).values()
+    tensors = WholeModel(model).tensors().values()
     count = sum(tensor.numel() for tensor in tensors)
     bytes_ = count * DTYPES[dtype].itemsize
     ratio = statistics.median(sum(ours) / sum(theirs) for ours, theirs in zip(serveds[1:], plains[1:], strict=True))

@@ -123,10 +123,10 @@ class ModelWorker(Worker):
             },
         )
         self._open.callback(self._server.close)
+        self._transport = weight_transport(self.config.manager.weight_transport)
         self._to_servers = TrainerEnd()
         if self._place.publishes:
-            transport = weight_transport(self.config.manager.weight_transport)
-            self._to_servers = transport.trainer_end(self.config, self.token, self._device)
+            self._to_servers = self._transport.trainer_end(self.config, self.token, self._device)
             self._open.callback(self._close_connections)
         receive = partial(self._inbox.put, timeout_s=_ROOM_S)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=receive)
@@ -218,10 +218,12 @@ class ModelWorker(Worker):
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
         policy = self._rank.policy(request.role)
         canary = self._canary(policy)
-        self._to_servers.hold(request.version, policy.published_tensors())
+        if not self._transport.needs_folders:
+            owners = dict.fromkeys((spec.name for spec in policy.published_specs()), self._place.grid.publisher)
+            self._to_servers.hold(request.version, policy.gather(owners))
         shared = self._shared.setdefault(request.role, SharedFiles(policy.model_config, self._assets))
         published = publishing.publish(
-            policy.published_tensors(),
+            policy,
             self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
             role=request.role,
             version=request.version,

@@ -98,7 +98,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: tor
 def _loader(config: ExperimentConfig, place: Place, device: torch.device) -> EngineLoader:
     """The engine that `trainer.engine` names; by default the flat one for a rank alone, else the sharded one."""
     if place.mesh is None:
-        return FlatLoader(config, place.data, device)
+        return FlatLoader(config, place, device)
     return ShardedLoader(config, place, device)
 
 

@@ -80,7 +80,14 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
         if role not in state["optimizers"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
         meta = state["optimizers"][role]
-        part.load_state(read_slices(path, f"{role}.{part.state_kind}", meta["slices"]), meta)
+        stored, mine = read_slices(path, role, meta["slices"]), part.state()[0]
+        if {name: tensor.shape for name, tensor in stored.items()} != {name: mine[name].shape for name in mine}:
+            raise ValueError(
+                f"{path}: its {role} is a model with other parameters; start a new trial, or set resume=restart"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(stored[name])
+        part.load_state(meta)
     _restore_rng(path / _rng_file(ranks.rank))
     return state
 
@@ -92,7 +99,7 @@ def write_share(parts: Parts, directory: Path, ranks: Ranks) -> None:
             key: tensor.detach().tensor_split(ranks.world)[ranks.rank] if tensor.dim() else tensor
             for key, tensor in part.state()[0].items()
         }
-        _write(directory / _slice_file(f"{role}.{part.state_kind}", ranks.rank, ranks.world), share)
+        _write(directory / _slice_file(role, ranks.rank, ranks.world), share)
     _write(directory / _rng_file(ranks.rank), _rng_state())
 
 

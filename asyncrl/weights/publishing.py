@@ -20,15 +20,13 @@ the generation servers read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
@@ -42,6 +40,7 @@ from asyncrl.weights.manifest import (
     verify,
     write_manifest,
 )
+from asyncrl.weights.published import Published, TensorSpec
 from asyncrl.weights.shared_files import SharedFiles
 from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
 
@@ -55,13 +54,21 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of weights: the rank that writes it, and its tensors in the model's order."""
+
+    rank: int
+    specs: list[TensorSpec]
+
+
 def version_dir(root: Path, role: str, version: int) -> Path:
     """Directory of `version` of `role`."""
     return root / role / f"v{version}"
 
 
 def publish(
-    named_tensors: Iterable[tuple[str, Tensor]],
+    source: Published,
     root: Path,
     *,
     role: str,
@@ -71,14 +78,13 @@ def publish(
     canary: Canary | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write a model's tensors as `version` of `role`. Called by all ranks; returns its folder on all once it is
+    """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
 
     A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
     after it (`collect`): steps that are taken again asynchronously lead to other weights.
 
     Args:
-        named_tensors: by their names in a Hugging Face folder, tied ones once; the same on all ranks.
         shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
             weights from memory; the folder has the canary and a manifest that names no file of weights.
         canary: by which a server that loaded the version can be checked; the same on all ranks.
@@ -88,55 +94,42 @@ def publish(
         OSError: this rank could not.
     """
     final = version_dir(root, role, version)
-    tensors = dict(named_tensors)
+    specs = source.published_specs()
+    shards: list[Shard] = []
     if shared is None:
-        shards, entries = [], _entries(tensors.items(), "")
+        entries = _entries(specs, "")
     else:
         whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
         if whole.item() == ranks.world:
             return final
-        shards = plan_shards(tensors, ranks.world, max_shard_bytes)
+        shards = plan_shards(specs, ranks.world, max_shard_bytes)
         entries = _tensor_entries(shards)
-    writing = _Writing(final, Manifest(role, version, {}, entries), shards, ranks)
+    writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
     ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
     return final
 
 
-def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of `model` holds: parameters and persistent buffers, tied ones once."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    seen = {parameter.data_ptr() for parameter in tensors.values()}
-    for name, tensor in model.state_dict().items():
-        if name not in tensors and tensor.data_ptr() not in seen:
-            tensors[name] = tensor
-            seen.add(tensor.data_ptr())
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def plan_shards(
-    tensors: dict[str, Tensor], world: int, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> list[tuple[int, dict[str, Tensor]]]:
-    """The files to write: (rank that writes it, its tensors), cut in the model's order.
+def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+    """The files to write, cut in the model's order.
 
     Tensors are dealt to `world` ranks as contiguous runs of nearly equal bytes, each run cut into files of at most
     `max_shard_bytes` (a larger tensor gets a file of its own). Small models are not cut: below 1 MiB a rank, opening
     files costs more than writing them.
     """
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    total = sum(spec.nbytes for spec in specs)
     share = max(-(-total // world), 1 << 20)
-    shards: list[tuple[int, dict[str, Tensor]]] = []
+    shards: list[Shard] = []
     before = filled = 0
-    for name, tensor in tensors.items():
+    for spec in specs:
         rank = min(before // share, world - 1)
-        size = tensor.nbytes
-        if not shards or shards[-1][0] != rank or filled + size > max_shard_bytes:
-            shards.append((rank, {}))
+        if not shards or shards[-1].rank != rank or filled + spec.nbytes > max_shard_bytes:
+            shards.append(Shard(rank, []))
             filled = 0
-        shards[-1][1][name] = tensor
-        before += size
-        filled += size
+        shards[-1].specs.append(spec)
+        before += spec.nbytes
+        filled += spec.nbytes
     return shards
 
 
@@ -179,25 +172,26 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _tensor_entries(shards: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, TensorEntry]:
+def _tensor_entries(shards: Sequence[Shard]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
-    for index, (_, tensors) in enumerate(shards):
-        entries |= _entries(tensors.items(), _shard_name(index, len(shards)))
+    for index, shard in enumerate(shards):
+        entries |= _entries(shard.specs, _shard_name(index, len(shards)))
     return entries
 
 
-def _entries(named_tensors: Iterable[tuple[str, Tensor]], file: str) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], file) for name, tensor in named_tensors}
+def _entries(specs: Sequence[TensorSpec], file: str) -> dict[str, TensorEntry]:
+    return {spec.name: TensorEntry(spec.shape, DTYPE_NAMES[spec.dtype], file) for spec in specs}
 
 
 @dataclass(slots=True)
 class _Writing:
     """One rank's part in writing the version `final`; see the module's docstring for the order of its steps."""
 
+    source: Published
     final: Path
     manifest: Manifest
     """Without files."""
-    shards: Sequence[tuple[int, dict[str, Tensor]]]
+    shards: Sequence[Shard]
     ranks: Ranks
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
@@ -211,10 +205,15 @@ class _Writing:
             atomic_dir.begin(self.final)
 
     def write(self) -> None:
+        owners = {spec.name: shard.rank for shard in self.shards for spec in shard.specs}
+        tensors = dict(self.source.gather(owners))
         files = [
-            write_tensors(self.directory / _shard_name(index, len(self.shards)), tensors)
-            for index, (rank, tensors) in enumerate(self.shards)
-            if rank == self.ranks.rank
+            write_tensors(
+                self.directory / _shard_name(index, len(self.shards)),
+                {spec.name: tensors[spec.name] for spec in shard.specs},
+            )
+            for index, shard in enumerate(self.shards)
+            if shard.rank == self.ranks.rank
         ]
         with atomic_dir.syncing([file.path for file in files]):
             self.written = {file.path.name: file.entry() for file in files}
@@ -237,7 +236,7 @@ class _Writing:
         atomic_dir.commit(self.final)
 
     def _index(self) -> bytes:
-        total = sum(tensor.nbytes for _, tensors in self.shards for tensor in tensors.values())
+        total = sum(spec.nbytes for shard in self.shards for spec in shard.specs)
         file_of = {name: entry.file for name, entry in self.manifest.tensors.items()}
         return json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=1).encode()
 

@@ -31,7 +31,8 @@ from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
-from asyncrl.weights.publishing import publish, published_tensors
+from asyncrl.weights.published import WholeModel
+from asyncrl.weights.publishing import publish
 from asyncrl.weights.shared_files import SharedFiles
 
 
@@ -358,9 +359,9 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
         for version in range(1, 6):
             tokens = sum(engine.stats().generated_tokens for engine in engines)
             await until_generated(engines, tokens + 200)
-            shared, tensors = SharedFiles(model.config), published_tensors(model).items()
+            shared, source = SharedFiles(model.config), WholeModel(model)
             published = publish(
-                tensors, run.dir / "weights", role="actor", version=version, ranks=Ranks(), shared=shared
+                source, run.dir / "weights", role="actor", version=version, ranks=Ranks(), shared=shared
             )
             run.publish(version, published)
             await run.until(serving(version, 0, 1))
@@ -466,8 +467,8 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
             assert max(abs(a - b) for a, b in zip(canary.logprobs, before, strict=True)) > 5 * bound
         before = list(canary.logprobs)
         folder = run.dir / "weights"
-        shared, tensors = SharedFiles(model.config), published_tensors(model).items()
-        published = publish(tensors, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)
+        shared, source = SharedFiles(model.config), WholeModel(model)
+        published = publish(source, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)
         run.publish(version, published)
         await run.until(serving(version, 0))
         assert check.differences[0] <= bound

@@ -1,9 +1,9 @@
 """What model functions, checkpoints and publishing ask of a role's model, however it is spread over ranks.
 
     EngineLoader     model folder ──▶ engine, trained where it is given an optimizer, else frozen
-    PolicyEngine     log-probabilities (forward only), gradients of a loss on them, published tensors
+    PolicyEngine     log-probabilities (forward only), gradients of a loss on them, whole tensors to publish
     ValueEngine      values (forward only), gradients of a loss on them
-    both             step, state for checkpoints
+    both             step, state for checkpoints, by names that say nothing of how it is spread
 
 A train step on a minibatch is `compute_gradients`, then `step`; whoever decides between the two not to take the step
 just does not. Nothing outside this package sees parameters, gradients or the optimizer, so an engine is free in where
@@ -33,6 +33,7 @@ from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.weights.published import TensorSpec as TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +90,23 @@ class TrainingEngine(ABC):
             RuntimeError: the role is frozen.
         """
 
-    @property
-    def state_kind(self) -> str:
-        """What `state` holds, for the name of a checkpoint's file: the optimizer's state or weights alone."""
-        return "optimizer" if self.trained else "averaged"
-
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs of it: named tensors, the same on all ranks of the data-parallel group, and JSON."""
+        """What a checkpoint needs of it, the same whatever the layout: tensors by name, and JSON equal on all ranks.
+
+        The names are `weights.<name>` (master values, fp32), and where the role is trained `exp_avg.<name>` and
+        `exp_avg_sq.<name>`; `<name>` is the parameter's in a Hugging Face folder, tied ones once, under the
+        embedding's, and of a value model `trunk.<name>`, `head.weight` and `head.bias`. The JSON is `{"step": n}`, the
+        optimizer steps taken, and nothing where the role is frozen.
+
+        The tensors *are* the engine's storage: views, or DTensors of which this rank holds a part, and reading a
+        checkpoint writes into them. A rank of a pipeline stage has the names of its own stage alone. A plain tensor is
+        the same on all ranks that name it.
+        """
 
     @abstractmethod
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: it is of another model.
-        """
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Take up what was written into the tensors of `state`, and `meta`, the JSON that came with them."""
 
 
 class PolicyEngine(TrainingEngine):
@@ -161,8 +163,25 @@ class PolicyEngine(TrainingEngine):
         """Move the weights towards those of `source`: decay * mine + (1 - decay) * its."""
 
     @abstractmethod
-    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What servers load, one tensor at a time by its name in a Hugging Face folder; tied ones once."""
+    def published_specs(self) -> list[TensorSpec]:
+        """What servers load: all tensors of a Hugging Face folder, tied ones once, in the model's order.
+
+        The same on all ranks, whatever part each holds; nothing is exchanged.
+        """
+
+    @abstractmethod
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, each on the rank that owns it: a collective of all ranks, each of which iterates to the end.
+
+        At most one tensor beyond what this rank holds anyway is in memory at a time. What is yielded may be the
+        engine's own storage, or be used again for the next: it is valid until that is asked for.
+
+        Args:
+            owners: worker index by name, the same on all ranks. What is not named is left out on all of them.
+
+        Yields:
+            Name and tensor of what this rank owns, in the order of `published_specs`, on the engine's device.
+        """
 
 
 class ValueEngine(TrainingEngine):

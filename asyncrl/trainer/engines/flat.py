@@ -33,11 +33,11 @@ from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
-from asyncrl.weights.publishing import published_tensors
+from asyncrl.weights.published import TensorSpec, WholeModel
 
 
 class FlatEngine(TrainingEngine):
@@ -46,7 +46,7 @@ class FlatEngine(TrainingEngine):
     Args:
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
-        ranks: the data-parallel ranks, over which gradients are summed.
+        place: of this rank; gradients are summed over its data-parallel ranks.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class FlatEngine(TrainingEngine):
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: FlatAdamW | None = None,
-        ranks: Ranks | None = None,
+        place: Place | None = None,
     ) -> None:
         self.module = module
         self._optimizer = optimizer
-        self._ranks = ranks or Ranks()
+        self._place = place or Place()
         self._trunk = trunk
         self._attention = attention
         self._budget = tokens_per_micro_batch
@@ -88,18 +88,18 @@ class FlatEngine(TrainingEngine):
         return self.optimizer.lr
 
     def step(self) -> StepOutcome:
-        self._ranks.all_reduce_sum(self.optimizer.grad)
+        self._place.data.all_reduce_sum(self.optimizer.grad)
         return self.optimizer.step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `TrainingEngine`; a frozen role has its weights."""
-        return (dict(self.module.state_dict()), {}) if self._optimizer is None else self._optimizer.state()
+        if self._optimizer is not None:
+            return self._optimizer.state()
+        return {f"weights.{name}": parameter.detach() for name, parameter in self.module.named_parameters()}, {}
 
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        if self._optimizer is None:
-            self.module.load_state_dict(dict(tensors))
-        else:
-            self._optimizer.load_state(tensors, meta)
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        if self._optimizer is not None:
+            self._optimizer.load_state(meta)
 
     def micro_batches(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
@@ -150,6 +150,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def __init__(self, model: PreTrainedModel, *, temperature: float, **engine: Any) -> None:
         super().__init__(model, model.base_model, **engine)
         self._model = model
+        self._whole = WholeModel(model, self._place.worker)
         self._temperature = temperature
         self._logits_of = logits_function(model)
         self._prove_logits()
@@ -211,8 +212,11 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         assert isinstance(source, FlatPolicyEngine), type(source)
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
 
-    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(published_tensors(self._model).items())
+    def published_specs(self) -> list[TensorSpec]:
+        return self._whole.published_specs()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        return self._whole.gather(owners)
 
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:
         hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
@@ -268,15 +272,15 @@ class FlatValueEngine(FlatEngine, ValueEngine):
 
 
 class FlatLoader(EngineLoader):
-    """Loads whole models onto `device`, as `config` sets them; gradients are summed over `ranks`."""
+    """Loads whole models onto `device`, as `config` sets them, for the rank at `place`."""
 
-    def __init__(self, config: ExperimentConfig, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._device = config, device
         self._attention = config.model.attn_implementation
         self._engine = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
-            "ranks": ranks,
+            "place": place,
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:

@@ -9,7 +9,7 @@ low precision), and after a step they are rounded from the fp32 master values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class FlatAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self._adamw.state[self.flat] = {  # as torch makes them at the first step; a checkpoint may be read before it
+            "step": torch.zeros((), device=device),
+            "exp_avg": torch.zeros_like(self.flat),
+            "exp_avg_sq": torch.zeros_like(self.flat),
+        }
         self._schedule = get_scheduler(
             SCHEDULES[config.schedule],
             self._adamw,
@@ -74,9 +79,7 @@ class FlatAdamW:
 
     def masters(self) -> list[Tensor]:
         """The parameters' fp32 master values, in the order given; views."""
-        sizes = [parameter.numel() for _, parameter in self._parameters]
-        parts = torch.split(self.flat.detach(), sizes)
-        return [part.view_as(parameter) for part, (_, parameter) in zip(parts, self._parameters, strict=True)]
+        return [view for _, view in self._views(self.flat)]
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -95,36 +98,27 @@ class FlatAdamW:
         return StepOutcome(norm, lr, applied)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs, as tensors and JSON-able data: master values, moments, steps taken, schedule."""
-        tensors = {"flat": self.flat.detach()}
-        tensors |= {key: value for key, value in self._adamw.state[self.flat].items() if isinstance(value, Tensor)}
-        layout = [[name, list(parameter.shape)] for name, parameter in self._parameters]
-        return tensors, {"layout": layout, "schedule": self._schedule.state_dict()}
+        """`TrainingEngine.state`: views of master values and moments by parameter, and the steps taken."""
+        moments = self._adamw.state[self.flat]
+        vectors = {"weights": self.flat, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+        tensors = {f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in self._views(vector)}
+        return tensors, {"step": int(moments["step"])}
 
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: it is of a model with other parameters.
-        """
-        layout = [[name, list(parameter.shape)] for name, parameter in self._parameters]
-        if meta["layout"] != layout:
-            raise ValueError(
-                "the optimizer state in the checkpoint is of a model with other parameters; "
-                "start a new trial, or set resume=restart"
-            )
-        with torch.no_grad():
-            self.flat.copy_(tensors["flat"])
-        moments = {key: value.to(self.flat.device).clone() for key, value in tensors.items() if key != "flat"}
-        if moments:
-            moments["step"] = moments["step"].reshape(())
-        self._adamw.state[self.flat] = moments
-        # The checkpoint says how far the schedule is; the rates are the config's, which may have changed since.
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Go on from what was written into the tensors of `state`, after the steps that `meta` says."""
+        self._adamw.state[self.flat]["step"].fill_(meta["step"])
+        # Every step taken moved the schedule too. The rates are the config's, which may have changed since.
         schedule = self._schedule
-        schedule.load_state_dict({**meta["schedule"], "base_lrs": schedule.base_lrs})
+        schedule.last_epoch = meta["step"]
         for group, lr, factor in zip(self._adamw.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = lr * factor(schedule.last_epoch)
         self._round_low_precision()
+
+    def _views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The parameters' parts of a vector as long as `flat`, by name, in the order given."""
+        parts = torch.split(vector.detach(), [parameter.numel() for _, parameter in self._parameters])
+        for part, (name, parameter) in zip(parts, self._parameters, strict=True):
+            yield name, part.view_as(parameter)
 
     def _adopt(self) -> None:
         """Move every parameter's values into the flat vector and have its gradient arrive in the other one."""

@@ -45,7 +45,12 @@ class TrainerEnd:
     """What the publishing process does beside writing folders; of a transport that only reads those, nothing."""
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`."""
+        """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`.
+
+        Whoever keeps none goes through them all the same: they are gathered by all ranks together.
+        """
+        for _ in tensors:
+            pass
 
     def keep(self, versions: Collection[int]) -> None:
         """Forget all but these."""

@@ -34,8 +34,14 @@ def context(
     )
 
 
+def master_values(rank: TrainingRank) -> list[torch.Tensor]:
+    """The actor's, in place."""
+    state, _ = rank.policy("actor").state()
+    return [tensor for name, tensor in state.items() if name.startswith("weights.")]
+
+
 def weights(rank: TrainingRank) -> torch.Tensor:
-    return rank.policy("actor").state()[0]["flat"].clone()
+    return torch.cat([tensor.flatten() for tensor in master_values(rank)])
 
 
 def test_the_registered_functions_are_those_that_the_graph_may_name() -> None:
@@ -175,8 +181,9 @@ def test_kl_in_the_loss_pulls_towards_the_reference(
 ) -> None:
     config.algorithm.kl_coef, config.optimizer.lr = 5.0, 2e-3
     rank = make_rank(config)
-    flat = rank.policy("actor").state()[0]["flat"]
-    flat += 0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    for tensor in master_values(rank):
+        tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     kl = [run_step(config, rank, make_batch())["actor_train"]["kl/reference"] for _ in range(12)]
     assert 0.0 < kl[-1] < kl[0]
 
@@ -221,7 +228,7 @@ def test_an_averaged_reference_follows_the_actor(
     rank = make_rank(config)
     before = weights(rank)
     run_step(config, rank, make_batch())
-    averaged = torch.cat([tensor.flatten() for _, tensor in rank.policy("ref").published_tensors()])
+    averaged = torch.cat([tensor.flatten() for tensor in rank.policy("ref").state()[0].values()])
     torch.testing.assert_close(averaged, 0.75 * before + 0.25 * weights(rank), rtol=0, atol=1e-6)
 
 

@@ -16,6 +16,7 @@ from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, CANARY_TOKENS, Canary, canary_tokens, encode_canary, read_canary
 from asyncrl.weights.manifest import ManifestError, verify
+from asyncrl.weights.published import WholeModel
 from asyncrl.weights.shared_files import SharedFiles
 
 
@@ -72,8 +73,8 @@ def test_the_trainer_scores_the_canary_as_transformers_does(
 def test_the_canary_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
     canary = Canary((3, 1, 4), (0.0, -1.5, -2.25))
-    tensors, shared = weights.published_tensors(model).items(), SharedFiles(model.config)
-    path = weights.publish(tensors, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary)
+    source, shared = WholeModel(model), SharedFiles(model.config)
+    path = weights.publish(source, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary)
     assert read_canary(path) == canary
     assert CANARY_FILE in verify(path).files
     assert CANARY_FILE not in {asset.name for asset in weights.tokenizer_assets(path)}

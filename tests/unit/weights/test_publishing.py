@@ -20,6 +20,7 @@ from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
+from asyncrl.weights.published import TensorSpec, WholeModel
 from asyncrl.weights.shared_files import SharedFiles
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def publish(
         for parameter in model.parameters():
             parameter.add_(0.25 * version)
     published = weights.publish(
-        weights.published_tensors(model).items(),
+        WholeModel(model),
         root,
         role="actor",
         version=version,
@@ -118,11 +119,11 @@ def test_a_write_that_breaks_off_leaves_nothing_visible(
 
 def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
-    tensors = list(weights.published_tensors(model).items())
-    shards = [(rank, dict(tensors[rank::2])) for rank in (0, 1)]
+    wholes = [WholeModel(model, rank) for rank in (0, 1)]
+    shards = [weights.Shard(rank, wholes[0].published_specs()[rank::2]) for rank in (0, 1)]
     manifest = Manifest("actor", 1, {}, weights._tensor_entries(shards))
     final = weights.version_dir(tmp_path, "actor", 1)
-    ranks = [weights._Writing(final, manifest, shards, Ranks(rank, 2)) for rank in (0, 1)]
+    ranks = [weights._Writing(wholes[rank], final, manifest, shards, Ranks(rank, 2)) for rank in (0, 1)]
     for rank in ranks:
         rank.begin()
     for rank in ranks:
@@ -133,7 +134,7 @@ def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Pat
     whole = verify(final)
     assert {path.name for path in final.iterdir()} == {*whole.files, MANIFEST_FILE}
     loaded = AutoModelForCausalLM.from_pretrained(str(final)).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wholes[0].tensors().items())
 
 
 def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tmp_path: Path) -> None:
@@ -150,8 +151,9 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
     canary = Canary((1, 2), (0.0, -1.0))
     root = tmp_path / "announced"
-    tensors = weights.published_tensors(model).items()
-    announced = weights.publish(tensors, root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary)
+    announced = weights.publish(
+        WholeModel(model), root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary
+    )
     manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
     assert manifest.files.keys() == {CANARY_FILE}
@@ -162,9 +164,8 @@ def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: P
 def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
     shared = SharedFiles(model.config, weights.tokenizer_assets(qwen_dir))
-    tensors = weights.published_tensors(model)
     paths = [
-        weights.publish(tensors.items(), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared)
+        weights.publish(WholeModel(model), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared)
         for version in (1, 2)
     ]
     for name in ("config.json", "tokenizer.json"):
@@ -176,10 +177,9 @@ def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_
 def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
     shared = SharedFiles(model.config, weights.tokenizer_assets(qwen_dir))
-    tensors = weights.published_tensors(model)
-    weights.publish(tensors.items(), tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
+    weights.publish(WholeModel(model), tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared)
     shutil.rmtree(tmp_path / "actor")
-    path = weights.publish(tensors.items(), tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared)
+    path = weights.publish(WholeModel(model), tmp_path, role="actor", version=2, ranks=Ranks(), shared=shared)
     assert load_tokenizer(path).encode("1+2") == load_tokenizer(qwen_dir).encode("1+2")
 
 
@@ -195,9 +195,9 @@ def test_a_file_system_without_hard_links_gets_copies(
 
 
 def test_shards_are_dealt_to_ranks_evenly_and_cut_at_the_limit() -> None:
-    tensors = {f"t{index}": torch.zeros(1 << 18) for index in range(8)}  # 1 MiB each
-    shards = weights.plan_shards(tensors, world=2, max_shard_bytes=3 << 20)
-    assert [(rank, list(part)) for rank, part in shards] == [
+    specs = [TensorSpec(f"t{index}", (1 << 18,), torch.float32) for index in range(8)]  # 1 MiB each
+    shards = weights.plan_shards(specs, world=2, max_shard_bytes=3 << 20)
+    assert [(shard.rank, [spec.name for spec in shard.specs]) for shard in shards] == [
         (0, ["t0", "t1", "t2"]),
         (0, ["t3"]),
         (1, ["t4", "t5", "t6"]),

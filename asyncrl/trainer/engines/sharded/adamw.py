@@ -106,14 +106,14 @@ class ShardedAdamW:
             for moment in MOMENTS:
                 tensors[f"{moment}.{name}"] = self._adamw.state[parameter][moment]
         step = next(iter(self._adamw.state.values()))["step"]
-        return tensors, {"step": int(step), "schedule": int(self._schedule.last_epoch)}
+        return tensors, {"step": int(step)}
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Go on where `meta` says; the tensors have been loaded in place."""
         for state in self._adamw.state.values():
             state["step"].fill_(float(meta["step"]))
-        # The checkpoint says how far the schedule is; the rates are the config's, which may have changed since.
+        # Every step taken moved the schedule too. The rates are the config's, which may have changed since.
         schedule = self._schedule
-        schedule.last_epoch = schedule._step_count = int(meta["schedule"])
+        schedule.last_epoch = int(meta["step"])
         for group, lr, factor in zip(self._adamw.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = lr * factor(schedule.last_epoch)

@@ -9,7 +9,8 @@ optimizer and checkpoints know one kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -35,8 +35,9 @@ from asyncrl.trainer.engines.sharded.stage import (
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.scoring import logits_function
+from asyncrl.weights.published import TensorSpec
 
-_STAGE_TRUNK = "trunk."
+_TRUNK = "trunk."
 
 
 @dataclass(frozen=True)
@@ -71,29 +72,26 @@ class BuildPlan:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """A tensor of the model folder: what it is called there and how large it is."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Built:
     """A rank's part of a model.
 
     Attributes:
         stage: the module that computes; its parameters are DTensors.
-        names: parameter of the stage to its name in a model folder; a tied output embedding has the input's.
-        everything: all tensors of the whole model in the model's order, tied ones once; the same on all ranks.
+        names: parameter of the stage to its name in checkpoints: of a policy, as in a model folder, where a tied output
+            embedding has the input's; of a value model as in the stage.
+        buffers: persistent ones of this stage, by their names in a model folder.
+        published: of a policy, all tensors of its model folder in the model's order; the same on all ranks.
+        stages: the pipeline stage of each of these.
         model: the part as transformers knows it.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
     """
 
     stage: Stage
     names: dict[str, str]
-    everything: list[TensorPlace]
+    buffers: dict[str, Tensor]
     model: PreTrainedModel
+    published: list[TensorSpec] = field(default_factory=list)
+    stages: dict[str, int] = field(default_factory=dict)
     tied: str | None = None
 
 
@@ -106,7 +104,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     """
     model = _on_meta(AutoModelForCausalLM, path, plan)
     place, tensor = plan.stage, plan.mesh["tensor"]
-    everything = _everything(model)
+    published = _published(model, plan.dtype)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     trunk = cast(PreTrainedModel, model.base_model)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
@@ -114,6 +112,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
     if tied:  # a parameter of its own while layers are cut; one storage again at the end
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)))
+    layers = len(getattr(trunk, LAYERS, ()))
     cut_stage(trunk, place)
     stage = PolicyStage(
         trunk,
@@ -126,10 +125,18 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     if not place.last:
         model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
-    embedding = f"{model.base_model_prefix}.{EMBEDDING}.weight"
-    built = Built(stage, _names(stage, model, tied), everything, model, embedding if tied else None)
+    names = _names(stage, model, tied)
+    built = Built(
+        stage,
+        names,
+        _buffers(stage, model),
+        model,
+        published,
+        {spec.name: _stage_of(spec.name, layers, place.stages) for spec in published},
+        f"{model.base_model_prefix}.{EMBEDDING}.weight" if tied else None,
+    )
     _shard(built, plan)
-    _materialise(built, path, plan)
+    _materialise(built, path, plan, names)
     return built
 
 
@@ -158,19 +165,18 @@ def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
 
 def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan) -> Built:
     place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
-    everything = [t for t in _everything(model) if t.name.startswith(f"{model.base_model_prefix}.")]
     hidden = trunk.config.get_text_config().hidden_size
     bias = head is None or head.bias is not None
     with torch.device("meta"):
         score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if place.last else None
-    everything += [TensorPlace("score.weight", (1, hidden)), *([TensorPlace("score.bias", (1,))] if bias else [])]
     cut_stage(trunk, place)
     stage = ValueStage(trunk, place, score)
     model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
-    built = Built(stage, _names(stage, model, tied=False), everything, model)
+    built = Built(stage, {name: name for name, _ in stage.named_parameters()}, _buffers(stage, model), model)
     _shard(built, plan)
-    _materialise(built, path, plan, untrained=() if head is not None else ("score.weight", "score.bias"))
+    untrained = () if head is not None else ("head.weight", "head.bias")
+    _materialise(built, path, plan, _names(stage, model, tied=False), untrained)
     return built
 
 
@@ -182,16 +188,27 @@ def _on_meta(kind: Any, path: str | Path, plan: BuildPlan) -> PreTrainedModel:
     return model
 
 
-def _everything(model: PreTrainedModel) -> list[TensorPlace]:
-    """Its parameters and persistent buffers, tied ones once."""
-    seen: dict[str, TensorPlace] = {}
-    for name, parameter in model.named_parameters():
-        seen[name] = TensorPlace(name, tuple(parameter.shape))
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - seen.keys()
-    for name, tensor in model.state_dict().items():
-        if name not in seen and name not in tied:
-            seen[name] = TensorPlace(name, tuple(tensor.shape))
-    return list(seen.values())
+def _published(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
+    """The tensors of a model folder: parameters and persistent buffers, tied ones once."""
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    buffers = {name: t for name, t in model.state_dict().items() if name not in parameters and name not in tied}
+    specs = [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in parameters.items()]
+    return specs + [TensorSpec(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
+
+
+def _stage_of(name: str, layers: int, stages: int) -> int:
+    """The pipeline stage of the tensor `name`, of a model of so many layers."""
+    if match := re.search(rf"(?:^|\.){LAYERS}\.(\d+)\.", name):
+        return next(i for i in range(stages) if int(match[1]) in StagePlace(i, stages).layers(layers))
+    return 0 if f"{EMBEDDING}." in name else stages - 1
+
+
+def _buffers(stage: Stage, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Persistent buffers by their names in a model folder."""
+    held = stage.trunk.state_dict().keys()
+    named = stage.trunk.named_buffers()
+    return {f"{model.base_model_prefix}.{name}": buffer for name, buffer in named if name in held}
 
 
 def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
@@ -204,23 +221,19 @@ def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
     cut_layers(stage.trunk, trunk_plan, model.config.get_text_config(), mesh)
     if isinstance(stage, PolicyStage) and stage.lm_head is not None:
         cut_output_embedding(stage.lm_head, mesh)
-    if isinstance(stage, ValueStage) and stage.score is not None:
-        keep_whole(stage.score, mesh)
+    if isinstance(stage, ValueStage) and stage.head is not None:
+        keep_whole(stage.head, mesh)
 
 
 def _names(stage: Stage, model: PreTrainedModel, tied: bool) -> dict[str, str]:
     """Name in the model folder by name in the stage."""
     prefix = f"{model.base_model_prefix}."
-    embedding = prefix + EMBEDDING + ".weight"
-    names = {}
-    for name, _ in stage.named_parameters(remove_duplicate=False):
-        if name.startswith(_STAGE_TRUNK):
-            names[name] = prefix + name.removeprefix(_STAGE_TRUNK)
-        elif tied and name == "lm_head.weight":
-            names[name] = embedding
-        else:
-            names[name] = name
-    return names
+    other = {"lm_head.weight": prefix + EMBEDDING + ".weight"} if tied else {}
+    other |= {"head.weight": "score.weight", "head.bias": "score.bias"}
+    return {
+        name: prefix + name.removeprefix(_TRUNK) if name.startswith(_TRUNK) else other.get(name, name)
+        for name, _ in stage.named_parameters(remove_duplicate=False)
+    }
 
 
 def _shard(built: Built, plan: BuildPlan) -> None:
@@ -231,8 +244,8 @@ def _shard(built: Built, plan: BuildPlan) -> None:
         cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
     low = plan.dtype if plan.dtype != plan.held else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-    if isinstance(stage, ValueStage) and stage.score is not None:
-        fully_shard(stage.score, mesh=mesh)  # stays in fp32
+    if isinstance(stage, ValueStage) and stage.head is not None:
+        fully_shard(stage.head, mesh=mesh)  # stays in fp32
     for layer in getattr(stage.trunk, LAYERS, ()):
         if isinstance(layer, Absent):
             continue
@@ -255,8 +268,10 @@ def _recompute(layer: nn.Module) -> None:
     layer.forward = again
 
 
-def _materialise(built: Built, path: str | Path, plan: BuildPlan, untrained: tuple[str, ...] = ()) -> None:
-    """Give the stage memory on the device and fill it from the folder."""
+def _materialise(
+    built: Built, path: str | Path, plan: BuildPlan, names: dict[str, str], untrained: tuple[str, ...] = ()
+) -> None:
+    """Give the stage memory on the device and fill it from the folder, where its parameters have other `names`."""
     stage = built.stage
     stage.to_empty(device=plan.device)
     place = stage.place
@@ -266,14 +281,10 @@ def _materialise(built: Built, path: str | Path, plan: BuildPlan, untrained: tup
         for name, parameter in stage.named_parameters():
             if name in untrained:
                 parameter.zero_()
-    wanted = {
-        built.names[name]: parameter.detach() for name, parameter in stage.named_parameters() if name not in untrained
-    }
-    prefix = f"{built.model.base_model_prefix}."
-    wanted |= {
-        prefix + name: buffer for name, buffer in stage.trunk.named_buffers() if name in stage.trunk.state_dict()
-    }
-    _read(Path(path).expanduser(), wanted, prefix)
+    built.buffers.update(_buffers(stage, built.model))  # those before were on the meta device
+    parameters = stage.named_parameters()
+    wanted = {names[name]: parameter.detach() for name, parameter in parameters if name not in untrained}
+    _read(Path(path).expanduser(), wanted | built.buffers, f"{built.model.base_model_prefix}.")
     for tensor in stage.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     stage.trunk.initialize_weights()  # type: ignore[no-untyped-call]  # fills what no file holds: buffers like the rotary embedding's
@@ -296,13 +307,3 @@ def _read(folder: Path, wanted: dict[str, Tensor], prefix: str) -> None:
     dcp.load(  # type: ignore[attr-defined]
         found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
     )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a parameter, on every rank of its mesh; a collective of these."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -44,9 +44,8 @@ from asyncrl.trainer.engines.sharded.build import (
     build_critic,
     build_policy,
     build_reward_model,
-    local,
-    whole,
 )
+from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
@@ -55,6 +54,7 @@ from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.weights.published import TensorSpec
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 
@@ -105,7 +105,7 @@ class ShardedEngine(TrainingEngine):
         return self.optimizer.step()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in a model folder."""
+        """This rank's parameters by their names in checkpoints."""
         return {self._built.names[name]: parameter for name, parameter in self.stage.named_parameters()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -113,7 +113,7 @@ class ShardedEngine(TrainingEngine):
             return self._optimizer.state()
         return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
 
-    def load_state(self, meta: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state(meta)
 
@@ -237,6 +237,8 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
     def __init__(self, built: Built, plan: BuildPlan, *, temperature: float, **engine: Any) -> None:
         super().__init__(built, plan, **engine)
         self._temperature = temperature
+        mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
+        self._gathering = Gathering(built.published, built.stages, mine, self._place, plan.device)
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -297,8 +299,11 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         mine, theirs = self.parameters(), source.parameters()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
 
-    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError
+    def published_specs(self) -> list[TensorSpec]:
+        return list(self._built.published)
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        return self._gathering.gather(owners)
 
 
 class ShardedValueEngine(ShardedEngine, ValueEngine):
@@ -379,6 +384,3 @@ def _ends_of_pipeline(place: Place) -> dist.ProcessGroup | None:
         return None
     pairs = [dist.new_group(pair) for pair in ranks[[0, -1]].flatten(1).T.tolist()]
     return next((group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
-
-
-_ = whole

@@ -97,9 +97,9 @@ class Stage(nn.Module):
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden
         output: Tensor = self.trunk(use_cache=False, **inputs).last_hidden_state
-        return self.head(output.flatten(0, 1), micro_batch, **outputs) if self.place.last else output
+        return self.finish(output.flatten(0, 1), micro_batch, **outputs) if self.place.last else output
 
-    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+    def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """What the last stage makes of the trunk's output, [rows * width, H]."""
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class PolicyStage(Stage):
         self.lm_head = output_embedding
         self._logits_of, self._vocabulary, self._slices = logits_of, vocabulary, slices
 
-    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+    def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """See `Stage`; keywords: `temperature`, `entropy`."""
         return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
 
@@ -155,16 +155,16 @@ class ValueStage(Stage):
     """A critic's or reward model's stage: values at the wanted positions.
 
     Args:
-        score: the linear head, fp32; None on all stages but the last.
+        head: linear, fp32; None on all stages but the last.
     """
 
-    def __init__(self, trunk: PreTrainedModel, place: StagePlace, score: nn.Linear | None) -> None:
+    def __init__(self, trunk: PreTrainedModel, place: StagePlace, head: nn.Linear | None) -> None:
         super().__init__(trunk, place)
-        self.score = score
+        self.head = head
 
-    def head(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
+    def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """See `Stage`; `everywhere`: after every input token instead of before every wanted one."""
         places = micro_batch.places_I if outputs["everywhere"] else micro_batch.predictors_N
-        assert self.score is not None
-        values: Tensor = self.score(hidden_IH.index_select(0, places).float()).squeeze(-1)
+        assert self.head is not None
+        values: Tensor = self.head(hidden_IH.index_select(0, places).float()).squeeze(-1)
         return (values,)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.engines.flat import FlatEngine
-from asyncrl.trainer.engines.sharded.build import whole
+from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks
 from asyncrl.trainer.roles import TrainingRank, build_rank
@@ -125,12 +125,9 @@ def test_equal(
     for role in ("actor", "critic"):
         names = set().union(*(told[role] for told in spread))
         print(role, len(names), len(alone[role]))
-        prefix = "trunk."
         for told in spread:
             for name, (grad, weight) in told[role].items():
-                other = alone[role].get(name)
-                if other is None:
-                    other = alone[role][name.replace("model.", prefix, 1).replace("score.", "head.")]
+                other = alone[role][name]
                 scale = abs(other[0]).max()
                 print(layout, role, name, abs(grad - other[0]).max() / scale, abs(weight - other[1]).max())
                 pass

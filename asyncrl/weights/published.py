@@ -1,0 +1,68 @@
+"""What publishing asks of a model that is spread over ranks: which tensors there are, and each whole where it is due.
+
+specs()                        names, shapes and types, the same on all ranks: whoever writes can plan from them
+gather({"lm_head.weight": 1})  all ranks together; each yields what it owns, whole, one after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's name in a Hugging Face folder, its whole shape and its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Published(Protocol):
+    """A model to publish; `asyncrl.trainer.engines.base.PolicyEngine` says what each verb promises."""
+
+    def published_specs(self) -> list[TensorSpec]:
+        """What there is to publish."""
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, each on the rank that owns it."""
+
+
+class WholeModel:
+    """The tensors of a `model` that every rank holds whole: nothing is exchanged, and nothing copied.
+
+    They are what a Hugging Face folder of it holds: parameters and persistent buffers, tied ones once.
+    """
+
+    def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:
+        self._model, self._worker = model, worker
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, in the model's order."""
+        tensors: dict[str, Tensor] = dict(self._model.named_parameters())
+        seen = {parameter.data_ptr() for parameter in tensors.values()}
+        for name, tensor in self._model.state_dict().items():
+            if name not in tensors and tensor.data_ptr() not in seen:
+                tensors[name] = tensor
+                seen.add(tensor.data_ptr())
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `Published`."""
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors().items()]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `Published`."""
+        return ((name, tensor) for name, tensor in self.tensors().items() if owners.get(name) == self._worker)
