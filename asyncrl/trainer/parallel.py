@@ -60,6 +60,12 @@ class Ranks:
         """Begin to receive into `tensor` from the rank `source` of this group."""
         return _begun(dist.irecv(tensor, group=self.group, group_src=source))
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """`tensor` of the leading rank, in place on the others."""
+        if self.world > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
     def together(self, action: Callable[[], None], what: str) -> None:
         """Run `action` here while the other ranks run theirs; returns once all have.
 
@@ -90,6 +96,7 @@ class Place:
     Attributes:
         everyone: all ranks, numbered by worker index; its leader is the grid's publisher.
         data: the ranks that have the same part of the model and train other samples, numbered by data index.
+        copy: the ranks that have the parts of one model together, and the same samples; its leader takes trajectories.
         mesh: of all ranks, with the axes `MESH_AXES`; None for a rank that is alone.
     """
 
@@ -97,6 +104,7 @@ class Place:
     grid: WorkerGrid = field(default_factory=WorkerGrid)
     everyone: Ranks = field(default_factory=Ranks)
     data: Ranks = field(default_factory=Ranks)
+    copy: Ranks = field(default_factory=Ranks)
     mesh: DeviceMesh | None = None
 
     @property

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
@@ -48,7 +49,7 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     SendWeights,
 )
-from asyncrl.trainer.redistribute import redistribute
+from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import worker_grid
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
@@ -181,8 +182,12 @@ class ModelWorker(Worker):
 
     def _begin_step(self, step: BeginStep) -> Done:
         here = self._place.coordinates.data
-        leaving = [entry.rollout_id for entry in step.assignment if entry.src == here]
-        trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._place.data)
+        leaving: list[str] = []
+        trajectories: list[Trajectory] = []
+        if self._place.takes_trajectories:
+            leaving = [entry.rollout_id for entry in step.assignment if entry.src == here]
+            trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._place.data)
+        trajectories = hand_down(trajectories, self._place.copy)
         self._batch = build_step_batch(
             trajectories,
             [entry.minibatch for entry in step.assignment if entry.dst == here],

@@ -39,6 +39,16 @@ def redistribute(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ra
     return [mine[move.rollout_id] for move in moves if move.dst == ranks.rank]
 
 
+def hand_down(trajectories: Sequence[Trajectory], copy: Ranks) -> list[Trajectory]:
+    """The trajectories of the leading rank of `copy`, on all its ranks. Called by all of them."""
+    if copy.world == 1:
+        return list(trajectories)
+    message = _pack(trajectories) if copy.leads else torch.empty(0, dtype=torch.uint8)
+    size = int(copy.broadcast(torch.tensor([len(message)])))
+    received = copy.broadcast(message if copy.leads else torch.empty(size, dtype=torch.uint8))
+    return list(trajectories) if copy.leads else _unpack(received)
+
+
 def _exchange(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
     outgoing = {
         dst: _pack(held[move.rollout_id] for move in moves if (move.src, move.dst) == (ranks.rank, dst))

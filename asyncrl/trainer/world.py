@@ -66,10 +66,15 @@ def training_world(
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place:
     """This rank's place in a mesh over the world, whose groups have the world's time limit."""
     mesh = init_device_mesh(device.type, (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=MESH_AXES)
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
+    copies = [dist.new_group(copy.flatten().tolist()) for copy in mesh.mesh.unbind(1)]
+    for group in (*mesh.get_all_groups(), *copies):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     assert Coordinates(*coordinates) == grid.coordinates(worker), (coordinates, worker, grid)
     data = Ranks(mesh.get_local_rank("data"), grid.data, mesh.get_group("data"))
-    return Place(worker, grid, Ranks(worker, grid.workers), data, mesh)
+    copy = copies[data.rank]
+    return Place(
+        worker, grid, Ranks(worker, grid.workers), data, Ranks(dist.get_rank(copy), dist.get_world_size(copy), copy), mesh
+    )
