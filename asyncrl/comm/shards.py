@@ -37,6 +37,8 @@ class RoutingTable:
         data_workers: the worker of data slot `__data{i}__` at position i.
 
     Attributes:
+        shards: as given.
+        data_workers: as given.
         placement: for every role the workers that host a shard of it, in ascending order.
 
     Raises:
@@ -44,6 +46,7 @@ class RoutingTable:
     """
 
     def __init__(self, shards: Mapping[ModelShardID, int], data_workers: Sequence[int]) -> None:
+        self.shards = dict(shards)
         self.data_workers = tuple(data_workers)
         for name, worker in [*shards.items(), *((f"__data{i}__", w) for i, w in enumerate(data_workers))]:
             if worker < 0:

@@ -16,7 +16,9 @@ from asyncrl.datasets.jsonl import JsonlDataset
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
-from asyncrl.trainer.supervised.base_model import base_model_dir
+from asyncrl.trainer.layout_checks import base_model_problems
+from asyncrl.trainer.model_shape import ModelShape
+from asyncrl.trainer.supervised.base_model import base_model_dir, described
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -70,7 +72,9 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
                 yield str(error)
         if config.model.path is not None:
             return
-        config = base_model_config(config, folder)
+        base = base_model_config(config, folder)
+        yield from base_model_problems(config, load_graph(config), ModelShape.of(described(base)))
+        config = base
         if base_model_dir(config).exists():
             return
     for phase in config.phases:

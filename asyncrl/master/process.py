@@ -11,7 +11,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.settings import placement
 
 
 class MasterWorker(AsyncWorker):
@@ -19,7 +19,7 @@ class MasterWorker(AsyncWorker):
 
     def configure(self) -> None:
         self._graph = load_graph(self.config)
-        self._grid = worker_grid(self.config)
+        self._placement = placement(self.config, self._graph)
 
     async def main(self) -> None:
         async with AsyncExitStack() as closing:
@@ -34,9 +34,8 @@ class MasterWorker(AsyncWorker):
         url = await self.registered(names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.token)
         closing.push_async_callback(manager.close)
-        trainers = await connect(self, names.MODEL_WORKER, self._grid.workers)
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
         rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
         for client in (*trainers, *rollouts):
             closing.callback(client.close)
-        routes = self._grid.routing_table(self._graph.roles())
-        return Peers(trainers, routes, manager, rollouts, NameBoard(self.resolver))
+        return Peers(trainers, self._placement.routing_table(), manager, rollouts, NameBoard(self.resolver))

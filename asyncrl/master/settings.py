@@ -33,13 +33,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
     try:
         ranks = worker_grid(config).data
-    except ConfigError as error:
-        yield str(error)
-        return
+    except ConfigError:
+        return  # which the trainer's checks say
     if batch // minibatches < ranks:
         yield (
             f"trainer.parallel={config.trainer.parallel!r}: a minibatch has {batch // minibatches} rollouts, fewer "
-            f"than the {ranks} ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
+            f"than the {ranks} data-parallel ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
         )
     held, in_flight = config.trainer.buffer_capacity * ranks, (config.max_head_offpolicyness + 1) * batch
     if held < in_flight:

@@ -94,6 +94,7 @@ class TrainLoop:
         self._limit_s = config.system.stall_timeout_s
         self._executor = Executor(graph, peers.routes.placement, peers.workers, self._limit_s)
         self._heads = [peers.workers[worker] for worker in peers.routes.data_workers]
+        self._actors = [peers.workers[worker] for worker in peers.routes.placement[ACTOR]]
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
         self._announcer = VersionAnnouncer(
@@ -217,7 +218,7 @@ class TrainLoop:
         recent = {self.version, self.version - 1, self._on_disk}
         in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
-            self._all(Publish(ACTOR, self.version, to_disk)),
+            self._call(self._actors, Publish(ACTOR, self.version, to_disk)),
             self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
         )
         return published[0].path
@@ -322,10 +323,13 @@ class TrainLoop:
         return self.version >= self.config.total_train_steps
 
     async def _all(self, request: Request[R]) -> list[R]:
-        """Make the call to every ModelWorker; the replies by rank."""
+        """Make the call to every ModelWorker; the replies by worker index."""
+        return await self._call(self.peers.workers, request)
+
+    async def _call(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
+        """Make the call to `workers`; the replies in their order."""
         try:
-            calls = [worker.call(request, timeout_s=self._limit_s) for worker in self.peers.workers]
-            return await asyncio.gather(*calls)
+            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker in workers))
         except TimeoutError as error:
             raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 

@@ -14,7 +14,7 @@ from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.runtime.worker_plan import Resources
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.settings import placement
 
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
@@ -52,9 +52,9 @@ class ProcessKind:
 
 
 def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    """The first GPUs, one each."""
+    """The first GPUs, one each, for the ranks of all roles by worker index."""
     ours = gpus if config.trainer.device != Device.cpu else ()
-    return [Resources(config.trainer.threads, _share(rank, 1, ours)) for rank in range(worker_grid(config).workers)]
+    return [Resources(config.trainer.threads, _share(worker, 1, ours)) for worker in range(placement(config).workers)]
 
 
 def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:

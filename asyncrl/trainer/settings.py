@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -13,19 +12,21 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
+from asyncrl.comm.names import ACTOR
 from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype, setting
 from asyncrl.runtime.hardware import count_gpus
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.master.graph.types import Graph
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
 
 
-_PARALLEL = re.compile(r"d([1-9][0-9]*)")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
@@ -37,6 +38,26 @@ class AttentionImplementation(StrEnum):
     sdpa = auto()
     eager = auto()
     flash_attention_2 = auto()
+
+
+class TrainerEngine(StrEnum):
+    """How a role's weights, gradients and optimizer lie on the ranks."""
+
+    auto = "auto"
+    """Flat where one rank trains alone, else sharded."""
+    flat = "flat"
+    """Whole on every rank, in one vector; data-parallel ranks sum their gradients."""
+    sharded = "sharded"
+    """In shards over data-parallel ranks, tensor slices and pipeline stages."""
+
+
+class RoleRanks(StrEnum):
+    """On which workers a role is."""
+
+    shared = auto()
+    """On the actor's, from the first on."""
+    own = auto()
+    """On workers of its own."""
 
 
 class LearningRateSchedule(StrEnum):
@@ -88,7 +109,16 @@ class OptimizerConfig:
 class TrainerConfig:
     """ModelWorkers."""
 
-    parallel: str = setting("d1", "parallel layout: d<N> is N data-parallel ranks")
+    parallel: str = setting(
+        "d1",
+        "parallel layout of the actor: d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, r<N> "
+        "replicas of d, in any order, for example d2t2p2",
+    )
+    engine: TrainerEngine = setting(
+        TrainerEngine.auto,
+        "whole weights on every rank (flat), or weights, gradients and moments in shards (sharded); auto: flat where "
+        "one rank trains alone, else sharded",
+    )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads per rank", minimum=1)
     tokens_per_micro_batch: int = setting(
@@ -102,7 +132,19 @@ class TrainerConfig:
 
 
 @dataclass
-class CriticConfig:
+class RolePlacementConfig:
+    """Where a role other than the actor is."""
+
+    parallel: Optional[str] = setting(None, "parallel layout of this role; null: the actor's, trainer.parallel")
+    ranks: RoleRanks = setting(
+        RoleRanks.shared,
+        "shared: on the actor's ranks, of which it may take fewer; own: on ranks of its own, which compute while the "
+        "actor's do",
+    )
+
+
+@dataclass
+class CriticConfig(RolePlacementConfig):
     """The value model, where the graph has one."""
 
     path: Optional[str] = setting(
@@ -115,7 +157,7 @@ class CriticConfig:
 
 
 @dataclass
-class ReferenceModelConfig:
+class ReferenceModelConfig(RolePlacementConfig):
     """The reference model, where a KL term asks for one."""
 
     mode: ReferenceMode = setting(
@@ -161,6 +203,11 @@ class AlgorithmConfig:
     )
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
+    reward_models: dict[str, RolePlacementConfig] = setting(
+        help="by role: parallel layout and ranks of the reward models that the graph names, as those of "
+        "algorithm.critic, for example {judge: {parallel: t2, ranks: own}}",
+        factory=dict,
+    )
 
 
 @dataclass
@@ -174,18 +221,75 @@ class CheckpointConfig:
 
 
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:
-    """How the ModelWorkers of `config` are laid out.
+    """How the actor's ranks are laid out; its workers are the first ones.
 
     Raises:
         ConfigError: `trainer.parallel` is not a layout.
     """
-    parallel = config.trainer.parallel
-    match = _PARALLEL.fullmatch(parallel)
-    if match is None:
-        raise ConfigError(
-            f"trainer.parallel={parallel!r}: not a layout; write d<N> for N data-parallel ranks, for example d2"
-        )
-    return WorkerGrid(data=int(match[1]))
+    return WorkerGrid.of(_layout("trainer.parallel", config.trainer.parallel))
+
+
+def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement:
+    """Every role of the graph (default: the config's) and its workers; those with ranks of their own come last.
+
+    Raises:
+        ConfigError: a layout is none, or one on the actor's ranks has more than there are.
+        GraphError: the graph is not sound.
+    """
+    from asyncrl.master.graph.builtin import load_graph
+
+    actor = worker_grid(config)
+    grids, workers = {ACTOR: actor}, actor.workers
+    for role in dict.fromkeys((graph or load_graph(config)).roles()):
+        if role == ACTOR:
+            continue
+        name, wanted = role_placement(config, role)
+        layout = actor.layout if wanted.parallel is None else _layout(f"{name}.parallel", wanted.parallel)
+        if wanted.ranks == RoleRanks.own:
+            grids[role] = WorkerGrid.of(layout, workers)
+            workers += layout.ranks
+        elif layout.ranks <= actor.workers:
+            grids[role] = WorkerGrid.of(layout)
+        else:
+            raise ConfigError(
+                f"{name}.parallel={wanted.parallel!r}: {layout.ranks} ranks, more than the actor's {actor.workers} "
+                f"(trainer.parallel={config.trainer.parallel!r}), on which it is to be; use a layout of at most "
+                f"{actor.workers} ranks, or {name}.ranks=own"
+            )
+    return Placement(grids)
+
+
+def engine_of(config: ExperimentConfig) -> TrainerEngine:
+    """`trainer.engine`, never `auto`."""
+    if config.trainer.engine != TrainerEngine.auto:
+        return config.trainer.engine
+    return TrainerEngine.flat if worker_grid(config).workers == 1 else TrainerEngine.sharded
+
+
+def _layout(name: str, value: str) -> Layout:
+    try:
+        return Layout.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: {error}") from error
+
+
+def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacementConfig]:
+    """The settings that place `role`, which is not the actor, and the name of their group."""
+    algorithm = config.algorithm
+    if role == "critic":
+        return "algorithm.critic", algorithm.critic
+    if role == "ref":
+        return "algorithm.reference", algorithm.reference
+    return f"algorithm.reward_models.{role}", algorithm.reward_models.get(role, RolePlacementConfig())
+
+
+def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:
+    """The folder of the model of `role`; None where the run makes it first, or no call of a reward model names it."""
+    own = {"actor": None, "critic": config.algorithm.critic.path, "ref": config.algorithm.reference.path}
+    if role in own:
+        return own[role] or config.model.path
+    paths = [str(call.args["path"]) for call in graph.calls if call.role == role and "path" in call.args]
+    return paths[0] if paths else None
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -197,7 +301,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     ):
         if path is not None:
             yield from hugging_face_folder(name, path)
-    yield from _devices(config)
+    yield from _attention(config)
+    yield from _layouts(config)
     unknown = list(_algorithms(config))
     yield from unknown
     if not unknown:
@@ -225,16 +330,43 @@ def hugging_face_folder(name: str, path: str) -> Iterator[str]:
         yield f"{name}={path!r}: it holds no weights ({', '.join(_WEIGHT_FILES)}); download them too, or {fix}"
 
 
-def _devices(config: ExperimentConfig) -> Iterator[str]:
-    device, gpus, ranks = config.trainer.device, count_gpus(), worker_grid(config).workers
-    attention = config.model.attn_implementation
+def _layouts(config: ExperimentConfig) -> Iterator[str]:
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.master.graph.types import GraphError
+    from asyncrl.trainer import layout_checks
+
+    try:
+        graph = load_graph(config)
+        placed = placement(config, graph)
+    except GraphError:
+        return  # which the launcher says itself
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from layout_checks.problems(config, graph, placed)
+    yield from _too_few_gpus(config, placed)
+
+
+def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    device, gpus, ranks = config.trainer.device, count_gpus(), placed.workers
     if device == Device.cuda and not gpus:
         yield "trainer.device='cuda': this machine shows no NVIDIA GPU; use cpu or auto, or start on one that has GPUs"
-    if device != Device.cpu and 0 < gpus < ranks:
-        yield (
-            f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks want a GPU each and there are "
-            f"{gpus}; use d{gpus} or fewer, or trainer.device=cpu"
-        )
+    if device == Device.cpu or not 0 < gpus < ranks:
+        return
+    own = {role: grid for role, grid in placed.grids.items() if grid.first}
+    actor, left = placed.actor, gpus - sum(grid.workers for grid in own.values())
+    copy = actor.tensor * actor.pipeline
+    cut = str(Layout(1, actor.tensor, actor.pipeline)).removeprefix("d1")
+    fits = f"use d{left // copy}{cut} or fewer" if left >= copy else f"use a layout of at most {max(left, 1)} ranks"
+    also = "".join(f" ({grid.workers} of them for {role})" for role, grid in own.items())
+    yield (
+        f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks{also} want a GPU each and there are "
+        f"{gpus}; {fits}, or trainer.device=cpu"
+    )
+
+
+def _attention(config: ExperimentConfig) -> Iterator[str]:
+    device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
     if attention != AttentionImplementation.flash_attention_2:
         return
     if importlib.util.find_spec("flash_attn") is None:

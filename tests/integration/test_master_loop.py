@@ -38,7 +38,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
 )
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
@@ -61,10 +61,13 @@ def make_config(**changes: Any) -> ExperimentConfig:
 
 @dataclass
 class FakeWorkers:
-    """ModelWorkers, `slices` per data index: a queue of received rollouts per head, a log of what they were asked."""
+    """ModelWorkers: a queue of received rollouts per data head, a log of what they were asked.
+
+    `count` of them are data-parallel copies, unless they are `placed` otherwise.
+    """
 
     count: int = 1
-    slices: int = 1
+    placed: Placement | None = None
     stored: dict[str, Any] | None = None
     log: list[tuple[int, Request[Any]]] = field(default_factory=list)
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
@@ -75,12 +78,14 @@ class FakeWorkers:
     on_train: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self.received = {worker: [] for worker in range(0, self.count, self.slices)}
+        self.placed = self.placed or Placement(dict.fromkeys(("actor", "ref"), WorkerGrid(data=self.count)))
+        self.count = self.placed.workers
+        self.received = {worker: [] for worker in self.placed.actor.data_heads}
         self._arrived = asyncio.Condition()
 
     async def deliver(self, record: RolloutRecord) -> None:
         async with self._arrived:
-            self.received[record.head * self.slices].append(record)
+            self.received[list(self.received)[record.head]].append(record)
             self._arrived.notify_all()
 
     def __iter__(self) -> Iterator[FakeWorker]:
@@ -223,9 +228,10 @@ class Run:
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
         self.stop = asyncio.Event()
         graph = grpo(config)
-        grid = WorkerGrid(data=self.workers.count // self.workers.slices, tensor=self.workers.slices)
-        routes = grid.routing_table(graph.roles())
-        peers = Peers(list(self.workers), routes, self.manager, [self.rollouts], self.board)
+        assert self.workers.placed is not None
+        peers = Peers(
+            list(self.workers), self.workers.placed.routing_table(), self.manager, [self.rollouts], self.board
+        )
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
@@ -332,19 +338,32 @@ async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path
     assert sorted(entry.dst for entry in steps[0].assignment) == [0, 0, 1, 1]
 
 
-async def test_trajectories_are_asked_of_the_heads_and_steps_of_every_slice(tmp_path: Path) -> None:
-    run = Run(tmp_path, make_config(total_train_steps=2), FakeWorkers(count=4, slices=2))
+async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_the_actors_ranks(tmp_path: Path) -> None:
+    actor = WorkerGrid(data=2, tensor=2, pipeline=2)
+    config = make_config(total_train_steps=2)
+    config.algorithm.kl_coef = 0.1  # so there is a reference model
+    placed = Placement({"actor": actor, "ref": WorkerGrid(data=1, first=8)})
+    run = Run(tmp_path, config, FakeWorkers(placed=placed))
     await run.deliver(range(4), worker=1)
     async with running(run) as task:
         await until(lambda: run.loop.version == 1)
         await run.deliver(range(1), oldest=1, worker=1, tag="again")
         await run.deliver(range(4, 8), oldest=1, worker=1)
         await task
-    steps = [(worker, request) for worker, request in run.workers.log if isinstance(request, BeginStep)]
-    assert [worker for worker, _ in steps] == [0, 1, 2, 3] * 2
-    assert {(entry.src, entry.dst) for _, step in steps for entry in step.assignment} == {(1, 0), (1, 1)}
+
+    def asked(kind: type[Request[Any]], **fields: str) -> list[int]:
+        found = [(worker, request) for worker, request in run.workers.log if isinstance(request, kind)]
+        return [worker for worker, request in found if all(getattr(request, k) == v for k, v in fields.items())]
+
+    assert asked(BeginStep) == list(range(9)) * 2
+    assert asked(Publish) == list(range(8)) * 2
+    assert asked(RunCall, name="ref_inf") == [8] * 2
+    assert asked(RunCall, name="actor_train") == list(range(8)) * 2
+    assert set(asked(SaveCheckpoint)) == set(range(9))
+    steps = [request for _, request in run.workers.log if isinstance(request, BeginStep)]
+    assert {(entry.src, entry.dst) for step in steps for entry in step.assignment} == {(1, 0), (1, 1)}
     discards = [(worker, request) for worker, request in run.workers.log if isinstance(request, Discard)]
-    assert discards == [(2, Discard(("again0",)))]
+    assert discards == [(2, Discard(("again0",)))], "the head of data index 1 is worker 2"
 
 
 async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None:

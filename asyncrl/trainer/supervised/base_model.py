@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig
+from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch")
 """Settings that change where or how fast a model is made, not which."""
@@ -39,6 +41,18 @@ def base_model_dir(config: SFTConfig) -> Path:
     name = _name(config)
     folders = [Path(root).expanduser().resolve() / "models" / name for root in (config.fileroot, DEFAULT_FILEROOT)]
     return next((folder for folder in folders if _is_model(folder)), folders[0])
+
+
+def described(config: SFTConfig) -> dict[str, Any]:
+    """The `config.json` of `config`'s model, as far as it decides sizes; the model need not be there yet.
+
+    Raises:
+        OSError, ValueError: `model.path` has none that can be read.
+    """
+    if config.model.path is not None:
+        file = Path(config.model.path).expanduser() / "config.json"
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return {"vocab_size": CharTokenizer().vocab_size, **(config.model.architecture or DEMO_MODEL)}
 
 
 def _name(config: SFTConfig) -> str:

@@ -38,20 +38,8 @@ from asyncrl.api import Tokenizer
 from asyncrl.datasets import DemonstrationDataset, load_dataset
 from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
 from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer, load_tokenizer
-from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
-
-DEMO_MODEL: Mapping[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 288,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-"""The demo's architecture: 242k parameters with the arithmetic alphabet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
@@ -16,6 +16,17 @@ from asyncrl.trainer.settings import hugging_face_folder
 
 
 DEFAULT_FILEROOT = "~/.cache/asyncrl"
+DEMO_MODEL: Mapping[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 288,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+"""The demo's architecture: 242k parameters with the arithmetic alphabet."""
 
 
 class SupervisedOptimizer(StrEnum):

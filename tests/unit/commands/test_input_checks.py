@@ -42,6 +42,14 @@ def message_of(experiment: str, *overrides: str, folder: Path | None = None) -> 
     return str(caught.value)
 
 
+def test_a_layout_that_the_base_model_does_not_fit_though_it_is_not_made_yet(tmp_path: Path) -> None:
+    config = load_experiment("async_ppo", ["trainer.parallel=t3", f"fileroot={tmp_path}"])
+    with pytest.raises(
+        ConfigError, match=r"trainer\.parallel='t3': qwen2 cannot be cut into 3 tensor slices.*t1, t2 or t4"
+    ):
+        check_data(config, None)
+
+
 GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
 
 

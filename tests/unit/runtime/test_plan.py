@@ -8,6 +8,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.trainer.settings import RoleRanks
 
 
 def plans_of(config: ExperimentConfig, gpus: int) -> dict[str, WorkerPlan]:
@@ -50,6 +51,17 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     assert visible("model_worker") == trainer
     assert visible("generation_server") == servers
     assert visible("rollout_worker") == [""]
+
+
+def test_every_rank_of_every_role_is_a_worker_with_a_gpu_of_its_own() -> None:
+    config = ExperimentConfig()
+    config.trainer.parallel = "d2t2p2"
+    config.algorithm.graph = "ppo"
+    config.algorithm.critic.parallel, config.algorithm.critic.ranks = "d2t2", RoleRanks.own
+    plans = plans_of(config, gpus=16)
+    workers = [plan for plan in plans.values() if plan.kind == "model_worker"]
+    assert [plan.resources.gpus for plan in workers] == [(str(gpu),) for gpu in range(12)]
+    assert plans["generation_server/0"].resources.gpus == ("12",)
 
 
 def test_the_gpus_keep_the_names_that_they_were_chosen_by() -> None:

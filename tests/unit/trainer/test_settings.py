@@ -14,8 +14,17 @@ from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device
-from asyncrl.trainer import settings
-from asyncrl.trainer.settings import NEEDS_VALUES, AttentionImplementation, check, hugging_face_folder
+from asyncrl.trainer import layout_checks, settings
+from asyncrl.trainer.settings import (
+    NEEDS_VALUES,
+    AttentionImplementation,
+    RolePlacementConfig,
+    RoleRanks,
+    TrainerEngine,
+    check,
+    engine_of,
+    hugging_face_folder,
+)
 
 SetGpus = Callable[[int], None]
 SetInstalled = Callable[[bool], None]
@@ -69,6 +78,94 @@ def test_more_ranks_than_gpus(device: Device, config: ExperimentConfig, gpus: Se
     assert list(check(config)) == []
     config.trainer.device, config.trainer.parallel = Device.cpu, "d3"
     assert list(check(config)) == []
+
+
+def test_more_ranks_than_gpus_in_a_layout_with_slices_and_a_critic_of_its_own(
+    config: ExperimentConfig, gpus: SetGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
+    gpus(6)
+    config.train_batch_size = 64
+    config.trainer.parallel = "d4t2"
+    assert "8 training ranks want a GPU each and there are 6; use d3t2 or fewer" in the_message(config)
+    config.algorithm.graph = "ppo"
+    config.algorithm.critic.parallel, config.algorithm.critic.ranks = "d2", RoleRanks.own
+    assert "10 training ranks (2 of them for critic) want a GPU each and there are 6; use d2t2" in the_message(config)
+    gpus(3)
+    assert "use a layout of at most 1 ranks" in the_message(config)
+
+
+def test_what_is_not_built_yet_is_refused_by_name(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    for layout in ("t2", "p2", "r2d2"):
+        config.trainer.parallel = layout
+        assert the_message(config).startswith(f"trainer.parallel={layout!r}: t, p and r are not built yet")
+    config.trainer.parallel = "d2"
+    config.algorithm.kl_coef = 0.1
+    config.algorithm.reference.parallel = "d2"
+    assert list(check(config)) == [], "the actor's own layout, spelled out"
+    config.algorithm.reference.parallel = "d1"
+    assert the_message(config).startswith("algorithm.reference.parallel='d1': another layout than the actor's 'd2'")
+    config.algorithm.reference.parallel, config.algorithm.reference.ranks = None, RoleRanks.own
+    assert the_message(config).startswith("algorithm.reference.parallel='d2' on workers 2 to 3: another layout")
+    config.algorithm.kl_coef = 0.0
+    assert list(check(config)) == [], "no reference model, nothing to place"
+    config.trainer.engine = TrainerEngine.sharded
+    assert the_message(config).startswith("trainer.engine='sharded': not built yet")
+
+
+def test_a_layout_that_is_none_is_told_with_the_other_mistakes(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.trainer.parallel, config.trainer.device = "d2x", Device.cpu
+    config.algorithm.advantage = ChoiceConfig("gae")
+    messages = list(check(config))
+    assert messages[0].startswith("trainer.parallel='d2x': not a layout; write d<N>")
+    assert messages[1].startswith("algorithm.advantage='gae'")
+
+
+def test_a_reward_model_that_the_graph_does_not_name(config: ExperimentConfig, gpus: SetGpus) -> None:
+    gpus(0)
+    config.algorithm.reward_models = {"judge": RolePlacementConfig("d1")}
+    assert the_message(config) == "algorithm.reward_models.judge: graph 'grpo' has no such role; its roles are actor"
+
+
+def test_the_flat_engine_has_whole_models(
+    config: ExperimentConfig, gpus: SetGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
+    gpus(0)
+    config.trainer.parallel, config.trainer.engine = "d2t2", TrainerEngine.flat
+    message = the_message(config)
+    assert message.startswith("trainer.engine='flat': ")
+    assert "trainer.parallel='d2t2' cuts it; use d4, or trainer.engine=sharded" in message
+    assert engine_of(config) == TrainerEngine.flat
+    config.trainer.engine = TrainerEngine.auto
+    assert engine_of(config) == TrainerEngine.sharded
+    config.trainer.parallel = "d1"
+    assert engine_of(config) == TrainerEngine.flat
+
+
+def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
+    config: ExperimentConfig, gpus: SetGpus, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
+    gpus(0)
+    config.algorithm.kl_coef = 0.1
+    config.trainer.parallel = "t4"  # two query heads in the actor, four in the reference model
+    (message,) = check(config)
+    assert message == (
+        "trainer.parallel='t4': qwen2 cannot be cut into 4 tensor slices: 4 does not divide its 2 query heads; "
+        "use t1 or t2"
+    )
+    config.trainer.parallel = "t2"
+    config.algorithm.reference.path, config.algorithm.reference.parallel = str(llama_dir), "t2"
+    assert list(check(config)) == []
+    config.trainer.parallel = "t2d2p1"
+    config.algorithm.reference.parallel = "p3"
+    (message,) = check(config)
+    assert message.startswith(
+        "algorithm.reference.parallel='p3': role ref: 2 layers are fewer than the 3 stages; use p2"
+    )
 
 
 def test_flash_attention_that_is_not_installed(

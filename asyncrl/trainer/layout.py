@@ -1,0 +1,90 @@
+"""How a role's model is spread over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's own layout.
+
+    d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
+    t<N>   every layer's matrices are cut into N tensor slices
+    p<N>   the layers are cut into N pipeline stages
+    r<N>   N replicas of what `d` says (hybrid sharding): weights are sharded within a replica and are the same in all,
+           so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
+
+Letters come in any order, each once; one that is missing is 1. `Layout.data` counts all data-parallel ranks, replicas
+included: it is what trajectories are dealt by.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_PART = re.compile(r"([rdtp])([1-9][0-9]{0,3})")
+_GRAMMAR = (
+    "write d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages and r<N> replicas of d in any order, "
+    "each once and 1 to 9999, for example d2 or d2t2p2"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the axes over which a role's model is spread.
+
+    Attributes:
+        data: data-parallel ranks, replicas included.
+        tensor, pipeline: tensor slices of a layer, stages of the model.
+        replicas: how many times the weights are there whole; it divides `data`.
+
+    Raises:
+        ValueError: an axis is below 1, or `replicas` does not divide `data`.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.tensor, self.pipeline, self.replicas) < 1:
+            raise ValueError(f"{self!r} has an axis below 1; set trainer.parallel to a layout like d2")
+        if self.data % self.replicas:
+            raise ValueError(f"{self!r}: {self.data} data-parallel ranks are no whole number of replicas")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that `text` writes.
+
+        Raises:
+            ValueError: it is none; the message says how one is written.
+        """
+        parts = _PART.findall(text)
+        sizes = {letter: int(size) for letter, size in parts}
+        if not parts or "".join(letter + size for letter, size in parts) != text:
+            raise ValueError(f"not a layout; {_GRAMMAR}")
+        if len(sizes) < len(parts):
+            twice = next(letter for letter in sizes if [part[0] for part in parts].count(letter) > 1)
+            raise ValueError(f"{twice!r} is there twice; {_GRAMMAR}")
+        replicas = sizes.get("r", 1)
+        return cls(sizes.get("d", 1) * replicas, sizes.get("t", 1), sizes.get("p", 1), replicas)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks over which the weights of one replica are sharded."""
+        return self.data // self.replicas
+
+    def __str__(self) -> str:
+        """In the grammar's words: axes of size 1 are left out, but for `d1` where all are."""
+        sizes = {"r": self.replicas, "d": self.shards, "t": self.tensor, "p": self.pipeline}
+        return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """The layers of pipeline `stage` out of `stages`: contiguous, their numbers differ by one at most."""
+    return range(stage * layers // stages, (stage + 1) * layers // stages)
+
+
+def slice_of(size: int, parts: int, index: int) -> range:
+    """The `index`-th of `parts` slices of a dimension, as torch cuts it: ceil(size / parts) each, the last less."""
+    each = -(-size // parts)
+    return range(min(index * each, size), min((index + 1) * each, size))

@@ -1,0 +1,83 @@
+"""Layouts against what is known before anything starts: the models' `config.json`, the engine, what is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.model_shape import ModelShape, misfits, shape_of
+from asyncrl.trainer.settings import TrainerEngine, model_of, placement, role_placement
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+
+
+def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
+    """What is wrong with the layouts of `placed`, each as `setting=value: what is wrong; what to do`."""
+    for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
+        yield (
+            f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
+            f"{', '.join(placed.roles)}"
+        )
+    yield from _models_that_do_not_fit(config, graph, placed, None)
+    yield from _not_cut_by_flat(config, placed)
+    yield from _not_built_yet(config, placed)
+
+
+def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelShape) -> Iterator[str]:
+    """The same of the base model, which the run makes first, where `model.path` is null."""
+    yield from _models_that_do_not_fit(config, graph, placement(config, graph), base)
+
+
+def _models_that_do_not_fit(
+    config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelShape | None
+) -> Iterator[str]:
+    """Layouts that the models of their roles cannot be cut into; `base` is the model of a role that names no folder."""
+    said = set()
+    for role, grid in placed.grids.items():
+        name, path = _setting(config, role), model_of(config, graph, role)
+        shape = base if path is None else shape_of(path)
+        for problem in misfits(grid.layout, shape) if shape is not None else ():
+            if (name, problem) not in said:  # a role with the actor's layout and model is wrong where the actor is
+                said.add((name, problem))
+                yield f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}{problem}"
+
+
+def _not_cut_by_flat(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    if config.trainer.engine != TrainerEngine.flat:
+        return
+    for name, grid in _settings(config, placed).items():
+        if grid.tensor * grid.pipeline > 1 or grid.replicas > 1:
+            yield (
+                f"trainer.engine='flat': every rank has the whole model, and {name}={str(grid)!r} cuts it; use "
+                f"d{grid.workers}, or trainer.engine=sharded"
+            )
+
+
+def _not_built_yet(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    """What the tables have and the training ranks do not do; delete each line where they do."""
+    actor = placed.actor
+    if actor.tensor * actor.pipeline > 1 or actor.replicas > 1:
+        yield f"trainer.parallel={str(actor)!r}: t, p and r are not built yet; use d{actor.workers}"
+    if config.trainer.engine == TrainerEngine.sharded:
+        yield "trainer.engine='sharded': not built yet; use auto or flat"
+    for name, grid in _settings(config, placed).items():
+        if grid != actor:
+            where = f" on workers {grid.members.start} to {grid.members.stop - 1}" if grid.first else ""
+            yield (
+                f"{name}={str(grid)!r}{where}: another layout than the actor's {str(actor)!r} is not built yet; "
+                "leave it null and its ranks shared"
+            )
+
+
+def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:
+    """The grids by the setting that lays each out, in the order of the roles; equal grids where one lays out several."""
+    return {_setting(config, role): grid for role, grid in placed.grids.items()}
+
+
+def _setting(config: ExperimentConfig, role: str) -> str:
+    """The setting that lays out `role`: the actor's where it has none of its own."""
+    if role == ACTOR:
+        return "trainer.parallel"
+    name, own = role_placement(config, role)
+    return f"{name}.parallel" if own.parallel is not None or own.ranks == "own" else "trainer.parallel"

@@ -1,0 +1,121 @@
+"""Counting parameters: transformers builds the model on torch's meta device, where no tensor has memory.
+
+So the count is the model's own, whatever the architecture. It takes as long as importing torch, and no longer for 30
+billion parameters than for a million. Only what prints and exits imports this module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from asyncrl.trainer.sizing.model import ModelSizes, Parameter, SizedModel
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
+    """The model of the `config.json` whose content is `described`.
+
+    Args:
+        value_model: count its trunk with a scalar head, as critics and reward models have, in place of the vocabulary's.
+
+    Raises:
+        ValueError: transformers does not know its `model_type`, or has no causal language model of it.
+    """
+    settings = dict(described)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    auto: Any = AutoModel if value_model else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config)
+    return sized(model, value_model=value_model)
+
+
+def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
+    """The same of a model that is there."""
+    text = model.config.get_text_config()
+    sizes = _sizes(model, text)
+    cut = _Cuts(model, sizes)
+    parameters, layers_begun = [], False
+    prefix = _layers_name(model, sizes.layers)
+    for name, parameter in model.named_parameters():  # a tied head comes with the embedding only
+        inside = _LAYER.match(name[len(prefix) :]) if name.startswith(prefix) else None
+        layers_begun = layers_begun or inside is not None
+        layer = int(inside[1]) if inside is not None else None
+        parameters.append(cut.described(name, parameter, layer, last=layers_begun and layer is None))
+    if value_model:
+        parameters += [
+            Parameter("head.weight", (1, sizes.hidden), last=True),
+            Parameter("head.bias", (1,), last=True),
+        ]
+    head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    embedding = cast(nn.Module, model.get_input_embeddings())
+    tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
+    return SizedModel(str(text.model_type), tuple(parameters), sizes, tied, head=not value_model)
+
+
+def _layers_name(model: PreTrainedModel, layers: int) -> str:
+    """The name of the list of layers, with a dot before the index left out."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return f"{name}."
+    raise ValueError(f"{type(model).__name__} has no list of its {layers} layers")
+
+
+def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
+    settings = text.to_dict()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    experts = next((settings[name] for name in _EXPERTS if settings.get(name)), 0)
+    feed_forward = int(settings.get("intermediate_size") or 4 * hidden)
+    if experts:
+        feed_forward = int(settings.get("moe_intermediate_size") or feed_forward)
+    shared = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * feed_forward
+    return ModelSizes(
+        layers=int(text.num_hidden_layers),
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        query_heads=heads,
+        key_value_heads=int(settings.get("num_key_value_heads") or heads),
+        head_size=int(settings.get("head_dim") or hidden // heads),
+        feed_forward=feed_forward,
+        experts=int(experts),
+        experts_per_token=int(settings.get("num_experts_per_tok") or 0) if experts else 0,
+        shared_feed_forward=int(shared) if experts else 0,
+        query_key_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+    )
+
+
+class _Cuts:
+    """Along which dimension each parameter is cut into tensor slices: by transformers' own plan of the model."""
+
+    def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
+        plan = cast(Mapping[str, str] | None, model.tp_plan)
+        self._plan = {"lm_head": "colwise", **(plan or {})}
+        self._sizes = sizes
+
+    def described(self, name: str, parameter: nn.Parameter, layer: int | None, *, last: bool) -> Parameter:
+        """The parameter with its place and its cut."""
+        module, _, kind = name.rpartition(".")
+        style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
+        cut: int | None = None
+        if "embedding_rowwise" in style or (style.startswith("colwise") and kind in ("weight", "bias")):
+            cut = 0
+        elif "packed_colwise" in style:
+            cut = parameter.dim() - (1 if kind.endswith("bias") else 2)
+        elif (style.startswith(("rowwise", "packed_rowwise")) and not kind.endswith("bias")) or style.startswith(
+            "embedding_colwise"
+        ):
+            cut = parameter.dim() - 1
+        heads = self._sizes.key_value_heads if module.endswith(("k_proj", "v_proj")) else None
+        return Parameter(name, tuple(parameter.shape), layer, last, cut, heads)
+
+
+def _general(name: str) -> str:
+    """`model.layers.3.mlp` as the plan writes it: `model.layers.*.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
