@@ -57,10 +57,8 @@ def _not_cut_by_flat(config: ExperimentConfig, placed: Placement) -> Iterator[st
 def _not_built_yet(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
     """What the tables have and the training ranks do not do; delete each line where they do."""
     actor = placed.actor
-    if actor.tensor * actor.pipeline > 1 or actor.replicas > 1:
-        yield f"trainer.parallel={str(actor)!r}: t, p and r are not built yet; use d{actor.workers}"
-    if config.trainer.engine == TrainerEngine.sharded:
-        yield "trainer.engine='sharded': not built yet; use auto or flat"
+    if actor.replicas > 1:
+        yield f"trainer.parallel={str(actor)!r}: replicas are not built yet; use d{actor.data} in place of r and d"
     for name, grid in _settings(config, placed).items():
         if grid != actor:
             where = f" on workers {grid.members.start} to {grid.members.stop - 1}" if grid.first else ""

@@ -20,7 +20,7 @@ from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.settings import ReferenceMode
+from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of
 from asyncrl.trainer.train_state import TrainState
 from asyncrl.weights import checkpoints
 
@@ -97,9 +97,8 @@ def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: tor
 
 def _loader(config: ExperimentConfig, place: Place, device: torch.device) -> EngineLoader:
     """The engine that `trainer.engine` names; by default the flat one for a rank alone, else the sharded one."""
-    if place.mesh is None:
-        return FlatLoader(config, place, device)
-    return ShardedLoader(config, place, device)
+    loader = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
+    return loader(config, place, device)
 
 
 def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoader) -> TrainingEngine:

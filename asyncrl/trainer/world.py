@@ -22,6 +22,7 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
 from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks
+from asyncrl.trainer.settings import TrainerEngine, engine_of
 from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 WORLD_KEY = "training_world"
@@ -32,7 +33,7 @@ WORLD_KEY = "training_world"
 def training_world(
     config: ExperimentConfig, worker: int, grid: WorkerGrid, device: torch.device, run_dir: Path, resolver: NameResolver
 ) -> Iterator[Place]:
-    """Join as `worker` of `grid`, leave at the end. One rank needs no world.
+    """Join as `worker` of `grid`, leave at the end. One rank needs no world, but for the sharded engine.
 
     Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
     trial does not meet in an old file.
@@ -40,7 +41,7 @@ def training_world(
     Raises:
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`.
     """
-    if grid.workers == 1:
+    if grid.workers == 1 and engine_of(config) == TrainerEngine.flat:
         yield Place()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
@@ -74,7 +75,6 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     assert coordinates is not None
     assert Coordinates(*coordinates) == grid.coordinates(worker), (coordinates, worker, grid)
     data = Ranks(mesh.get_local_rank("data"), grid.data, mesh.get_group("data"))
-    copy = copies[data.rank]
-    return Place(
-        worker, grid, Ranks(worker, grid.workers), data, Ranks(dist.get_rank(copy), dist.get_world_size(copy), copy), mesh
-    )
+    group = copies[data.rank]
+    copy = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
+    return Place(worker, grid, Ranks(worker, grid.workers), data, copy, mesh)

@@ -40,7 +40,7 @@ def on_ranks(grid: WorkerGrid, folder: Path, body: Body) -> list[Any]:
         mesh = init_device_mesh("cpu", (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=MESH_AXES)
         data = Ranks(mesh.get_local_rank("data"), grid.data, mesh.get_group("data"))
         try:
-            told.put((worker, body(Place(worker, grid, Ranks(worker, grid.workers), data, mesh))))
+            told.put((worker, body(Place(worker, grid, Ranks(worker, grid.workers), data, mesh=mesh))))
         except BaseException:
             told.put((worker, RuntimeError(traceback.format_exc())))
         dist.destroy_process_group()
