@@ -16,6 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
+from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.messages import SaveCheckpoint
@@ -89,7 +90,13 @@ def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: tor
     """
     loader = _loader(config, place, device)
     roles = dict.fromkeys((ACTOR, *graph.roles()))
-    engines = {role: _load(role, config, graph, loader) for role in roles}
+    engines: dict[str, TrainingEngine] = {}
+    for role in roles:
+        actor = engines.get(ACTOR)
+        if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config):
+            engines[role] = BaseOf(actor)
+        else:
+            engines[role] = _load(role, config, graph, loader)
     follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
     averaged = frozenset((REFERENCE,)) if follows else frozenset()
     return TrainingRank(engines, TrainState(config.algorithm), place, averaged)
@@ -99,6 +106,11 @@ def _loader(config: ExperimentConfig, place: Place, device: torch.device) -> Eng
     """The engine that `trainer.engine` names; by default the flat one for a rank alone, else the sharded one."""
     loader = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
     return loader(config, place, device)
+
+
+def _is_base_of_actor(config: ExperimentConfig) -> bool:
+    """Whether the reference is the model that the actor's adapters are on."""
+    return bool(config.model.lora.rank) and config.algorithm.reference.path in (None, config.model.path)
 
 
 def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoader) -> TrainingEngine:

@@ -78,6 +78,19 @@ class ReferenceMode(StrEnum):
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters of the policy: what is trained instead of its weights."""
+
+    rank: int = setting(0, "rank of the adapters; 0: none, all weights are trained", minimum=0, fixed=True)
+    alpha: float = setting(32.0, "adapters are scaled by alpha / rank", minimum=0.0, fixed=True)
+    targets: list[str] = setting(
+        help="names of the layers that get one, for example q_proj; all-linear: every linear layer but embeddings",
+        factory=lambda: ["all-linear"],
+        fixed=True,
+    )
+
+
+@dataclass
 class ModelConfig:
     """The policy."""
 
@@ -89,6 +102,7 @@ class ModelConfig:
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa, "attention of the training ranks"
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

@@ -43,6 +43,12 @@ def save_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="session")
+def saved_model() -> Callable[..., Path]:
+    """`save_model`, for tests in other files."""
+    return save_model
+
+
+@pytest.fixture(scope="session")
 def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings, as many key-value heads as query heads."""
     config = Qwen2Config(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,10 @@ class PolicyEngine(TrainingEngine):
     @abstractmethod
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """Move the weights towards those of `source`: decay * mine + (1 - decay) * its."""
+
+    @abstractmethod
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model computes as the base of its adapters; nothing changes where it has none."""
 
     @abstractmethod
     def published_specs(self) -> list[TensorSpec]:

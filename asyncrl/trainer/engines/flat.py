@@ -7,6 +7,7 @@ is not documented here is in `base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,15 @@ from asyncrl.trainer.engines.base import (
     ValueLoss,
 )
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
-from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
-from asyncrl.weights.published import TensorSpec, WholeModel
+from asyncrl.weights.published import Published, TensorSpec, WholeModel
 
 
 class FlatEngine(TrainingEngine):
@@ -147,10 +149,14 @@ class FlatEngine(TrainingEngine):
 class FlatPolicyEngine(FlatEngine, PolicyEngine):
     """A whole causal language model."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, **engine: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, lora: LoraConfig | None = None, **engine: Any
+    ) -> None:
         super().__init__(model, model.base_model, **engine)
         self._model = model
-        self._whole = WholeModel(model, self._place.worker)
+        self._whole: Published = (
+            WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
+        )
         self._temperature = temperature
         self._logits_of = logits_function(model)
         self._prove_logits()
@@ -206,6 +212,9 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         hidden_NH = self._hidden(scored).index_select(0, scored.predictors_N)
         logprobs_N, _ = token_logprobs(hidden_NH, scored.tokens_N, self._logits_of)
         return [0.0, *(float(value) for value in logprobs_N)]
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapters_off(self._model)
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
@@ -285,10 +294,15 @@ class FlatLoader(EngineLoader):
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         model = load_causal_lm(path, dtype, self._attention, self._device)
+        lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
+        if lora is not None:
+            model.requires_grad_(False)
+            add_adapters(model.base_model, lora)
+            initialise(model.named_parameters(), self._config.seed)
         # Greedy answers report their log-probabilities at temperature 1.
         temperature = self._config.rollout.sampling.temperature or 1.0
         made = None if optimizer is None else self._optimizer(model, optimizer)
-        return FlatPolicyEngine(model, temperature=temperature, optimizer=made, **self._engine)
+        return FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
@@ -300,4 +314,5 @@ class FlatLoader(EngineLoader):
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
-        return FlatAdamW(module.named_parameters(), config, steps)
+        named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+        return FlatAdamW(named, config, steps)

@@ -34,7 +34,9 @@ from asyncrl.trainer.engines.sharded.stage import (
     cut_stage,
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
+from asyncrl.trainer.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.scoring import logits_function
+from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.published import TensorSpec
 
 _TRUNK = "trunk."
@@ -49,6 +51,8 @@ class BuildPlan:
         attention: transformers' name of the attention function.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
+        lora: the adapters, where these are what is trained; the rest is then held in `dtype`.
+        seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
     """
 
@@ -57,6 +61,8 @@ class BuildPlan:
     attention: str
     dtype: torch.dtype
     trained: bool
+    lora: LoraConfig | None = None
+    seed: int = 0
     recompute: bool = False
 
     @property
@@ -68,7 +74,7 @@ class BuildPlan:
     @property
     def held(self) -> torch.dtype:
         """Type of the parameters in memory."""
-        return torch.float32 if self.trained else self.dtype
+        return torch.float32 if self.trained and self.lora is None else self.dtype
 
 
 @dataclass(frozen=True)
@@ -104,14 +110,17 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     """
     model = _on_meta(AutoModelForCausalLM, path, plan)
     place, tensor = plan.stage, plan.mesh["tensor"]
-    published = _published(model, plan.dtype)
-    tied = bool(model.config.get_text_config().tie_word_embeddings)
     trunk = cast(PreTrainedModel, model.base_model)
+    if plan.lora is not None:
+        model.requires_grad_(False)
+        add_adapters(trunk, plan.lora)
+    published = _published(model, plan.dtype) if plan.lora is None else published_adapters(model, plan.dtype)
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     if tied and not isinstance(head, nn.Linear):
         raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
     if tied:  # a parameter of its own while layers are cut; one storage again at the end
-        head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)))
+        head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
     layers = len(getattr(trunk, LAYERS, ()))
     cut_stage(trunk, place)
     stage = PolicyStage(
@@ -231,7 +240,7 @@ def _names(stage: Stage, model: PreTrainedModel, tied: bool) -> dict[str, str]:
     other = {"lm_head.weight": prefix + EMBEDDING + ".weight"} if tied else {}
     other |= {"head.weight": "score.weight", "head.bias": "score.bias"}
     return {
-        name: prefix + name.removeprefix(_TRUNK) if name.startswith(_TRUNK) else other.get(name, name)
+        name: plain_name(prefix + name.removeprefix(_TRUNK)) if name.startswith(_TRUNK) else other.get(name, name)
         for name, _ in stage.named_parameters(remove_duplicate=False)
     }
 
@@ -246,13 +255,15 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     if isinstance(stage, ValueStage) and stage.head is not None:
         fully_shard(stage.head, mesh=mesh)  # stays in fp32
+    # Adapters are small: whole on all data-parallel ranks, their gradients summed by the engine.
+    adapters = {parameter for name, parameter in stage.named_parameters() if is_adapter(name)}
     for layer in getattr(stage.trunk, LAYERS, ()):
         if isinstance(layer, Absent):
             continue
         if plan.recompute:
             _recompute(layer)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(stage, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, ignored_params=adapters)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -283,7 +294,12 @@ def _materialise(
                 parameter.zero_()
     built.buffers.update(_buffers(stage, built.model))  # those before were on the meta device
     parameters = stage.named_parameters()
-    wanted = {names[name]: parameter.detach() for name, parameter in parameters if name not in untrained}
+    wanted = {
+        names[name]: parameter.detach()
+        for name, parameter in parameters
+        if name not in untrained and not is_adapter(name)
+    }
+    initialise(((names[name], parameter) for name, parameter in stage.named_parameters()), plan.seed)
     _read(Path(path).expanduser(), wanted | built.buffers, f"{built.model.base_model_prefix}.")
     for tensor in stage.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True

@@ -13,6 +13,7 @@ one token whose outputs count for nothing. What is not documented here is in `as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.reference_policy import ema_update_
@@ -47,12 +49,13 @@ from asyncrl.trainer.engines.sharded.build import (
 )
 from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
+from asyncrl.trainer.lora import adapters_off, is_adapter, published_name
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, attention_name
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode
-from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.published import TensorSpec
 
@@ -212,10 +215,27 @@ class ShardedEngine(TrainingEngine):
             grad = self.parameters()[str(self._built.tied)].grad
             assert grad is not None
             dist.all_reduce(local(grad), group=self._tied_stages)
+        if torch.is_grad_enabled() and self._plan.lora is not None:
+            self._sum_adapters()
         if self._neighbours is None:
             return total, stats
         loss, merged = self._neighbours.share_statistics(total, merge_stats(stats))
         return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
+
+    def _sum_adapters(self) -> None:
+        """Sum the gradients of adapters, which FSDP2 leaves alone, over the data-parallel ranks."""
+        grads: list[Tensor] = []
+        for parameter in self.parameters().values():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if isinstance(parameter, DTensor):  # of whose slices a rank may have seen its own heads only
+                grad = parameter.grad = cast(DTensor, grad).redistribute(placements=parameter.placements)
+            grads.append(local(grad))
+        if grads:
+            together = self._place.data.all_reduce_sum(torch.cat([own.flatten() for own in grads]))
+            for own, summed in zip(grads, torch.split(together, [own.numel() for own in grads]), strict=True):
+                own.copy_(summed.view_as(own))
 
     def _collect(
         self, batch: StepBatch, own: Sequence[MicroBatch], where: Callable[[MicroBatch], Tensor], **outputs: Any
@@ -238,6 +258,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         super().__init__(built, plan, **engine)
         self._temperature = temperature
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
+        mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
         self._gathering = Gathering(built.published, built.stages, mine, self._place, plan.device)
 
     @property
@@ -293,6 +314,9 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
             self._neighbours.broadcast(found_T)
         return [float(value) for value in found_T]
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapters_off(self.stage.trunk)
+
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
         assert isinstance(source, ShardedPolicyEngine), type(source)
@@ -332,7 +356,8 @@ class ShardedLoader(EngineLoader):
         self._tied_stages = _ends_of_pipeline(place)
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
-        plan = self._plan(dtype, optimizer is not None)
+        lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
+        plan = self._plan(dtype, optimizer is not None, lora)
         built = build_policy(path, plan)
         # Greedy answers report their log-probabilities at temperature 1.
         temperature = self._config.rollout.sampling.temperature or 1.0
@@ -348,10 +373,18 @@ class ShardedLoader(EngineLoader):
         plan = self._plan(self._config.model.dtype, trained=False)
         return ShardedValueEngine(build_reward_model(path, plan), plan, **self._engine(None, tied=False))
 
-    def _plan(self, dtype: Dtype, trained: bool) -> BuildPlan:
+    def _plan(self, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
         torch_dtype: torch.dtype = getattr(torch, str(dtype))
-        return BuildPlan(self._place.mesh, self._device, attention_name(self._attention), torch_dtype, trained)
+        return BuildPlan(
+            self._place.mesh,
+            self._device,
+            attention_name(self._attention),
+            torch_dtype,
+            trained,
+            lora=lora,
+            seed=self._config.seed,
+        )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

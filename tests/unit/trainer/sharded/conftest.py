@@ -1,0 +1,61 @@
+"""Worlds of several ranks on this machine, and what training on one of them leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.settings import TrainerEngine, worker_grid
+from asyncrl.trainer.world import training_world
+
+LIMIT_S = 120.0
+Body = Callable[[Place], Any]
+OnRanks = Callable[[ExperimentConfig, Body], list[Any]]
+Arrays = dict[str, NDArray[Any]]
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> OnRanks:
+    """`(config, body) -> what body returns on each rank of trainer.parallel`, by worker index."""
+
+    def run(config: ExperimentConfig, body: Body) -> list[Any]:
+        context = multiprocessing.get_context("fork")  # which has torch loaded already
+        told: Any = context.Queue()
+        grid = worker_grid(config)
+        config.trainer.engine = TrainerEngine.sharded  # also where a rank is alone
+
+        def be_rank(worker: int) -> None:
+            torch.set_num_threads(1)
+            names = make_resolver("file", str(tmp_path / "names"))
+            try:
+                with training_world(config, worker, grid, torch.device("cpu"), tmp_path, names) as place:
+                    told.put((worker, body(place)))
+            except BaseException:
+                told.put((worker, RuntimeError(traceback.format_exc())))
+
+        ranks = [context.Process(target=be_rank, args=(worker,)) for worker in range(grid.workers)]
+        for process in ranks:
+            process.start()
+        found = {}
+        try:
+            for _ in ranks:
+                worker, value = told.get(timeout=LIMIT_S)
+                if isinstance(value, RuntimeError):
+                    raise value
+                found[worker] = value
+        finally:
+            for process in ranks:
+                process.kill()
+        return [found[worker] for worker in range(grid.workers)]
+
+    return run
