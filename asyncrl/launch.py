@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_CONFIG
+    if args.show_allocation:
+        from asyncrl.commands.show_allocation import show_allocation
+
+        return show_allocation(config, folder)
     if args.dry_run:
         from asyncrl.commands.dry_run import dry_run
 
@@ -68,6 +72,11 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
     parser.add_argument("--help", "-h", action="store_true", help="the experiments, or the settings of one")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the processes a run would start and stop")
+    parser.add_argument(
+        "--show-allocation",
+        action="store_true",
+        help="print where each training rank and its roles go and what memory each will need, and stop",
+    )
     parser.add_argument(
         "--show-graph",
         nargs="?",

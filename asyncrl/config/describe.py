@@ -21,6 +21,7 @@ options:
   --help             this page; with an experiment: its settings
   --cfg job          print the resolved config and stop
   --dry-run          print the processes a run would start and stop
+  --show-allocation  print where each training rank goes and what memory it will need, and stop
   --show-graph [F]   print the training step's graph and stop, or write it to F as SVG
   --config-dir DIR   folder of your own experiments, beside the built-in ones
 """

@@ -1,16 +1,20 @@
-"""What this machine has, asked without torch: GPUs and network interfaces."""
+"""What this machine has, asked without torch: GPUs, memory and network interfaces."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+import subprocess
 from itertools import takewhile
 from pathlib import Path
 
 import psutil
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_NVIDIA_SMI_LIMIT_S = 20.0
+"""Without its persistence daemon the driver takes seconds to wake."""
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -32,6 +36,27 @@ def visible_gpus() -> tuple[str, ...]:
 def count_gpus() -> int:
     """Number of GPUs that a run may use."""
     return len(visible_gpus())
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def gpu_memory() -> dict[str, int]:
+    """Bytes of each GPU's memory by CUDA's names for it, index and UUID; empty where nvidia-smi does not tell."""
+    try:
+        answer = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    memory: dict[str, int] = {}
+    for line in answer.splitlines():
+        index, uuid, mebibytes = (field.strip() for field in line.split(","))
+        if mebibytes.isdecimal():  # else [N/A], of a GPU that shares the host's memory
+            memory |= dict.fromkeys((index, uuid), int(mebibytes) << 20)
+    return memory
 
 
 def interface_of(host: str) -> str:

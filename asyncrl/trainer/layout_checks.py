@@ -69,7 +69,7 @@ def _not_built_yet(config: ExperimentConfig, placed: Placement) -> Iterator[str]
 
 
 def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:
-    """The grids by the setting that lays each out, in the order of the roles; equal grids where one lays out several."""
+    """The grids by the setting that lays each out; one that lays out several roles gives all of them one grid."""
     return {_setting(config, role): grid for role, grid in placed.grids.items()}
 
 

@@ -2,9 +2,9 @@
 
 A tensor slice has whole attention heads: the query heads are dealt out evenly. Key and value heads are dealt out too,
 or, where there are fewer of them than slices, each is held by several slices; then every slice must need one of them
-only. Rows of the vocabulary and of a dense feed-forward need not divide (torch's ceil(n / t) each), but no slice may be
-empty. Fused projections (gate beside up in one matrix) and experts are cut part by part and must divide. A pipeline
-stage has at least one layer. Tied embeddings are no obstacle: first and last stage each hold the matrix.
+only. Rows of the vocabulary and of a dense feed-forward need not divide (torch's ceil(n / t) each), but no slice of the
+vocabulary may be empty. Experts must divide. A pipeline stage has at least one layer. Tied embeddings are no obstacle:
+first and last stage each hold the matrix.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import Any
 
 from asyncrl.trainer.layout import Layout
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""The entries of `layer_types` whose layers are cut by heads. Others keep a state that is not."""
-FUSED_FEED_FORWARD = frozenset({"phi3", "glm", "glm4"})
-"""Model types whose feed-forward has gate and up in one matrix."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -33,7 +29,6 @@ class ModelShape:
     Attributes:
         query_heads, key_value_heads: of an attention layer; None: there is no attention.
         even: sizes, by their names in `config.json`, that the number of tensor slices must divide.
-        uncut: layer types that tensor parallelism cannot cut.
         linked: why layers cannot be on different stages; empty: they can.
     """
 
@@ -43,7 +38,6 @@ class ModelShape:
     key_value_heads: int | None
     vocabulary: int | None
     even: tuple[tuple[str, int], ...] = ()
-    uncut: tuple[str, ...] = ()
     linked: str = ""
 
     @classmethod
@@ -55,9 +49,8 @@ class ModelShape:
         experts = _number(text, *_EXPERTS) or 0
         feed_forward = _number(text, "intermediate_size")
         even = [(name, size) for name in ("moe_intermediate_size",) if (size := _number(text, name))]
-        if feed_forward and (model_type in FUSED_FEED_FORWARD or (experts and not even)):
+        if feed_forward and experts and not even:
             even.append(("intermediate_size", feed_forward))
-        kinds = dict.fromkeys(str(kind) for kind in text.get("layer_types") or ())
         shared = _number(text, "num_kv_shared_layers")
         return cls(
             model_type=model_type,
@@ -66,7 +59,6 @@ class ModelShape:
             key_value_heads=_number(text, "num_key_value_heads") or heads,
             vocabulary=_number(text, "vocab_size"),
             even=tuple(even),
-            uncut=tuple(kind for kind in kinds if kind not in ATTENTION_LAYERS),
             linked=f"{shared} layers take their keys and values from layers before them" if shared else "",
         )
 
@@ -111,8 +103,6 @@ def _tensor_misfits(tensor: int, shape: ModelShape) -> Iterator[str]:
 def _reasons(tensor: int, shape: ModelShape) -> Iterator[str]:
     if tensor == 1:
         return
-    if shape.uncut:
-        yield f"it has layers of type {', '.join(shape.uncut)}, which are not cut by heads"
     if shape.query_heads is None or shape.key_value_heads is None:
         yield "its config.json names no attention heads"
         return

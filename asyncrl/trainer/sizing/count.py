@@ -24,7 +24,7 @@ def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedMo
     """The model of the `config.json` whose content is `described`.
 
     Args:
-        value_model: count its trunk with a scalar head, as critics and reward models have, in place of the vocabulary's.
+        value_model: count its trunk with a scalar head, as critics and reward models have.
 
     Raises:
         ValueError: transformers does not know its `model_type`, or has no causal language model of it.
@@ -55,7 +55,7 @@ def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
             Parameter("head.bias", (1,), last=True),
         ]
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    embedding = cast(nn.Module, model.get_input_embeddings())
+    embedding = model.get_input_embeddings()
     tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
     return SizedModel(str(text.model_type), tuple(parameters), sizes, tied, head=not value_model)
 

@@ -1,0 +1,182 @@
+"""Say where every role of a checked experiment goes and what each training rank will need of memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.commands.input_checks import base_model_config
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import context_length
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import Graph
+from asyncrl.runtime.hardware import gpu_memory, host_memory
+from asyncrl.runtime.plan import plan_workers
+from asyncrl.trainer.settings import ReferenceMode, engine_of, model_of, placement
+from asyncrl.trainer.sizing.memory import Need, Workload, need, total
+from asyncrl.trainer.sizing.model import SizedModel
+from asyncrl.trainer.supervised.base_model import described
+from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.worker_grid import Placement
+
+GIB = 1 << 30
+_WIDTH = 200
+"""Of the table at most, whatever the terminal: a cut figure says nothing."""
+RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
+"""Beside models: the libraries of a process; on a GPU its CUDA context, NCCL's buffers and what fragments."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One training rank: where it is, what it hosts, what it needs."""
+
+    worker: int
+    host: str
+    gpu: str | None
+    shards: tuple[str, ...]
+    need: Need
+
+    @property
+    def device(self) -> str:
+        """In words."""
+        return "cpu" if self.gpu is None else f"gpu {self.gpu}"
+
+
+def show_allocation(config: Config, folder: Path | None) -> int:
+    """Print the table and its warnings; returns the exit code. `folder` holds the user's experiments."""
+    if isinstance(config, SFTConfig):
+        print("error: a supervised experiment has one process and no layout", file=sys.stderr)
+        return 1
+    graph = load_graph(config)
+    placed = placement(config, graph)
+    rows = allocation(config, graph, placed, folder)
+    console = Console(highlight=False, markup=False, width=_WIDTH)
+    work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
+    unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
+    lines = [
+        f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
+        "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
+        *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_memory())),
+    ]
+    console.print("\n".join(lines[:2]), soft_wrap=True)
+    console.print(_table(rows, GIB if unit == "GiB" else GIB >> 10))
+    for line in lines[2:]:
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> list[RankRow]:
+    """Every training rank of the run."""
+    models = _models(config, graph, placed, folder)
+    plans = [plan for plan in plan_workers(config) if plan.kind == MODEL_WORKER]
+    rows = []
+    for plan in plans:
+        shards = placed.shards_of(plan.index)
+        needs = [
+            need(
+                models[shard.role],
+                placed.grids[shard.role].layout,
+                placed.grids[shard.role].coordinates(plan.index),
+                _workload(config, shard.role),
+                trained=shard.role in ("actor", "critic"),
+            )
+            for shard in shards
+        ]
+        gpu = plan.resources.gpus[0] if plan.resources.gpus else None
+        rows.append(RankRow(plan.index, config.system.host, gpu, tuple(map(str, shards)), total(needs)))
+    return rows
+
+
+def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, int]) -> list[str]:
+    """What will not fit: a rank on its GPU, or all ranks on the CPU in the machine's memory."""
+    lines = []
+    on_cpu = [row for row in rows if row.gpu is None]
+    fixed = RUNTIME_BYTES["cpu"] * len(on_cpu)
+    needed = (sum(row.need.total for row in on_cpu), sum(row.need.total_checkpointed for row in on_cpu))
+    lines += _too_much(f"the {len(on_cpu)} ranks on the CPU together", "this machine has", *needed, fixed, host_bytes)
+    for row in rows:
+        if row.gpu is None:
+            continue
+        if row.gpu not in gpu_bytes:
+            lines.append(f"rank {row.worker}: the memory of GPU {row.gpu} is not known (nvidia-smi does not tell)")
+            continue
+        needed = (row.need.total, row.need.total_checkpointed)
+        where = f"GPU {row.gpu} has"
+        lines += _too_much(f"rank {row.worker}", where, *needed, RUNTIME_BYTES["gpu"], gpu_bytes[row.gpu])
+    return lines
+
+
+def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, there: int) -> list[str]:
+    if needed + fixed <= there:
+        return []
+    room, plain, best = (f"{size / GIB:.1f} GiB" for size in (there, needed + fixed, checkpointed + fixed))
+    beside = f"({fixed / GIB:.1f} of them for libraries)"
+    lower = "or lower trainer.tokens_per_micro_batch"
+    if checkpointed + fixed <= there:
+        return [
+            f"{who} will need {plain} {beside}, and {where} {room}; it fits with gradient checkpointing ({best}), "
+            f"{lower}"
+        ]
+    return [
+        f"{who} will need {best} {beside} even with gradient checkpointing, and {where} {room}; shard over more ranks "
+        f"(d), cut into more slices or stages (t, p), {lower}"
+    ]
+
+
+def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> dict[str, SizedModel]:
+    """The model of each role, counted."""
+    from asyncrl.trainer.sizing.count import count  # imports torch, which nothing else of the launcher does
+
+    counted: dict[tuple[str | None, bool], SizedModel] = {}
+    models = {}
+    for role in placed.roles:
+        key = (model_of(config, graph, role), role not in ("actor", "ref"))
+        if key not in counted:
+            counted[key] = count(_described(config, key[0], folder), value_model=key[1])
+        models[role] = counted[key]
+    return models
+
+
+def _described(config: ExperimentConfig, path: str | None, folder: Path | None) -> dict[str, Any]:
+    """The `config.json` of the model in `path`; None: of the base model, made or not."""
+    if path is None:
+        return described(base_model_config(config, folder))
+    return dict(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))
+
+
+def _workload(config: ExperimentConfig, role: str) -> Workload:
+    averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
+    return Workload(
+        engine_of(config),
+        Dtype.float32 if averaged else config.model.dtype,
+        config.model.attn_implementation,
+        config.trainer.tokens_per_micro_batch,
+        context_length(config, {}),
+    )
+
+
+def _table(rows: Sequence[RankRow], unit: int) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in ("rank", "host", "device", "roles and coordinates"):
+        table.add_column(heading)
+    for heading in ("weights", "gradients", "moments", "gathered", "activations", "logits", "peak"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        of = row.need
+        kept = [f"{value / unit:.2f}" for value in (of.weights, of.gradients, of.moments, of.gathered)]
+        activations = f"{of.activations / unit:.2f} ({of.checkpointed / unit:.2f})"
+        whole = f"{of.total / unit:.2f} ({of.total_checkpointed / unit:.2f})"
+        figures = (*kept, activations, f"{of.logits / unit:.2f}", whole)
+        table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *figures)
+    return table

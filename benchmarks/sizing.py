@@ -1,0 +1,394 @@
+"""What layouts need of memory: the tables of docs/sizing.md, and the model of memory against real runs on this CPU.
+
+    python benchmarks/sizing.py              rewrite docs/sizing.md
+    python benchmarks/sizing.py --measure    run the small models first and note their peaks in docs/sizing.json
+
+A measured case trains a small random model for two steps in a process per rank: the flat engine as it is, or a plain
+transformers model that FSDP2 shards layer by layer, as the sharded engine does. Measured is the highest resident memory
+of a rank less what its libraries take; beside it stands what `asyncrl.trainer.sizing` says of the same case. glibc is
+told to give freed memory back (MALLOC_MMAP_THRESHOLD_), else it keeps what a later allocation would have used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.sizing.count import count
+from asyncrl.trainer.sizing.memory import Need, Workload, need
+from asyncrl.trainer.sizing.model import SizedModel
+from asyncrl.trainer.worker_grid import WorkerGrid
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
+MEASURED = PAGE.with_suffix(".json")
+LIMIT_S = 600.0
+GIB, MIB = 1 << 30, 1 << 20
+
+QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2.5-0.5B": QWEN2
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-7B": QWEN2
+    | {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+    "Qwen2.5-32B": QWEN2
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    },
+}
+"""Their public config.json, as far as it decides sizes."""
+LAYOUTS: Mapping[str, Sequence[str]] = {
+    "Qwen2.5-0.5B": ("d1", "d2", "d8", "t2"),
+    "Qwen2.5-7B": ("d1", "d2", "d8", "t2p2", "d4t2", "d2t2p2"),
+    "Qwen2.5-32B": ("d8", "d4t2", "t8", "d2t8", "d2t4p2", "d8t4"),
+    "Qwen3-30B-A3B": ("d8", "d16", "d32", "d8p2"),
+}
+TOKENS = 16384
+GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))
+CUDA_GIB = 1.5
+"""Left to CUDA's context, NCCL's buffers and fragments when asking what fits."""
+
+SMALL: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 16000,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured run of the small model."""
+
+    engine: str
+    layout: str
+    dtype: str
+    tokens: int
+    checkpointing: bool = False
+
+    @property
+    def workload(self) -> Workload:
+        """As the model of memory takes it."""
+        return Workload(
+            TrainerEngine(self.engine), Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens
+        )
+
+
+CASES = (
+    Case("flat", "d1", "float32", 256),
+    Case("flat", "d1", "float32", 1024),
+    Case("flat", "d1", "bfloat16", 256),
+    Case("sharded", "d2", "float32", 256),
+    Case("sharded", "d2", "float32", 1024),
+    Case("sharded", "d2", "float32", 1024, checkpointing=True),
+    Case("sharded", "d2", "bfloat16", 256),
+    Case("sharded", "d4", "float32", 256),
+)
+
+
+def needs(model: SizedModel, layout: Layout, work: Workload) -> list[Need]:
+    """Of each rank, by worker."""
+    grid = WorkerGrid.of(layout)
+    return [need(model, layout, grid.coordinates(worker), work, trained=True) for worker in grid.members]
+
+
+# Measuring.
+
+
+def measure(case: Case) -> float:
+    """The largest peak of any rank, in MiB above its libraries."""
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
+    context = multiprocessing.get_context("spawn")
+    results: Queue[float] = context.Queue()
+    world = Layout.parse(case.layout).ranks
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_be_rank, args=(case, rank, world, folder, results), daemon=True)
+            for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        peaks = [results.get(timeout=LIMIT_S) for _ in ranks]
+        for rank in ranks:
+            rank.join(LIMIT_S)
+    return max(peaks)
+
+
+def _be_rank(case: Case, rank: int, world: int, folder: str, results: Queue[float]) -> None:
+    import resource
+
+    import torch
+
+    torch.set_num_threads(1)
+    step = _flat_step(case) if case.engine == "flat" else _sharded_step(case, rank, world, folder)
+    before = next(step)
+    for _ in range(2):
+        next(step)
+    results.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / MIB)
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _flat_step(case: Case) -> Iterator[int]:
+    """Yields the memory before the model, then trains a step at a time."""
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.trainer.engines.flat import FlatPolicyEngine
+    from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+    from asyncrl.trainer.micro_batch_layout import AttentionKind
+    from asyncrl.trainer.packed_attention import PACKED
+    from asyncrl.trainer.settings import OptimizerConfig
+
+    tiny = dict(SMALL) | {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+
+    def made(described: Mapping[str, Any]) -> nn.Module:
+        settings = dict(described)
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        dtype = getattr(torch, case.dtype)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=dtype)
+
+    def step(model: Any, tokens: int) -> Iterator[None]:
+        optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig(), total_steps=2)
+        engine = FlatPolicyEngine(
+            model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=tokens, optimizer=optimizer
+        )
+        batch = _batch(tokens, model.config.vocab_size)
+        wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
+        wanted[torch.from_numpy(batch.starts_S)] = False
+        while True:
+            engine.compute_gradients(
+                batch, wanted, range(batch.num_seqs), lambda micro, outputs: (-outputs.logprobs_N.sum() / tokens, {})
+            )
+            engine.step()
+            yield
+
+    next(step(made(tiny), 64))  # every library is loaded once
+    yield _resident()
+    for _ in step(made(SMALL), case.tokens):
+        yield 0
+
+
+def _batch(tokens: int, vocabulary: int) -> Any:
+    """Two micro-batches of `tokens` input tokens, in sequences of 128."""
+    import numpy as np
+
+    from asyncrl.api.trajectory import Sample, Trajectory
+    from asyncrl.trainer.step_batch import build_step_batch
+
+    rng = np.random.default_rng(0)
+    length = 129  # of which 128 go into the model
+    mask = np.ones(length, np.uint8)
+    mask[0] = 0
+    samples = tuple(
+        Sample(
+            tokens=rng.integers(0, vocabulary, length).astype(np.int32),
+            loss_mask=mask,
+            behave_logprobs=np.zeros(length, np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            reward=0.0,
+        )
+        for _ in range(2 * max(1, tokens // 128))
+    )
+    return build_step_batch([Trajectory("r", "p", 0, samples)], [0], version=0, num_minibatches=1)
+
+
+def _sharded_step(case: Case, rank: int, world: int, folder: str) -> Iterator[int]:
+    """The same for a model that FSDP2 shards."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.utils.checkpoint import checkpoint
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.trainer.packed_attention import PACKED, attention_blocks
+    from asyncrl.trainer.scoring import logits_function, token_logprobs
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/meet", world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    low = torch.bfloat16 if case.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+
+    def made(described: Mapping[str, Any]) -> Any:
+        settings = dict(described)
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+        logits_of = logits_function(model)
+
+        def logprobs(ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            blocks = attention_blocks(lengths, torch.device("cpu"))
+            trunk = model.base_model(
+                input_ids=ids[:, :-1], position_ids=positions, use_cache=False, attention_blocks=blocks
+            )
+            return token_logprobs(trunk.last_hidden_state[0], ids[0, 1:], logits_of)[0]
+
+        model.forward = logprobs
+        for layer in model.base_model.layers:
+            if case.checkpointing:
+                inner = layer.forward
+                layer.forward = lambda *a, inner=inner, **k: checkpoint(inner, *a, use_reentrant=False, **k)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        for name, buffer in model.base_model.rotary_emb.named_buffers():
+            buffer.fill_(0.01 if "inv" in name else 0.0)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    def step(model: Any, tokens: int) -> Iterator[None]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        lengths = [128] * max(1, tokens // 128)
+        while True:
+            for _ in range(2):
+                ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths) + 1))
+                torch.autograd.backward(-model(ids, lengths).sum() / tokens)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            yield
+
+    tiny = dict(SMALL) | {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8}
+    next(step(made(tiny), 64))
+    yield _resident()
+    for _ in step(made(SMALL), case.tokens):
+        yield 0
+
+
+# The page.
+
+
+def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
+    """`text`, that of docs/sizing.md, with its tables computed anew; `measured` are the cases of docs/sizing.json."""
+    tables = {name: _layout_table(count(described), LAYOUTS[name]) for name, described in MODELS.items()}
+    for name, table in (tables | {"measured": _measured_table(measured)}).items():
+        begin, end = f"<!-- {name}: by benchmarks/sizing.py -->\n", "<!-- end -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}{table}{end}{after}"
+    return text
+
+
+def computed_mib(case: Case) -> float:
+    """The largest need of any rank of `case`."""
+    layout = Layout.parse(case.layout)
+    each = needs(count(SMALL), layout, case.workload)
+    return max(of.total_checkpointed if case.checkpointing else of.total for of in each) / MIB
+
+
+def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
+    lines = [
+        f"{model.numel:,} parameters.",
+        "",
+        "| layout | GPUs | weights | gradients | moments | gathered | activations | logits | peak | fits |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for text in layouts:
+        layout = Layout.parse(text)
+        engine = TrainerEngine.flat if layout.ranks == 1 else TrainerEngine.sharded
+        work = Workload(engine, Dtype.bfloat16, AttentionImplementation.flash_attention_2, TOKENS, TOKENS)
+        each = needs(model, layout, work)
+        worst, least = max(each, key=lambda of: of.total), max(of.total_checkpointed for of in each)
+        kept = (f"{size / GIB:.1f}" for size in (worst.weights, worst.gradients, worst.moments, worst.gathered))
+        activations = f"{worst.activations / GIB:.1f} ({worst.checkpointed / GIB:.1f})"
+        peak = f"{worst.total / GIB:.1f} ({least / GIB:.1f})"
+        cells = (f"`{text}`", str(layout.ranks), *kept, activations, f"{worst.logits / GIB:.1f}", peak)
+        lines.append(f"| {' | '.join(cells)} | {_fits(worst.total, least)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fits(total: int, checkpointed: int) -> str:
+    plain = next((name for name, size in GPUS if total / GIB + CUDA_GIB <= size), None)
+    best = next((name for name, size in GPUS if checkpointed / GIB + CUDA_GIB <= size), None)
+    if best is None:
+        return "none of these"
+    return best if plain == best else f"{plain or 'none of these'} ({best})"
+
+
+def _measured_table(measured: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| engine | layout | type | tokens | checkpointing | measured | computed | computed / measured |",
+        "|---|---|---|--:|---|--:|--:|--:|",
+    ]
+    for row in measured:
+        case = Case(**{key: value for key, value in row.items() if key != "measured_mib"})
+        computed, peak = computed_mib(case), row["measured_mib"]
+        cells = (case.engine, f"`{case.layout}`", case.dtype, str(case.tokens), "yes" if case.checkpointing else "no")
+        figures = (f"{peak} MiB", f"{computed:.0f} MiB", f"{computed / peak:.2f}")
+        lines.append(f"| {' | '.join((*cells, *figures))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rewrite docs/sizing.md; see the module's docstring.")
+    parser.add_argument("--measure", action="store_true", help="measure anew")
+    if parser.parse_args().measure:
+        rows = []
+        for case in CASES:
+            rows.append({**asdict(case), "measured_mib": round(measure(case))})
+            print(case, f"{rows[-1]['measured_mib']} MiB measured, {computed_mib(case):.0f} computed", flush=True)
+        MEASURED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
