@@ -38,4 +38,4 @@ class MasterWorker(AsyncWorker):
         rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
         for client in (*trainers, *rollouts):
             closing.callback(client.close)
-        return Peers(trainers, self._placement.routing_table(), manager, rollouts, NameBoard(self.resolver))
+        return Peers(trainers, self._placement, manager, rollouts, NameBoard(self.resolver))

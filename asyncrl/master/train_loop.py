@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.shards import RoutingTable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
@@ -32,7 +31,7 @@ from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
-from asyncrl.master.graph.executor import Executor
+from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
@@ -51,6 +50,7 @@ from asyncrl.trainer.messages import (
     Publish,
     SaveCheckpoint,
 )
+from asyncrl.trainer.worker_grid import Placement
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class Stalled(RuntimeError):
 class Peers:
     """The other processes: ModelWorkers (`workers`) and RolloutWorkers (`rollouts`) by index.
 
-    `routes` says which ModelWorkers host which role, and which take in trajectories.
+    `placement` says which ModelWorkers host which role, and which take in trajectories.
     """
 
     workers: Sequence[RequestClient]
-    routes: RoutingTable
+    placement: Placement
     manager: ManagerClient
     rollouts: Sequence[RequestClient]
     board: NameBoard
@@ -92,9 +92,11 @@ class TrainLoop:
         self.version = 0
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
         self._limit_s = config.system.stall_timeout_s
-        self._executor = Executor(graph, peers.routes.placement, peers.workers, self._limit_s)
-        self._heads = [peers.workers[worker] for worker in peers.routes.data_workers]
-        self._actors = [peers.workers[worker] for worker in peers.routes.placement[ACTOR]]
+        routes, grids = peers.placement.routing_table(), peers.placement.grids
+        moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
+        self._executor = Executor(graph, routes.placement, peers.workers, self._limit_s, moves)
+        self._heads = [peers.workers[worker] for worker in routes.data_workers]
+        self._actors = [peers.workers[worker] for worker in grids[ACTOR].members]
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
         self._announcer = VersionAnnouncer(
@@ -199,9 +201,13 @@ class TrainLoop:
 
     async def _train(self, batch: TrainBatch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
-        cut = assign(batch.records, len(self._heads), minibatches, self.config.seed, batch.version)
+        actor, *others = (
+            assign(batch.records, grid.data, minibatches, self.config.seed, batch.version)
+            for grid in self.peers.placement.distinct
+        )
+        elsewhere = tuple(tuple(entry.dst for entry in cut) for cut in others)
         self._model_in_step = True
-        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(cut)))
+        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere))
         stats = await self._executor.run()
         await self._all(EndStep())
         self.buffer.mark_trained(batch)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncrl.algorithms.spec import ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.model_shape import ModelShape, misfits, shape_of
-from asyncrl.trainer.settings import TrainerEngine, model_of, placement, role_placement
+from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of, model_of, placement, role_placement
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 
 
@@ -22,6 +23,7 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
     yield from _models_that_do_not_fit(config, graph, placed, None)
     yield from _not_cut_by_flat(config, placed)
     yield from _not_built_yet(config, placed)
+    yield from _not_supported(config, placed)
 
 
 def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelShape) -> Iterator[str]:
@@ -59,13 +61,34 @@ def _not_built_yet(config: ExperimentConfig, placed: Placement) -> Iterator[str]
     actor = placed.actor
     if actor.replicas > 1:
         yield f"trainer.parallel={str(actor)!r}: replicas are not built yet; use d{actor.data} in place of r and d"
-    for name, grid in _settings(config, placed).items():
-        if grid != actor:
-            where = f" on workers {grid.members.start} to {grid.members.stop - 1}" if grid.first else ""
+
+
+def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    """What works in one layout only."""
+    algorithm, actor = config.algorithm, placed.actor
+    together = placed.grid("ref") == actor
+    if (
+        algorithm.kl.name == "full"
+        and algorithm.kl_coef
+        and (engine_of(config) == TrainerEngine.sharded or not together)
+    ):
+        yield (
+            "algorithm.kl='full': whole distributions are compared where each rank has the whole model; use "
+            "trainer.engine=flat with the reference on the actor's ranks, or another estimator, for example k3"
+        )
+    if algorithm.reference.mode == ReferenceMode.ema:
+        if not together:
             yield (
-                f"{name}={str(grid)!r}{where}: another layout than the actor's {str(actor)!r} is not built yet; "
-                "leave it null and its ranks shared"
+                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
+                "layout; leave algorithm.reference.parallel null and its ranks shared"
             )
+        if config.model.lora.rank:
+            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
+    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
+        yield (
+            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
+            "use algorithm.critic.ranks=shared, or value_norm=none"
+        )
 
 
 def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:

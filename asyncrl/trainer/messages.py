@@ -91,13 +91,15 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BeginStep(Request[Done], frozen=True):
     """Bring this rank's rollouts of the step at `version` here and pack them; every rank gets the same request.
 
-    `min_version`: only tokens of this version or newer carry loss. `assignment` is in data order.
+    `min_version`: only tokens of this version or newer carry loss. `assignment` is in data order, with the actor's data
+    indices. `elsewhere`: for each further grid of the placement, in its order, the data index that gets each rollout.
     """
 
     version: int
     min_version: int
     num_minibatches: int
     assignment: tuple[Assignment, ...]
+    elsewhere: tuple[tuple[int, ...], ...] = ()
 
 
 class CallStats(Reply, frozen=True):
@@ -115,6 +117,17 @@ class RunCall(Request[CallStats], frozen=True):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     args: dict[str, Any]
+
+
+class MoveColumns(Request[Done], frozen=True):
+    """Bring what calls of the role `source` wrote under `keys` to the ranks of the role `target`, in another grid.
+
+    All ranks of both grids get the same request.
+    """
+
+    keys: tuple[str, ...]
+    source: str
+    target: str
 
 
 class EndStep(Request[Done], frozen=True):

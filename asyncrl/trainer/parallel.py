@@ -1,6 +1,7 @@
 """Who is who among the training ranks: this rank's place in the grid, and the few collectives that training needs.
 
-`training_world` joins the ranks and lays them out as a `torch.distributed` DeviceMesh; `Place` says where this one is.
+`training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh; `Place` says where this one
+is in it, `World` in which it is.
 That worker index, rank and data index may differ is said in `asyncrl.trainer.worker_grid`, and nowhere assumed else:
 whoever wants to know who takes trajectories, who publishes, or over whom to sum, asks the `Place`.
 
@@ -9,7 +10,7 @@ No object collectives: those pickle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
+from asyncrl.comm.names import ACTOR
+from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 MESH_AXES = ("pipeline", "data", "tensor")
 """Names of the mesh's dimensions, outermost first."""
@@ -91,13 +93,15 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a ModelWorker is in the grid; by default it is alone.
+    """Where a ModelWorker is in a grid; by default it is alone.
 
     Attributes:
-        everyone: all ranks, numbered by worker index; its leader is the grid's publisher.
+        everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
         data: the ranks that have the same part of the model and train other samples, numbered by data index.
         copy: the ranks that have the parts of one model together, and the same samples; its leader takes trajectories.
-        mesh: of all ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+        mesh: of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+        backwards: this rank's pipeline, for what travels against the stages' order; None where there is one stage.
+        ends: first and last stage of this rank's pipeline, where it is one of them and there are several.
     """
 
     worker: int = 0
@@ -106,21 +110,50 @@ class Place:
     data: Ranks = field(default_factory=Ranks)
     copy: Ranks = field(default_factory=Ranks)
     mesh: DeviceMesh | None = None
+    backwards: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
 
     @property
     def coordinates(self) -> Coordinates:
         """This rank's place on each axis."""
         return self.grid.coordinates(self.worker)
 
+
+@dataclass(frozen=True)
+class World:
+    """All ModelWorkers, and where this one is in each of the grids that roles are spread over; by default it is alone.
+
+    Attributes:
+        everyone: all ranks, numbered by worker index.
+        places: by grid, of those that this worker is in.
+    """
+
+    worker: int = 0
+    placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
+    everyone: Ranks = field(default_factory=Ranks)
+    places: Mapping[WorkerGrid, Place] = field(default_factory=lambda: {WorkerGrid(): Place()})
+
+    def hosts(self, role: str) -> bool:
+        """Whether this worker has a part of `role`."""
+        return self.placement.grid(role) in self.places
+
+    def place(self, role: str) -> Place:
+        """Where this worker is in the grid of `role`.
+
+        Raises:
+            KeyError: it has no part of it.
+        """
+        return self.places[self.placement.grid(role)]
+
     @property
     def takes_trajectories(self) -> bool:
-        """Whether this rank receives trajectories for its data-parallel copy."""
-        return self.worker in self.grid.data_heads
+        """Whether this rank receives trajectories, for its data-parallel copy of the actor."""
+        return self.worker in self.placement.actor.data_heads
 
     @property
     def publishes(self) -> bool:
         """Whether this rank completes published weights, and sends them from its memory."""
-        return self.worker == self.grid.publisher
+        return self.worker == self.placement.actor.publisher
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
@@ -31,6 +30,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.calls import CallContext, find_function, run_call
+from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.messages import (
@@ -41,6 +41,7 @@ from asyncrl.trainer.messages import (
     EndStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    MoveColumns,
     PollBuffer,
     PolledBuffer,
     Publish,
@@ -49,10 +50,11 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     SendWeights,
 )
-from asyncrl.trainer.redistribute import hand_down, redistribute
+from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import training_world
 from asyncrl.weights import publishing
 from asyncrl.weights.canary import Canary, canary_tokens
@@ -71,7 +73,8 @@ class ModelWorker(Worker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
-        self._batch: StepBatch | None = None
+        self._batches: dict[WorkerGrid, StepBatch] = {}
+        self._deals: dict[WorkerGrid, list[Deal]] = {}
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -80,12 +83,13 @@ class ModelWorker(Worker):
         torch.manual_seed(config.seed)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = choose_device(config.trainer.device)
-        self._place = self._open.enter_context(
-            training_world(config, self.index, worker_grid(config), device, self.run_dir, self.resolver)
-        )
         graph = load_graph(config)
+        placed = placement(config, graph)
+        self._world = self._open.enter_context(
+            training_world(config, self.index, placed, device, self.run_dir, self.resolver)
+        )
         self._device = device
-        self._rank: TrainingRank = build_rank(config, graph, self._place, device)
+        self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
@@ -104,7 +108,9 @@ class ModelWorker(Worker):
     def _take_connections(self) -> None:
         system = self.config.system
         self._arrival: asyncio.Event | None = None
-        self._inbox = Inbox(self._place.coordinates.data, self.config.trainer.buffer_capacity, self._on_arrival)
+        heads = self._world.placement.actor.data_heads
+        head = heads.index(self.index) if self._world.takes_trajectories else 0
+        self._inbox = Inbox(head, self.config.trainer.buffer_capacity, self._on_arrival)
         self._server = RequestServer(
             system.host,
             self.security,
@@ -116,6 +122,7 @@ class ModelWorker(Worker):
             queued={
                 BeginStep: self._begin_step,
                 RunCall: self._run_call,
+                MoveColumns: self._move_columns,
                 EndStep: self._end_step,
                 Publish: self._publish,
                 CollectWeights: self._collect_weights,
@@ -126,7 +133,7 @@ class ModelWorker(Worker):
         self._open.callback(self._server.close)
         self._transport = weight_transport(self.config.manager.weight_transport)
         self._to_servers = TrainerEnd()
-        if self._place.publishes:
+        if self._world.publishes:
             self._to_servers = self._transport.trainer_end(self.config, self.token, self._device)
             self._open.callback(self._close_connections)
         receive = partial(self._inbox.put, timeout_s=_ROOM_S)
@@ -135,8 +142,8 @@ class ModelWorker(Worker):
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
-        if self._place.takes_trajectories:
-            puller = names.puller_key(self._place.coordinates.data)
+        if self._world.takes_trajectories:
+            puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
@@ -181,26 +188,32 @@ class ModelWorker(Worker):
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
     def _begin_step(self, step: BeginStep) -> Done:
-        here = self._place.coordinates.data
-        leaving: list[str] = []
-        trajectories: list[Trajectory] = []
-        if self._place.takes_trajectories:
-            leaving = [entry.rollout_id for entry in step.assignment if entry.src == here]
-            trajectories = redistribute(step.assignment, self._inbox.get(leaving), self._place.data)
-        trajectories = hand_down(trajectories, self._place.copy)
-        self._batch = build_step_batch(
-            trajectories,
-            [entry.minibatch for entry in step.assignment if entry.dst == here],
-            version=step.version,
-            num_minibatches=step.num_minibatches,
-            min_version=step.min_version,
-            device=self._device,
-        )
+        """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
+        self._deals = deals(step, self._world.placement)
+        leaving = [deal.rollout_id for deal in self._deals[self._world.placement.actor] if deal.source == self.index]
+        held = self._inbox.get(leaving)
+        for grid, dealt in self._deals.items():
+            arrived = redistribute(dealt, held, self._world.everyone)
+            if (place := self._world.places.get(grid)) is None:
+                continue
+            self._batches[grid] = build_step_batch(
+                hand_down(arrived, place.copy),
+                [deal.minibatch for deal in dealt if deal.data == place.data.rank],
+                version=step.version,
+                num_minibatches=step.num_minibatches,
+                min_version=step.min_version,
+                device=self._device,
+            )
         self._inbox.remove(leaving)
         return Done()
 
+    def _move_columns(self, request: MoveColumns) -> Done:
+        move_columns(request, self._world, self._deals, self._batches)
+        return Done()
+
     def _run_call(self, call: RunCall) -> CallStats:
-        if self._batch is None:
+        grid = self._world.placement.grid(call.role)
+        if grid not in self._batches:
             raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
         context = CallContext(
             name=call.name,
@@ -210,13 +223,13 @@ class ModelWorker(Worker):
             args=call.args,
             config=self.config,
             engines=self._rank.engines,
-            ranks=self._place.data,
+            ranks=self._world.places[grid].data,
             state=self._rank.state,
         )
-        return CallStats(run_call(self._functions[call.function], context, self._batch))
+        return CallStats(run_call(self._functions[call.function], context, self._batches[grid]))
 
     def _end_step(self, request: EndStep) -> Done:
-        self._batch = None
+        self._batches.clear()
         return Done()
 
     def _publish(self, request: Publish) -> PublishedWeights:
@@ -224,7 +237,9 @@ class ModelWorker(Worker):
         policy = self._rank.policy(request.role)
         canary = self._canary(policy)
         if not self._transport.needs_folders:
-            owners = dict.fromkeys((spec.name for spec in policy.published_specs()), self._place.grid.publisher)
+            owners = dict.fromkeys(
+                (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
+            )
             self._to_servers.hold(request.version, policy.gather(owners))
         shared = self._shared.setdefault(request.role, SharedFiles(policy.model_config, self._assets))
         published = publishing.publish(
@@ -232,7 +247,7 @@ class ModelWorker(Worker):
             self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
             role=request.role,
             version=request.version,
-            ranks=self._place.everyone,
+            ranks=self._world.place(request.role).everyone,
             shared=shared if request.to_disk else None,
             canary=canary,
         )
@@ -248,7 +263,7 @@ class ModelWorker(Worker):
         return Canary(tokens, tuple(policy.sequence_logprobs(tokens)))
 
     def _collect_weights(self, request: CollectWeights) -> Done:
-        if self._place.publishes:
+        if self._world.publishes:
             for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
                 publishing.collect(self.run_dir / root, request.role, request.keep)
             self._to_servers.keep(request.keep)

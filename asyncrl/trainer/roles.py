@@ -20,9 +20,10 @@ from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of
 from asyncrl.trainer.train_state import TrainState
+from asyncrl.trainer.worker_grid import Placement
 from asyncrl.weights import checkpoints
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
@@ -33,13 +34,13 @@ class TrainingRank:
     """One rank's share of the training side.
 
     Attributes:
-        engines: every role that the graph names, and the actor.
+        engines: of the roles that the graph names, and the actor, those that this rank has a part of.
         averaged: roles without an optimizer whose weights change all the same (a reference that follows the actor).
     """
 
     engines: dict[str, TrainingEngine]
     state: TrainState
-    place: Place
+    world: World
     averaged: frozenset[str] = frozenset()
 
     def policy(self, role: str) -> PolicyEngine:
@@ -60,7 +61,7 @@ class TrainingRank:
             PeerFailed: another rank could not write its part.
         """
         state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
-        path, ranks = Path(order.path), self.place.everyone
+        path, ranks = Path(order.path), self.world.everyone
         checkpoints.save(self._changing(), path, ranks, version=order.version, state=state, keep=order.keep)
 
     def load_checkpoint(self, root: Path) -> Any:
@@ -72,7 +73,7 @@ class TrainingRank:
         Raises:
             ValueError: the checkpoint is of another model or graph.
         """
-        state = checkpoints.load(self._changing(), root, self.place.everyone)
+        state = checkpoints.load(self._changing(), root, self.world.everyone)
         if state is None:
             return None
         self.state.load_state_dict(state["train_state"])
@@ -82,35 +83,30 @@ class TrainingRank:
         return {role: engine for role, engine in self.engines.items() if engine.trained or role in self.averaged}
 
 
-def build_rank(config: ExperimentConfig, graph: Graph, place: Place, device: torch.device) -> TrainingRank:
-    """Load every role that `graph` names.
+def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: torch.device) -> TrainingRank:
+    """Load this rank's parts of the roles that `graph` names.
 
     Raises:
         OSError, ValueError: a model cannot be loaded; names the role.
     """
-    loader = _loader(config, place, device)
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
-    for role in roles:
-        actor = engines.get(ACTOR)
-        if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config):
+    make = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
+    for role in filter(world.hosts, roles):
+        place, actor = world.place(role), engines.get(ACTOR)
+        if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
             engines[role] = BaseOf(actor)
         else:
-            engines[role] = _load(role, config, graph, loader)
+            engines[role] = _load(role, config, graph, make(config, place, device))
     follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
     averaged = frozenset((REFERENCE,)) if follows else frozenset()
-    return TrainingRank(engines, TrainState(config.algorithm), place, averaged)
+    return TrainingRank(engines, TrainState(config.algorithm), world, averaged)
 
 
-def _loader(config: ExperimentConfig, place: Place, device: torch.device) -> EngineLoader:
-    """The engine that `trainer.engine` names; by default the flat one for a rank alone, else the sharded one."""
-    loader = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
-    return loader(config, place, device)
-
-
-def _is_base_of_actor(config: ExperimentConfig) -> bool:
-    """Whether the reference is the model that the actor's adapters are on."""
-    return bool(config.model.lora.rank) and config.algorithm.reference.path in (None, config.model.path)
+def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
+    """Whether the reference is the model that the actor's adapters are on, and lies where the actor does."""
+    together = placement.grid(REFERENCE) == placement.actor
+    return together and bool(config.model.lora.rank) and config.algorithm.reference.path in (None, config.model.path)
 
 
 def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoader) -> TrainingEngine:

@@ -277,7 +277,7 @@ def engine_of(config: ExperimentConfig) -> TrainerEngine:
     """`trainer.engine`, never `auto`."""
     if config.trainer.engine != TrainerEngine.auto:
         return config.trainer.engine
-    return TrainerEngine.flat if worker_grid(config).workers == 1 else TrainerEngine.sharded
+    return TrainerEngine.flat if placement(config).workers == 1 else TrainerEngine.sharded
 
 
 def _layout(name: str, value: str) -> Layout:

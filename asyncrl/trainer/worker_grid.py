@@ -143,6 +143,15 @@ class Placement:
         """The actor's grid: its data heads take trajectories, its publisher publishes."""
         return self.grids[ACTOR]
 
+    def grid(self, role: str) -> WorkerGrid:
+        """The grid of `role`; the actor's where the role has none of its own."""
+        return self.grids.get(role, self.actor)
+
+    @property
+    def distinct(self) -> tuple[WorkerGrid, ...]:
+        """All grids, each once, the actor's first."""
+        return tuple(dict.fromkeys((self.actor, *self.grids.values())))
+
     @property
     def workers(self) -> int:
         """Number of ModelWorkers of the run."""

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
-from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks
+from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks, World
 from asyncrl.trainer.settings import TrainerEngine, engine_of
-from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
+from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 WORLD_KEY = "training_world"
 """Name under which the first rank tells the others where to meet."""
@@ -31,9 +31,15 @@ WORLD_KEY = "training_world"
 
 @contextmanager
 def training_world(
-    config: ExperimentConfig, worker: int, grid: WorkerGrid, device: torch.device, run_dir: Path, resolver: NameResolver
-) -> Iterator[Place]:
-    """Join as `worker` of `grid`, leave at the end. One rank needs no world, but for the sharded engine.
+    config: ExperimentConfig,
+    worker: int,
+    placement: Placement,
+    device: torch.device,
+    run_dir: Path,
+    resolver: NameResolver,
+) -> Iterator[World]:
+    """Join as `worker` of all grids of `placement`, leave at the end. One rank needs no world, but for the sharded
+    engine.
 
     Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
     trial does not meet in an old file.
@@ -41,8 +47,8 @@ def training_world(
     Raises:
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`.
     """
-    if grid.workers == 1 and engine_of(config) == TrainerEngine.flat:
-        yield Place()
+    if placement.workers == 1 and engine_of(config) == TrainerEngine.flat:
+        yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
     if worker == 0:
@@ -53,28 +59,44 @@ def training_world(
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(meeting), grid.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
+        store=dist.FileStore(str(meeting), placement.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
         rank=worker,
-        world_size=grid.workers,
+        world_size=placement.workers,
         timeout=timeout,
     )
     try:
-        yield _lay_out(worker, grid, device, timeout)
+        laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
+        places = {grid: place for grid, place in laid_out.items() if place is not None}
+        yield World(worker, placement, Ranks(worker, placement.workers), places)
     finally:
         dist.destroy_process_group()
 
 
-def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place:
-    """This rank's place in a mesh over the world, whose groups have the world's time limit."""
-    mesh = init_device_mesh(device.type, (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=MESH_AXES)
-    copies = [dist.new_group(copy.flatten().tolist()) for copy in mesh.mesh.unbind(1)]
-    for group in (*mesh.get_all_groups(), *copies):
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
+def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:
+    """This rank's place in `grid`; None where it is not of it. Called by all ranks: groups are made by all together."""
+    workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
+    mesh = DeviceMesh(device.type, workers, mesh_dim_names=MESH_AXES)
+    everyone = _own_group([workers.flatten().tolist()], timeout)
+    copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
+    pipelines = workers.flatten(1).T.tolist()
+    backwards = _own_group(pipelines, timeout) if grid.pipeline > 1 else None
+    ends = _own_group([[stages[0], stages[-1]] for stages in pipelines], timeout) if grid.pipeline > 1 else None
     coordinates = mesh.get_coordinate()
-    assert coordinates is not None
+    if coordinates is None:
+        return None
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
     assert Coordinates(*coordinates) == grid.coordinates(worker), (coordinates, worker, grid)
-    data = Ranks(mesh.get_local_rank("data"), grid.data, mesh.get_group("data"))
-    group = copies[data.rank]
-    copy = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
-    return Place(worker, grid, Ranks(worker, grid.workers), data, copy, mesh)
+    data = mesh.get_group("data")
+    return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
+
+
+def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes groups of all these workers; returns that of this rank, None where it is in none."""
+    made = [dist.new_group(members, timeout=timeout) for members in groups]
+    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    assert group is not None
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)

@@ -14,7 +14,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.step_batch import build_step_batch
 
@@ -61,7 +61,7 @@ def train(model_dir: Path, device: str, dtype: str = "float32", attn: str = "sdp
     config.model.path, config.model.dtype, config.model.attn_implementation = str(model_dir), dtype, attn
     config.trainer.ppo_minibatches, config.trainer.tokens_per_micro_batch = 2, 200
     graph = load_graph(config)
-    rank = build_rank(config, graph, Place(), torch.device(device))
+    rank = build_rank(config, graph, World(), torch.device(device))
     batch = build_step_batch(trajectories(), [0, 1, 0, 1], version=0, num_minibatches=2, device=torch.device(device))
     stats: StatValues = {}
     for call in graph.order():

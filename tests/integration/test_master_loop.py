@@ -229,9 +229,7 @@ class Run:
         self.stop = asyncio.Event()
         graph = grpo(config)
         assert self.workers.placed is not None
-        peers = Peers(
-            list(self.workers), self.workers.placed.routing_table(), self.manager, [self.rollouts], self.board
-        )
+        peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:

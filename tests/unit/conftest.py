@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
@@ -133,7 +133,7 @@ def make_rank() -> MakeRank:
     """The single training rank of a config."""
 
     def make(config: ExperimentConfig) -> TrainingRank:
-        return build_rank(config, load_graph(config), Place(), torch.device("cpu"))
+        return build_rank(config, load_graph(config), World(), torch.device("cpu"))
 
     return make
 
@@ -153,7 +153,7 @@ def run_step() -> RunStep:
                 args=call.args,
                 config=config,
                 engines=rank.engines,
-                ranks=rank.place.data,
+                ranks=rank.world.place(call.role).data,
                 state=rank.state,
             )
             stats[call.name] = run_call(find_function(call.function), context, batch)

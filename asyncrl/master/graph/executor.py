@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.graph.types import Call, Graph
-from asyncrl.trainer.messages import CallStats, RunCall
+from asyncrl.trainer.messages import MoveColumns, RunCall
 
 Stats = dict[str, Any]
 
@@ -39,16 +40,23 @@ class Executor:
         placement: for every role the workers that host it.
         workers: the ModelWorkers by index.
         timeout_s: limit of one call, queueing behind other calls included.
+        moves: what `column_moves` says; nothing moves where all roles have one layout.
     """
 
     def __init__(
-        self, graph: Graph, placement: Mapping[str, Sequence[int]], workers: Sequence[RequestClient], timeout_s: float
+        self,
+        graph: Graph,
+        placement: Mapping[str, Sequence[int]],
+        workers: Sequence[RequestClient],
+        timeout_s: float,
+        moves: Mapping[str, Sequence[MoveColumns]] | None = None,
     ) -> None:
         self._order = graph.order()
         self._before = graph.predecessors()
         self._placement = placement
         self._workers = workers
         self._timeout_s = timeout_s
+        self._moves = moves or dict.fromkeys(graph.names(), ())
 
     async def run(self) -> Stats:
         """Run every call once; returns the statistics of all calls and `time/<call>_s` of each.
@@ -75,24 +83,59 @@ class Executor:
             await asyncio.gather(*running, return_exceptions=True)
         return stats
 
+    async def _move(self, moves: Sequence[MoveColumns]) -> None:
+        """Bring what a call wrote to the roles in other layouts that read it."""
+        for move in moves:
+            hosts = sorted({*self._placement[move.source], *self._placement[move.target]})
+            replies = [asyncio.ensure_future(self._send(worker, move)) for worker in hosts]
+            try:
+                await asyncio.gather(*replies)
+            finally:
+                for reply in replies:
+                    reply.cancel()
+
     async def _run_call(self, call: Call) -> Stats:
         started = time.perf_counter()
         request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
         # Tasks start in the order of their creation: all workers are sent this call before any is sent the next one.
-        replies = [asyncio.ensure_future(self._call(worker, request)) for worker in self._placement[call.role]]
+        replies = [asyncio.ensure_future(self._send(worker, request)) for worker in self._placement[call.role]]
         try:
             first, *_ = await asyncio.gather(*replies)
         finally:
             for reply in replies:
                 reply.cancel()
+        await self._move(self._moves[call.name])
         # Functions reduce their statistics over all ranks, so every worker reports the same ones.
         return {**first.stats, f"time/{call.name}_s": time.perf_counter() - started}
 
-    async def _call(self, worker: int, request: RunCall) -> CallStats:
-        where = f"call {request.name!r} (function {request.function!r}, role {request.role!r}) on model_worker/{worker}"
+    async def _send(self, worker: int, request: Request[R]) -> R:
         try:
             return await self._workers[worker].call(request, timeout_s=self._timeout_s)
         except TimeoutError as error:
+            where = f"{_named(request)} on model_worker/{worker}"
             raise ExecutionError(f"{where} did not finish within {self._timeout_s:g} s") from error
         except Exception as error:
-            raise ExecutionError(f"{where} failed: {error}") from error
+            raise ExecutionError(f"{_named(request)} on model_worker/{worker} failed: {error}") from error
+
+
+def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tuple[MoveColumns, ...]]:
+    """For every call the moves of what it wrote to roles of other layouts that read it, one per layout.
+
+    Args:
+        layouts: of every role of the graph; roles of equal ones share their batch.
+    """
+    moves: dict[str, tuple[MoveColumns, ...]] = {}
+    for call in graph.calls:
+        wanted: dict[Hashable, tuple[str, dict[str, None]]] = {}
+        for reader in graph.calls:
+            keys = dict.fromkeys(key for key in call.writes if key in reader.reads)
+            if keys and layouts[reader.role] != layouts[call.role]:
+                wanted.setdefault(layouts[reader.role], (reader.role, {}))[1].update(keys)
+        moves[call.name] = tuple(MoveColumns(tuple(keys), call.role, role) for role, keys in wanted.values())
+    return moves
+
+
+def _named(request: Request[Any]) -> str:
+    if isinstance(request, RunCall):
+        return f"call {request.name!r} (function {request.function!r}, role {request.role!r})"
+    return f"{request}"

@@ -30,7 +30,13 @@ def context(
 ) -> CallContext:
     fields = {"reads": (), "writes": (), "args": {}} | call
     return CallContext(
-        name=name, role=role, config=config, engines=rank.engines, ranks=rank.place.data, state=rank.state, **fields
+        name=name,
+        role=role,
+        config=config,
+        engines=rank.engines,
+        ranks=rank.world.place(role).data,
+        state=rank.state,
+        **fields,
     )
 
 
@@ -353,13 +359,13 @@ def test_a_reward_model_scores_whole_sequences(
     from transformers import AutoModelForSequenceClassification
 
     from asyncrl.master.graph.types import Call, Graph
-    from asyncrl.trainer.parallel import Place
+    from asyncrl.trainer.parallel import World
     from asyncrl.trainer.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)
     model.save_pretrained(str(tmp_path))
     call = Call("judge", "judge", "reward", ("tokens",), ("judged",), args={"path": str(tmp_path)})
-    rank = build_rank(config, Graph("g", (call,)), Place(), torch.device("cpu"))
+    rank = build_rank(config, Graph("g", (call,)), World(), torch.device("cpu"))
     batch = make_batch()
     run_call(
         find_function("reward"),

@@ -11,11 +11,12 @@ import torch
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.parallel import PeerFailed, Place, Ranks
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel import PeerFailed, Ranks, World
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.world import training_world
 
 LIMIT_S = 120.0
+GRID = WorkerGrid(data=2, tensor=2)
 
 
 def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]]) -> None:
@@ -23,11 +24,12 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
     with training_world(
         ExperimentConfig(),
         worker,
-        WorkerGrid(data=2, tensor=2),
+        Placement({"actor": GRID}),
         torch.device("cpu"),
         folder,
         make_resolver("file", str(folder / "names")),
-    ) as place:
+    ) as world:
+        place = world.place("actor")
         received = torch.zeros(1)
         peer = 1 - place.data.rank
         sent = place.data.send(torch.tensor([float(worker)]), peer)
@@ -47,8 +49,8 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
         found = {
             "place": [place.coordinates.pipeline, place.coordinates.data, place.coordinates.tensor],
             "mesh": list(place.mesh.get_coordinate() or ()),
-            "head": place.takes_trajectories,
-            "publishes": place.publishes,
+            "head": world.takes_trajectories,
+            "publishes": world.publishes,
             "leads": place.everyone.leads,
             "data": place.data.all_reduce_sum(torch.tensor([float(worker)])).item(),
             "everyone": place.everyone.all_reduce_sum(torch.tensor([float(worker)])).item(),
@@ -83,9 +85,10 @@ def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
 
 
 def test_a_rank_alone_is_everyone() -> None:
-    place = Place()
-    assert place.publishes
-    assert place.takes_trajectories
+    world = World()
+    place = world.place("actor")
+    assert world.publishes
+    assert world.takes_trajectories
     assert place.data.all_reduce_sum(torch.tensor([3.0])).item() == 3.0
     with pytest.raises(ValueError, match="mine"):
         Ranks().together(lambda: (_ for _ in ()).throw(ValueError("mine")), "failing")

@@ -353,7 +353,6 @@ class ShardedLoader(EngineLoader):
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
         self._neighbours = _neighbours(place)
-        self._tied_stages = _ends_of_pipeline(place)
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
         lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
@@ -391,7 +390,7 @@ class ShardedLoader(EngineLoader):
         return {
             "place": self._place,
             "neighbours": self._neighbours,
-            "tied_stages": self._tied_stages if tied else None,
+            "tied_stages": self._place.ends if tied else None,
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
             "optimizer": None if optimizer is None else (optimizer, steps),
@@ -399,21 +398,9 @@ class ShardedLoader(EngineLoader):
 
 
 def _neighbours(place: Place) -> Neighbours | None:
-    """This rank's pipeline; None where there is one stage. Called by all ranks."""
+    """This rank's pipeline; None where there is one stage."""
     assert place.mesh is not None
+    if place.backwards is None:
+        return None
     pipeline = place.mesh["pipeline"]
-    if pipeline.size() == 1:
-        return None
-    backwards = [dist.new_group(column) for column in place.mesh.mesh.flatten(1).T.tolist()]
-    mine = next(group for group in backwards if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return Neighbours(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), mine)
-
-
-def _ends_of_pipeline(place: Place) -> dist.ProcessGroup | None:
-    """First and last stage of this rank's pipeline, where it is one of them. Called by all ranks."""
-    assert place.mesh is not None
-    ranks = place.mesh.mesh
-    if len(ranks) == 1:
-        return None
-    pairs = [dist.new_group(pair) for pair in ranks[[0, -1]].flatten(1).T.tolist()]
-    return next((group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+    return Neighbours(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), place.backwards)

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.settings import TrainerEngine, worker_grid
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.parallel import World
+from asyncrl.trainer.settings import TrainerEngine, placement
 from asyncrl.trainer.world import training_world
 
 LIMIT_S = 120.0
-Body = Callable[[Place], Any]
+Body = Callable[[World], Any]
 OnRanks = Callable[[ExperimentConfig, Body], list[Any]]
 Arrays = dict[str, NDArray[Any]]
 
@@ -31,19 +32,19 @@ def on_ranks(tmp_path: Path) -> OnRanks:
     def run(config: ExperimentConfig, body: Body) -> list[Any]:
         context = multiprocessing.get_context("fork")  # which has torch loaded already
         told: Any = context.Queue()
-        grid = worker_grid(config)
+        placed = placement(config, load_graph(config))
         config.trainer.engine = TrainerEngine.sharded  # also where a rank is alone
 
         def be_rank(worker: int) -> None:
             torch.set_num_threads(1)
             names = make_resolver("file", str(tmp_path / "names"))
             try:
-                with training_world(config, worker, grid, torch.device("cpu"), tmp_path, names) as place:
-                    told.put((worker, body(place)))
+                with training_world(config, worker, placed, torch.device("cpu"), tmp_path, names) as world:
+                    told.put((worker, body(world)))
             except BaseException:
                 told.put((worker, RuntimeError(traceback.format_exc())))
 
-        ranks = [context.Process(target=be_rank, args=(worker,)) for worker in range(grid.workers)]
+        ranks = [context.Process(target=be_rank, args=(worker,)) for worker in range(placed.workers)]
         for process in ranks:
             process.start()
         found = {}
@@ -56,6 +57,6 @@ def on_ranks(tmp_path: Path) -> OnRanks:
         finally:
             for process in ranks:
                 process.kill()
-        return [found[worker] for worker in range(grid.workers)]
+        return [found[worker] for worker in range(placed.workers)]
 
     return run

@@ -18,7 +18,7 @@ from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.lora import is_adapter, plain_name, published_name
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.step_batch import build_step_batch
 
@@ -44,11 +44,12 @@ def model_dir(saved_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, Place], dict[str, Any]]:
+def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, World], dict[str, Any]]:
     """Two train steps on ragged samples; what every rank then knows of losses, gradients and weights."""
 
-    def run(config: ExperimentConfig, place: Place) -> dict[str, Any]:
-        rank = build_rank(config, load_graph(config), place, torch.device("cpu"))
+    def run(config: ExperimentConfig, world: World) -> dict[str, Any]:
+        rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
+        place = world.place("actor")
         minibatches, everything = config.trainer.ppo_minibatches, make_trajectories(groups=5)
         dealt = [number % minibatches for number in range(len(everything))]
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
@@ -70,7 +71,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
             told[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
         policy = rank.policy("actor")
         told["sequence"] = policy.sequence_logprobs(TOKENS)
-        owners = {spec.name: place.grid.workers - 1 for spec in policy.published_specs()}
+        owners = {spec.name: world.placement.workers - 1 for spec in policy.published_specs()}
         told["published"] = [(name, tensor.float().numpy().copy()) for name, tensor in policy.gather(owners)]
         told["specs"] = [(spec.name, spec.shape) for spec in policy.published_specs()]
         return told
@@ -104,9 +105,9 @@ def test_any_layout_trains_as_one_process_does(
     config.algorithm.kl_coef = 0.1
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
-    alone = train(config, Place())
+    alone = train(config, World())
     config.trainer.parallel = layout
-    spread = on_ranks(config, lambda place: train(config, place))
+    spread = on_ranks(config, lambda world: train(config, world))
     for told in spread:
         _same_statistics(told["stats"], alone["stats"])
         np.testing.assert_allclose(told["sequence"], alone["sequence"], atol=1e-5)
@@ -151,10 +152,10 @@ def test_published_weights_are_the_folder_s_before_the_first_step(
     expected = load_file(Path(config.model.path) / "model.safetensors")
     config.trainer.parallel = "t2p2"
 
-    def published(place: Place) -> dict[str, Any]:
-        policy = build_rank(config, load_graph(config), place, torch.device("cpu")).policy("actor")
+    def published(world: World) -> dict[str, Any]:
+        policy = build_rank(config, load_graph(config), world, torch.device("cpu")).policy("actor")
         names = [spec.name for spec in policy.published_specs()]
-        dealt = {name: number % place.grid.workers for number, name in enumerate(names)}
+        dealt = {name: number % world.placement.workers for number, name in enumerate(names)}
         return {name: tensor.numpy().copy() for name, tensor in policy.gather(dealt)}
 
     parts = on_ranks(config, published)
