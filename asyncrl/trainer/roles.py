@@ -7,6 +7,7 @@ loaded from the `path` in the arguments of one of its calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,19 @@ class TrainingRank:
             raise TypeError(f"role {role!r} is no language model; only language models are published")
         return engine
 
+    @cached_property
+    def checkpoints(self) -> checkpoints.CheckpointWriter:
+        """Writes the checkpoints that `save_checkpoint` began."""
+        return checkpoints.CheckpointWriter(self._changing(), self.place.everyone)
+
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
-        """Write the checkpoint that `order` describes and delete old ones. Called by all ranks.
+        """Copy what the checkpoint that `order` describes needs and begin to write it. Called by all ranks.
 
         Raises:
-            PeerFailed: another rank could not write its part.
+            PeerFailed: another rank could not.
         """
         state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
-        path, ranks = Path(order.path), self.place.everyone
-        checkpoints.save(self._changing(), path, ranks, version=order.version, state=state, keep=order.keep)
+        self.checkpoints.begin(Path(order.path), version=order.version, state=state)
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.

@@ -1,6 +1,6 @@
 """Which checkpoints there are, and which is the newest whole one. Torch-free.
 
-    <root>/v<N>/    actor.optimizer-<rank>-of-<world>.safetensors ... rng-<rank>.safetensors state.json manifest.json
+    <root>/v<N>/    shard-<rank>-of-<world>.safetensors ... state.json manifest.json
 
 A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So one
 that is there is whole, unless the disk lost something later; such a one is passed over for the one before it.
@@ -9,6 +9,7 @@ that is there is whole, unless the disk lost something later; such a one is pass
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.runtime.run_dir import versions_in
@@ -41,8 +42,9 @@ def latest(root: Path) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` checkpoints, and what killed writers left; returns the deleted versions.
+def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
+    """Delete all but the newest `keep` checkpoints and those `protected`, and what killed writers left; returns the
+    deleted versions.
 
     Raises:
         ValueError: `keep` is not positive.
@@ -50,7 +52,7 @@ def prune(root: Path, keep: int) -> list[int]:
     if keep < 1:
         raise ValueError(f"keep is {keep}: a run needs its newest checkpoint; set checkpoint.keep to at least 1")
     atomic_dir.clear_leftovers(root)
-    old = versions_in(root)[:-keep]
+    old = [version for version in versions_in(root)[:-keep] if version not in protected]
     for version in old:
         atomic_dir.remove(root / f"v{version}")
     return old

@@ -54,8 +54,11 @@ class WrittenFile:
         return FileEntry.of(self.parts)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> WrittenFile:
     """Write `tensors`, whatever their device and strides, to the new file `path`; not synced.
+
+    Args:
+        metadata: of the file, in its header.
 
     Raises:
         OSError: it cannot be written.
@@ -67,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
                 f"tensor {name!r} is {tensor.dtype}; a weight file takes {', '.join(map(str, DTYPE_NAMES))}"
             )
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes

@@ -27,7 +27,9 @@ from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
     CollectWeights,
+    CommitCheckpoint,
     Discard,
+    FinishShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -37,8 +39,10 @@ from asyncrl.trainer.messages import (
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
+    WrittenShare,
 )
 from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.weights.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
@@ -72,6 +76,7 @@ class FakeWorkers:
     fail: dict[type[Request[Any]], Exception] = field(default_factory=dict)
     filtered_in_graph: float | None = None
     train_gate: asyncio.Event | None = None
+    write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -98,8 +103,16 @@ class FakeWorkers:
         match request:
             case Discard():
                 self.discarded += request.rollout_ids
-            case SaveCheckpoint():
-                self.stored = json.loads(json.dumps(request.master_state))
+            case FinishShare():
+                if self.write_gate is not None:
+                    await self.write_gate.wait()
+                return WrittenShare({f"shard-{worker}": FileEntry(1, "0")})
+            case CommitCheckpoint():
+                assert worker == 0, "the publisher"
+                assert len(request.files) == self.count
+                begun = self.requests(SaveCheckpoint)[-1]
+                assert begun.path == request.path
+                self.stored = json.loads(json.dumps(begun.master_state))
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
             case Publish():
@@ -128,7 +141,7 @@ class FakeWorkers:
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
 
     def saved(self) -> list[int]:
-        return [request.version for request in self.requests(SaveCheckpoint)]
+        return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
 
     def trained_rollouts(self) -> list[str]:
         return [entry.rollout_id for step in self.requests(BeginStep) for entry in step.assignment]
@@ -619,6 +632,53 @@ async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Pat
     assert run.workers.saved() == [1]
     assert run.workers.stored is not None
     assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_one_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(8))
+        await until(lambda: run.loop.version == 2)
+        await run.deliver(range(8, 12), oldest=2)
+        await until(lambda: run.loop.version == 3)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2]
+        assert run.workers.saved() == []
+        await run.deliver(range(12, 16), oldest=2)
+        await until(lambda: run.loop.version == 4)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2], "the second waits for the first"
+        written.set()
+        await task
+    assert run.workers.saved() == [2, 4]
+
+
+async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    run.workers.fail[FinishShare] = OSError("disk full")
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: bool(run.workers.requests(FinishShare)))
+        await run.deliver(range(4, 8))
+        with pytest.raises(OSError, match="disk full"):
+            await task
+    assert run.loop.version == 1
+    assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [1, 1], "tried once more at the end"
+    assert run.workers.saved() == []
+
+
+async def test_a_step_that_fails_leaves_the_checkpoint_under_way_to_be_finished(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: run.loop.version == 1)
+        run.workers.fail[RunCall] = RuntimeError("out of memory")
+        await run.deliver(range(4, 8))
+        await until(lambda: len(run.workers.requests(BeginStep)) == 2)
+        written.set()
+        with pytest.raises(ExecutionError, match="out of memory"):
+            await task
+    assert run.workers.saved() == [1]
 
 
 async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) -> None:
