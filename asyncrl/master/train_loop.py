@@ -41,6 +41,7 @@ from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, w
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -53,7 +54,8 @@ from asyncrl.trainer.messages import (
     Publish,
     SaveCheckpoint,
 )
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.settings import BestDirection, worker_grid
+from asyncrl.weights.checkpoint_dir import which_to_keep
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -315,9 +317,20 @@ class TrainLoop:
         shares = await self._all(FinishShare(path))
         files = {name: entry for share in shares for name, entry in share.files.items()}
         publisher = self.peers.workers[worker_grid(self.config).publisher]
-        commit = CommitCheckpoint(path, files, self.config.checkpoint.keep)
+        commit = CommitCheckpoint(path, files, self.config.checkpoint.keep, self._protected_checkpoints(version))
         await publisher.call(commit, timeout_s=self._limit_s)
         self._saved_version = version
+
+    def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
+        """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
+        keeping = self.config.checkpoint
+        versions = [*versions_in(checkpoint_root(self.run_dir)), version]
+        scores, undecided = {}, set[int]()
+        if keeping.keep_best is not None:
+            sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
+            scores = {key: sign * value for key, value in self._journal.scores(keeping.keep_best).items()}
+            undecided = self._journal.awaited_evaluations(versions)
+        return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))
 
     async def _last_save(self) -> None:
         """Wait until the checkpoint under way, if any, is whole on the disk; raises what it failed with."""

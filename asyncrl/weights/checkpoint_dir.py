@@ -9,7 +9,7 @@ that is there is whole, unless the disk lost something later; such a one is pass
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from asyncrl.runtime.run_dir import versions_in
@@ -40,6 +40,25 @@ def latest(root: Path) -> Path | None:
             f"no checkpoint in {root} can be used, the newest because {newest}; set resume=restart to begin anew"
         ) from newest
     return None
+
+
+def which_to_keep(
+    versions: Collection[int], newest: int, every: int, scores: Mapping[int, float], undecided: Collection[int] = ()
+) -> set[int]:
+    """Which of the checkpoints of `versions` stay.
+
+    Args:
+        newest: so many of the newest do.
+        every: those of every so manieth version do; 0: none.
+        scores: by version, higher is better; the best that still has a checkpoint stays, of equal ones the newest.
+        undecided: versions that may turn out to be the best, and stay until that is known.
+    """
+    ordered = sorted(versions)
+    kept = set(ordered[-newest:]) | {version for version in ordered if every and version % every == 0}
+    scored = [version for version in ordered if version in scores]
+    if scored:
+        kept.add(max(scored, key=lambda version: (scores[version], version)))
+    return kept | {version for version in ordered if version in undecided}
 
 
 def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:

@@ -42,6 +42,7 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.weights.checkpoint_dir import prune
 from asyncrl.weights.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
@@ -61,6 +62,12 @@ def make_config(**changes: Any) -> ExperimentConfig:
         group, _, leaf = name.rpartition("__")
         setattr(vars(config)[group] if group else config, leaf, value)
     return config
+
+
+def commit(order: CommitCheckpoint) -> None:
+    """Leave the folder that a checkpoint leaves, and delete those that it ends."""
+    Path(order.path).mkdir(parents=True)
+    prune(Path(order.path).parent, order.keep, order.protected)
 
 
 @dataclass
@@ -112,6 +119,7 @@ class FakeWorkers:
                 assert len(request.files) == self.count
                 begun = self.requests(SaveCheckpoint)[-1]
                 assert begun.path == request.path
+                commit(request)
                 self.stored = json.loads(json.dumps(begun.master_state))
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
@@ -201,7 +209,7 @@ class FakeRollouts:
 
     started: list[int] = field(default_factory=list)
     finish: asyncio.Event | None = None
-
+    lengths: dict[int, int] = field(default_factory=dict)
     fail: Exception | None = None
 
     async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
@@ -210,7 +218,8 @@ class FakeRollouts:
             await self.finish.wait()
         if self.fail is not None:
             raise self.fail
-        return EvaluationResult((1.0, 0.0), (5, 7), request.version, request.version)
+        length = self.lengths.get(request.version, 6)
+        return EvaluationResult((1.0, 0.0), (length - 1, length + 1), request.version, request.version)
 
 
 @dataclass
@@ -650,6 +659,28 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_o
         written.set()
         await task
     assert run.workers.saved() == [2, 4]
+
+
+async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=6, checkpoint__interval=1, checkpoint__keep=1, eval__interval=2)
+    config.checkpoint.keep_best, config.checkpoint.keep_best_direction = "eval/held_out/len_mean", "lowest"
+    run = Run(tmp_path, config)
+    run.rollouts.lengths = {0: 1, 2: 5, 4: 3, 6: 9}
+    async with running(run) as task:
+        for step in range(1, 7):
+            if step == 4:
+                await until(lambda: 2 in run.loop._journal.scores("eval/held_out/len_mean"))
+                run.rollouts.finish = asyncio.Event()
+            await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
+            if step == 6:
+                run.rollouts.finish.set()
+            else:
+                await until(lambda: len(run.workers.saved()) == step)  # noqa: B023 - called before the next round
+        await task
+    protected = {int(Path(save.path).name[1:]): save.protected for save in run.workers.requests(CommitCheckpoint)}
+    assert protected[3] == (2, 3), "0 was the shortest, but has no checkpoint"
+    assert protected[5] == (2, 4, 5), "the evaluation of 4 runs"
+    assert protected[6] == (4, 6), "4 was shorter than 2"
 
 
 async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:

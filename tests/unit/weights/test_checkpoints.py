@@ -22,7 +22,7 @@ from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights import atomic_dir, checkpoints
-from asyncrl.weights.checkpoint_dir import latest, prune
+from asyncrl.weights.checkpoint_dir import latest, prune, which_to_keep
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
 
 MakeBatch = Callable[..., StepBatch]
@@ -129,6 +129,31 @@ def test_only_the_newest_are_kept(config: ExperimentConfig, make_rank: MakeRank,
     assert versions_in(tmp_path) == [10, 11]
     with pytest.raises(ValueError, match=r"checkpoint\.keep"):
         prune(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("every", "scores", "undecided", "kept"),
+    [
+        (0, {}, (), {50, 60}),
+        (20, {}, (), {20, 40, 50, 60}),
+        (0, {10: 0.3, 30: 0.5, 40: 0.4, 70: 0.9}, (), {30, 50, 60}),  # 70 has no checkpoint
+        (0, {10: 0.5, 30: 0.5}, (), {30, 50, 60}),
+        (0, {10: -1.0}, (20, 80), {10, 20, 50, 60}),
+    ],
+)
+def test_the_newest_the_nth_and_the_best_are_kept(
+    every: int, scores: dict[int, float], undecided: tuple[int, ...], kept: set[int]
+) -> None:
+    assert which_to_keep([10, 20, 30, 40, 50, 60], 2, every, scores, undecided) == kept
+
+
+def test_a_protected_checkpoint_stays(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:
+    rank = make_rank(config)
+    for version in (1, 2, 3, 4):
+        path = tmp_path / f"v{version}"
+        rank.save_checkpoint(SaveCheckpoint(str(path), version, {}))
+        rank.checkpoints.commit(path, rank.checkpoints.share(path).result(LIMIT_S), keep=1, protected=(2,))
+    assert versions_in(tmp_path) == [2, 4]
 
 
 def test_a_checkpoint_of_another_graph_is_refused(
