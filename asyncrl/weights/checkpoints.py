@@ -148,12 +148,7 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
     path = _agree_on_latest(root, ranks)
     if path is None:
         return None
-    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
-            f"{FORMAT}); go on with the version that wrote it, or set resume=restart to begin anew"
-        )
+    state = read_state(path)
     for role in parts:
         if role not in state["roles"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
@@ -168,6 +163,21 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
         _restore_rng(stored, ranks.rank)
 
     ranks.together(restore, f"reading {path}")
+    return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What the checkpoint `path` holds beside tensors.
+
+    Raises:
+        ValueError: it is of an older asyncrl.
+    """
+    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
+            f"{FORMAT}); go on with the version that wrote it, or set resume=restart to begin anew"
+        )
     return state
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from asyncrl.weights.tensor_file import WrittenFile, write_tensors
+from asyncrl.weights.tensor_file import TensorFile, write_tensors
 
 if TYPE_CHECKING:
     from asyncrl.trainer.parallel import Ranks
@@ -86,7 +86,7 @@ def share_out(plans: Sequence[Mapping[Part, int]]) -> list[list[Part]]:
     return [sorted(share) for share in shares]
 
 
-def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> WrittenFile:
+def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> TensorFile:
     """Write this rank's file of a checkpoint into `directory`; not synced.
 
     Raises:
