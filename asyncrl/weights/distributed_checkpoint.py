@@ -47,7 +47,7 @@ class SavePlan:
     def __init__(self, state: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(state), None, is_coordinator=False)
-        held = {_part(item): item for item in self._planner.create_local_plan().items if _bytes(item) is not None}
+        held = {_part(item): item for item in self._planner.create_local_plan().items}
         plans = ranks.all_gather_bytes(msgspec.json.encode([(part, _bytes(item)) for part, item in held.items()]))
         decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
         self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
@@ -151,9 +151,6 @@ def _part(item: WriteItem) -> Part:
     return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
 
 
-def _bytes(item: WriteItem) -> int | None:
-    """Bytes of the part; None for the empty rest of a tensor that other ranks hold."""
+def _bytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
-    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-    empty_rest = 0 in chunk.sizes and 0 not in item.tensor_data.size
-    return None if empty_rest else prod(chunk.sizes) * dtype.itemsize
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
