@@ -1,5 +1,7 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
+`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder.
+
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
 
@@ -22,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncrl.config.describe import experiment_help, list_experiments, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
 
-    args = _parse(sys.argv[1:] if argv is None else list(argv), program())
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["export"]:
+        from asyncrl.commands import export
+
+        return export.main(argv[1:], program())
+    args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None
     try:

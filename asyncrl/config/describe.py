@@ -15,6 +15,7 @@ from asyncrl.config.setting import SettingInfo, setting_info
 
 USAGE = """\
 {program} <experiment> [setting=value ...] [options]
+{program} export RUN [--step N] OUT    write a run's policy as a Hugging Face folder
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:

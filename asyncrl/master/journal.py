@@ -7,6 +7,7 @@ that a resumed run has every row exactly once too. What a restart cuts off is no
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,15 @@ class Journal:
                 _log.warning("the evaluation of version %d was answered by versions %s", version, answered)
         self._rows.evaluated(version, statistics)
         self._write_ready()
+
+    def scores(self, metric: str) -> dict[int, float]:
+        """The values of `metric` by evaluated version."""
+        return {evaluation["version"]: evaluation[metric] for evaluation in self.evaluations if metric in evaluation}
+
+    def awaited_evaluations(self, versions: Iterable[int]) -> set[int]:
+        """Those of `versions` whose evaluation is due and has not ended."""
+        ended = {evaluation["version"] for evaluation in (*self.evaluations, *self.evaluations_failed)}
+        return {version for version in versions if self.evaluation_due(version) and version not in ended}
 
     def accuracies(self) -> dict[str, float]:
         """The last accuracy of each evaluated set."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum, auto
+from math import lcm
 from typing import TYPE_CHECKING
 
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.suggestions import did_you_mean
 from asyncrl.trainer.settings import worker_grid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
+
+
+EVALUATION_METRICS = ("accuracy", "reward_mean", "len_mean")
+"""What an evaluation of the set <name> measures, as eval/<name>/<metric>."""
 
 
 class OnStale(StrEnum):
@@ -47,8 +53,25 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"than the (max_head_offpolicyness + 1) * train_batch_size = {in_flight} that may be under way; use "
             f"{-(-in_flight // ranks)} or more"
         )
+    yield from _keep_best(config)
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
             f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of a "
             "group, and one sample has nothing to be compared with; use group_size=2 or more, or another advantage"
+        )
+
+
+def _keep_best(config: ExperimentConfig) -> Iterator[str]:
+    metric, checkpoints, evaluations = config.checkpoint.keep_best, config.checkpoint.interval, config.eval.interval
+    if metric is None:
+        return
+    measured = [f"eval/{config.eval.name}/{name}" for name in EVALUATION_METRICS]
+    if metric not in measured:
+        hint = did_you_mean(metric, measured) or ";"
+        yield f"checkpoint.keep_best={metric!r}: no evaluation measures it{hint} use one of {', '.join(measured)}"
+    elif not evaluations or not checkpoints or lcm(evaluations, checkpoints) > config.total_train_steps:
+        yield (
+            f"checkpoint.keep_best={metric!r}: no step has both an evaluation (eval.interval={evaluations}) and a "
+            f"checkpoint (checkpoint.interval={checkpoints}) within total_train_steps={config.total_train_steps}; make "
+            "one interval a multiple of the other"
         )

@@ -40,17 +40,22 @@ from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, w
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.runtime.run_dir import versions_in
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
+    CommitCheckpoint,
     Discard,
     EndStep,
+    FinishShare,
     LoadCheckpoint,
     Publish,
     SaveCheckpoint,
 )
+from asyncrl.trainer.settings import BestDirection, worker_grid
 from asyncrl.trainer.worker_grid import Placement
+from asyncrl.weights.checkpoint_dir import which_to_keep
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -106,7 +111,8 @@ class TrainLoop:
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
         self._trained_before = 0
-        self._saved_version: int | None = None
+        self._saved_version: int | None = None  # of the newest checkpoint that is whole on the disk
+        self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
         self._model_in_step = False
 
@@ -132,6 +138,8 @@ class TrainLoop:
         finally:
             await self._collector.close()
             await self._announcer.close()
+            if self._saving is not None:
+                self._saving.cancel()
             self._journal.close()
 
     async def _begin(self) -> None:
@@ -153,6 +161,8 @@ class TrainLoop:
             raise StopRequested
         begun = perf_counter()
         batch = await self._next_batch()
+        if self._saving is not None and self._saving.done():
+            await self._last_save()  # no step is trained after a checkpoint that could not be written
         has_data = perf_counter()
         stats = await self._train(batch)
         trained = perf_counter()
@@ -262,8 +272,10 @@ class TrainLoop:
             await self._announcer.close()
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
+        await self._last_save()
         if self._saved_version != self.version:
             await self._save()
+            await self._last_save()
         books = await self._last_books()
         write_summary(self.run_dir, self.version, self.config.total_train_steps, books, self._journal)
         check_books(books, self._trained_before + self.buffer.trained)
@@ -297,19 +309,59 @@ class TrainLoop:
         return state
 
     async def _save(self) -> None:
+        """Begin a checkpoint of the current version, once the one before it is there.
+
+        When this returns, the ModelWorkers have copied what they need, and the next step may change it.
+        """
+        await self._last_save()
         path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
         state = {"version": self.version, "buffer": self.buffer.state(), "journal": self._journal.state()}
-        checkpoint = SaveCheckpoint(path, self.version, self.config.checkpoint.keep, state)
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
-        await self._all(checkpoint)
-        self._saved_version = self.version
+        await self._all(SaveCheckpoint(path, self.version, state))
+        self._saving = asyncio.create_task(self._complete_save(path, self.version))
+
+    async def _complete_save(self, path: str, version: int) -> None:
+        shares = await self._all(FinishShare(path))
+        files = {name: entry for share in shares for name, entry in share.files.items()}
+        publisher = self.peers.workers[worker_grid(self.config).publisher]
+        commit = CommitCheckpoint(path, files, self.config.checkpoint.keep, self._protected_checkpoints(version))
+        await publisher.call(commit, timeout_s=self._limit_s)
+        self._saved_version = version
+
+    def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
+        """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
+        keeping = self.config.checkpoint
+        versions = [*versions_in(checkpoint_root(self.run_dir)), version]
+        scores, undecided = {}, set[int]()
+        if keeping.keep_best is not None:
+            sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
+            scores = {key: sign * value for key, value in self._journal.scores(keeping.keep_best).items()}
+            undecided = self._journal.awaited_evaluations(versions)
+        return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))
+
+    async def _last_save(self) -> None:
+        """Wait until the checkpoint under way, if any, is whole on the disk; raises what it failed with."""
+        if (saving := self._saving) is not None:
+            if not saving.done():
+                self._collector.check()  # a worker that is gone would be waited for
+            await asyncio.gather(saving, return_exceptions=True)
+            self._saving = None
+            saving.result()
 
     async def _save_what_is_complete(self) -> None:
-        """After a failure: save the last complete step, unless a step that failed has touched the model since."""
+        """After a failure: save the last complete step, unless a step that failed has touched the model since.
+
+        A checkpoint under way is of a complete step in any case, and is waited for.
+        """
+        try:
+            await self._last_save()
+        except Exception as error:
+            _log.warning("the checkpoint under way could not be written: %s", error)
         if self._model_in_step or self._saved_version == self.version or not self.version:
             return
         try:
             await self._save()
+            await self._last_save()
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)

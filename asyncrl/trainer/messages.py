@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
+from asyncrl.weights.manifest import FileEntry
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,12 +157,38 @@ class CollectWeights(Request[Done], frozen=True):
 
 
 class SaveCheckpoint(Request[Done], frozen=True):
-    """Write a checkpoint of `version` to `path` and delete all but the newest `keep` beside it."""
+    """Copy what a checkpoint of `version` needs to host memory and begin to write it for `path`.
+
+    It is there once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
+    """
 
     path: str
     version: int
-    keep: int
     master_state: dict[str, Any]
+
+
+class WrittenShare(Reply, frozen=True):
+    """The files that this rank has written, by name."""
+
+    files: dict[str, FileEntry]
+
+
+class FinishShare(Request[WrittenShare], frozen=True):
+    """Answered once this rank's files of the checkpoint `path` are on the disk, or could not be written."""
+
+    path: str
+
+
+class CommitCheckpoint(Request[Done], frozen=True):
+    """Make the checkpoint `path`, which consists of the `files` of all ranks, visible; of the publisher alone.
+
+    Then all but the newest `keep` beside it are deleted, and the versions `protected`.
+    """
+
+    path: str
+    files: dict[str, FileEntry]
+    keep: int
+    protected: tuple[int, ...] = ()
 
 
 class LoadedCheckpoint(Reply, frozen=True):

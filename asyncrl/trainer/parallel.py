@@ -54,6 +54,20 @@ class Ranks:
         """Largest of `tensor` over ranks, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """`data` of every rank, by rank; their lengths may differ."""
+        if self.world == 1:
+            return [data]
+        lengths = torch.zeros(self.world, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        longest = int(self.all_reduce_sum(lengths).max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(gathered, mine, group=self.group)
+        pairs = zip(gathered, lengths.tolist(), strict=True)
+        return [tensor[:length].numpy().tobytes() for tensor, length in pairs]
+
     def send(self, tensor: Tensor, to: int) -> dist.Work:
         """Begin to send `tensor` to the rank `to` of this group."""
         return _begun(dist.isend(tensor, group=self.group, group_dst=to))

@@ -37,8 +37,10 @@ from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
     CollectWeights,
+    CommitCheckpoint,
     Discard,
     EndStep,
+    FinishShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     MoveColumns,
@@ -49,6 +51,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     SendWeights,
+    WrittenShare,
 )
 from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
 from asyncrl.trainer.roles import TrainingRank, build_rank
@@ -90,6 +93,7 @@ class ModelWorker(Worker):
         )
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
+        self._open.callback(self._rank.checkpoints.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
@@ -118,6 +122,8 @@ class ModelWorker(Worker):
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
+                FinishShare: self._finish_share,
+                CommitCheckpoint: self._commit_checkpoint,
             },
             queued={
                 BeginStep: self._begin_step,
@@ -176,6 +182,15 @@ class ModelWorker(Worker):
 
     async def _send_weights(self, request: SendWeights) -> Done:
         await self._to_servers.send(request)
+        return Done()
+
+    async def _finish_share(self, request: FinishShare) -> WrittenShare:
+        share = self._rank.checkpoints.share(Path(request.path))
+        return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
+
+    async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
+        commit = partial(self._rank.checkpoints.commit, keep=request.keep, protected=request.protected)
+        await asyncio.to_thread(commit, Path(request.path), request.files)
         return Done()
 
     # The main thread.

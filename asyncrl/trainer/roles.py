@@ -7,6 +7,7 @@ loaded from the `path` in the arguments of one of its calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,13 @@ class TrainingRank:
 
     Attributes:
         engines: of the roles that the graph names, and the actor, those that this rank has a part of.
-        averaged: roles without an optimizer whose weights change all the same (a reference that follows the actor).
+        changing: the roles whose weights change, on whatever rank; a checkpoint holds them.
     """
 
     engines: dict[str, TrainingEngine]
     state: TrainState
     world: World
-    averaged: frozenset[str] = frozenset()
+    changing: tuple[str, ...] = ()
 
     def policy(self, role: str) -> PolicyEngine:
         """The language model of `role`.
@@ -54,15 +55,19 @@ class TrainingRank:
             raise TypeError(f"role {role!r} is no language model; only language models are published")
         return engine
 
+    @cached_property
+    def checkpoints(self) -> checkpoints.CheckpointWriter:
+        """Writes the checkpoints that `save_checkpoint` began."""
+        return checkpoints.CheckpointWriter(self._changing(), self.changing, self.world.everyone)
+
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
-        """Write the checkpoint that `order` describes and delete old ones. Called by all ranks.
+        """Copy what the checkpoint that `order` describes needs and begin to write it. Called by all ranks.
 
         Raises:
-            PeerFailed: another rank could not write its part.
+            PeerFailed: another rank could not.
         """
         state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
-        path, ranks = Path(order.path), self.world.everyone
-        checkpoints.save(self._changing(), path, ranks, version=order.version, state=state, keep=order.keep)
+        self.checkpoints.begin(Path(order.path), version=order.version, state=state)
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
@@ -80,7 +85,7 @@ class TrainingRank:
         return state["master_state"]
 
     def _changing(self) -> dict[str, TrainingEngine]:
-        return {role: engine for role, engine in self.engines.items() if engine.trained or role in self.averaged}
+        return {role: self.engines[role] for role in self.changing if role in self.engines}
 
 
 def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: torch.device) -> TrainingRank:
@@ -98,9 +103,9 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
             engines[role] = BaseOf(actor)
         else:
             engines[role] = _load(role, config, graph, make(config, place, device))
-    follows = REFERENCE in engines and config.algorithm.reference.mode == ReferenceMode.ema
-    averaged = frozenset((REFERENCE,)) if follows else frozenset()
-    return TrainingRank(engines, TrainState(config.algorithm), world, averaged)
+    follows = config.algorithm.reference.mode == ReferenceMode.ema
+    changing = tuple(role for role in roles if role in (ACTOR, CRITIC) or (role == REFERENCE and follows))
+    return TrainingRank(engines, TrainState(config.algorithm), world, changing)
 
 
 def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:

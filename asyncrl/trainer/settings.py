@@ -68,6 +68,13 @@ class LearningRateSchedule(StrEnum):
     cosine = auto()
 
 
+class BestDirection(StrEnum):
+    """Which value of a metric is the best."""
+
+    highest = auto()
+    lowest = auto()
+
+
 class ReferenceMode(StrEnum):
     """What the reference model does while the actor learns."""
 
@@ -231,7 +238,16 @@ class CheckpointConfig:
     interval: int = setting(
         10, "train steps between checkpoints; one is always written at exit; 0: only at exit", unit="steps", minimum=0
     )
-    keep: int = setting(2, "checkpoints kept", minimum=1)
+    keep: int = setting(2, "newest checkpoints kept", minimum=1)
+    keep_every: int = setting(
+        0, "older checkpoints of every so manieth step are kept too; 0: none", unit="steps", minimum=0
+    )
+    keep_best: Optional[str] = setting(
+        None, "metric of an evaluation, like eval/<eval.name>/accuracy, whose best checkpoint is kept too; null: none"
+    )
+    keep_best_direction: BestDirection = setting(
+        BestDirection.highest, "whether the highest or the lowest value of `checkpoint.keep_best` is the best"
+    )
 
 
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:

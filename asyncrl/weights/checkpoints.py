@@ -1,27 +1,32 @@
 """Everything a training run needs to continue, written so that a kill at any moment leaves a whole checkpoint.
 
-Each rank writes its share at the same time: a slice of the tensors of every part (a role whose weights or optimizer
-change) and its random number state. The leading rank adds `state.json` (what the parts have beside tensors, and the
-caller's own state, which is opaque here) and the manifest, and renames the directory into place. The slices are read by
-any number of ranks. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+    begin    all ranks: what each has to write is copied to host memory; training goes on
+    write    each rank by itself, in a thread: its file of tensors, synced and summed       (`distributed_checkpoint`)
+    commit   the leading rank, once the master knows that all have written: state.json, the manifest, the rename
+
+The tensors are those of every part (a role whose weights or optimizer change), by names that say nothing of the layout,
+`<role>.<name>`, and each rank's random number state, `rng.<rank>.<device>`. So they are read by any number of ranks in
+any layout. `state.json` has what the parts have beside tensors, and the caller's own state, which is opaque here.
+Tensors are safetensors, the rest is JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import latest, prune
-from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
-from asyncrl.weights.tensor_file import write_tensors
+from asyncrl.weights.distributed_checkpoint import Part, SavePlan, StoredTensors, write_shard
+from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
 
 if TYPE_CHECKING:
     from asyncrl.trainer.engines.base import TrainingEngine
@@ -30,77 +35,183 @@ if TYPE_CHECKING:
     Parts = Mapping[str, TrainingEngine]
     """By role."""
 
+FORMAT = 3
+"""Of `state.json` and the names of tensors. Before it, each rank wrote slices of vectors."""
 
-def save(parts: Parts, path: Path, ranks: Ranks, *, version: int, state: Mapping[str, Any], keep: int) -> None:
-    """Write a checkpoint of policy `version` to `path` and delete old ones beside it. Called by all ranks.
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A checkpoint under way, as this rank sees it."""
+
+    path: Path
+    version: int
+    document: bytes
+    """The content of `state.json`."""
+    share: Future[dict[str, FileEntry]]
+
+
+class CheckpointWriter:
+    """Writes checkpoints of `parts`, one after the other.
+
+    `begin` is called by all ranks in the thread that trains, the rest from any thread.
 
     Args:
-        state: any JSON values; `load` returns them.
-        keep: checkpoints kept in the folder of `path`.
-
-    Raises:
-        PeerFailed: another rank could not write its part.
+        parts: those of this rank.
+        roles: all whose parts are on some rank; the same on all.
     """
-    directory = atomic_dir.aside(path)
 
-    def begin() -> None:
-        if ranks.leads:
-            atomic_dir.begin(path)
+    def __init__(self, parts: Parts, roles: Sequence[str], ranks: Ranks) -> None:
+        self._parts, self._roles, self._ranks = parts, roles, ranks
+        self._plan: SavePlan | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: _Writing | None = None
 
-    def finish() -> None:
-        if ranks.leads:
-            # The key is older than averaged weights among the parts.
-            metadata = {role: {**part.state()[1], "slices": ranks.world} for role, part in parts.items()}
-            document = {"version": version, "optimizers": metadata, **state}
-            atomic_dir.write_file(directory / CHECKPOINT_STATE_FILE, json.dumps(document).encode())
-            files = {file.name: file_entry(file) for file in sorted(directory.iterdir())}
-            write_manifest(directory, Manifest("checkpoint", version, files))
-            atomic_dir.commit(path)
-            prune(path.parent, keep)
+    def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
+        """Copy a checkpoint of policy `version` to host memory and begin to write it aside of `path`.
 
-    ranks.together(begin, f"creating {path}")
-    ranks.together(lambda: write_share(parts, directory, ranks), f"writing {path}")
-    ranks.together(finish, f"completing {path}")
+        One before it that is still being written is waited for.
+
+        Args:
+            state: any JSON values; `load` returns them.
+
+        Raises:
+            PeerFailed: another rank could not.
+            OSError: this rank could not create the folder.
+        """
+        if self._writing is not None:
+            self._writing.share.exception()  # whoever asked for it is told
+        states = {role: part.state() for role, part in self._parts.items()}
+        if self._plan is None:
+            tensors = {f"{role}.{name}": tensor for role, (held, _) in states.items() for name, tensor in held.items()}
+            self._plan = SavePlan(tensors, self._ranks)
+        parts: dict[Part, Tensor] = {}
+
+        def prepare() -> None:
+            if self._ranks.leads:
+                atomic_dir.begin(path)
+            assert self._plan is not None
+            parts.update(self._plan.copy())
+            parts.update({(name, (0,)): value for name, value in _rng_state(self._ranks.rank).items()})
+
+        self._ranks.together(prepare, f"beginning {path}")
+        roles = self._steps_of_roles(states)
+        document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
+        share = self._thread.submit(self._write, atomic_dir.aside(path), parts)
+        self._writing = _Writing(path, version, document, share)
+
+    def _steps_of_roles(self, states: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> dict[str, dict[str, int]]:
+        """What `state` says of each role beside tensors; the leading rank need not host it."""
+        steps = [states[role][1].get("step", -1) if role in states else -1 for role in self._roles]
+        known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
+        return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
+
+    def share(self, path: Path) -> Future[dict[str, FileEntry]]:
+        """The files that this rank writes for the checkpoint `path`, once they are on the disk; fails as writing did.
+
+        Raises:
+            RuntimeError: `path` was not begun last.
+        """
+        return self._begun(path).share
+
+    def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
+        """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
+
+        Then all but the newest `keep` beside it are deleted, and those `protected`.
+
+        Raises:
+            OSError: it cannot be written.
+            RuntimeError: `path` was not begun last.
+        """
+        writing, directory = self._begun(path), atomic_dir.aside(path)
+        state_file = directory / CHECKPOINT_STATE_FILE
+        atomic_dir.write_file(state_file, writing.document)
+        listed = {**files, state_file.name: FileEntry.of([writing.document])}
+        write_manifest(directory, Manifest("checkpoint", writing.version, listed))
+        atomic_dir.commit(path)
+        prune(path.parent, keep, protected)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._thread.shutdown()
+
+    def _begun(self, path: Path) -> _Writing:
+        if self._writing is None or self._writing.path != path:
+            last = "none" if self._writing is None else self._writing.path
+            raise RuntimeError(f"checkpoint {path} is not under way here; the last one begun: {last}")
+        return self._writing
+
+    def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
+        file = write_shard(directory, parts, self._ranks)
+        with atomic_dir.syncing([file.path]):
+            return {file.path.name: file.entry()}
 
 
 def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
 
     Returns:
-        The state that `save` was given; None where there is no checkpoint, and nothing is changed then.
+        The state that `CheckpointWriter.begin` was given; None where there is no checkpoint, and nothing changes then.
 
     Raises:
-        ValueError: the checkpoint is of another model.
+        ValueError: the checkpoint is of another model or graph, or of an older asyncrl; nothing is changed then.
     """
     path = _agree_on_latest(root, ranks)
     if path is None:
         return None
-    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
-    for role, part in parts.items():
-        if role not in state["optimizers"]:
+    state = read_state(path)
+    for role in parts:
+        if role not in state["roles"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
-        meta = state["optimizers"][role]
-        stored, mine = read_slices(path, role, meta["slices"]), part.state()[0]
-        if {name: tensor.shape for name, tensor in stored.items()} != {name: mine[name].shape for name in mine}:
-            raise ValueError(
-                f"{path}: its {role} is a model with other parameters; start a new trial, or set resume=restart"
-            )
-        for name, tensor in mine.items():
-            tensor.copy_(stored[name])
-        part.load_state(meta)
-    _restore_rng(path / _rng_file(ranks.rank))
+    stored = StoredTensors(path)
+    mine = {f"{role}.{name}": tensor for role, part in parts.items() for name, tensor in part.state()[0].items()}
+    _check_same_model(path, stored, mine, parts, ranks)
+
+    def restore() -> None:
+        stored.read_into(mine)
+        for role, part in parts.items():
+            part.load_state(state["roles"][role])
+        _restore_rng(stored, ranks.rank)
+
+    ranks.together(restore, f"reading {path}")
     return state
 
 
-def write_share(parts: Parts, directory: Path, ranks: Ranks) -> None:
-    """Write this rank's files of a checkpoint into `directory`, synced."""
-    for role, part in parts.items():
-        share = {
-            key: tensor.detach().tensor_split(ranks.world)[ranks.rank] if tensor.dim() else tensor
-            for key, tensor in part.state()[0].items()
-        }
-        _write(directory / _slice_file(role, ranks.rank, ranks.world), share)
-    _write(directory / _rng_file(ranks.rank), _rng_state())
+def read_state(path: Path) -> dict[str, Any]:
+    """What the checkpoint `path` holds beside tensors.
+
+    Raises:
+        ValueError: it is of an older asyncrl.
+    """
+    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
+            f"{FORMAT}); go on with the version that wrote it, or set resume=restart to begin anew"
+        )
+    return state
+
+
+def _check_same_model(
+    path: Path, stored: StoredTensors, mine: Mapping[str, Tensor], roles: Collection[str], ranks: Ranks
+) -> None:
+    """Check that all ranks together want exactly what is stored of `roles`, and in the same shapes.
+
+    Raises:
+        ValueError: they do not.
+    """
+    names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
+    wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
+    wrong = [name for name, tensor in mine.items() if stored.shapes.get(name) != tuple(tensor.shape)]
+    wrong += [name for name, flag in zip(names, wanted.tolist(), strict=True) if not flag]
+
+    def refuse() -> None:
+        if wrong:
+            raise ValueError(
+                f"{path} is of a model with other parameters ({len(wrong)} differ, for example {wrong[0]!r}); start a "
+                "new trial, or set resume=restart"
+            )
+
+    ranks.together(refuse, f"comparing the model with {path}")
 
 
 def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
@@ -117,38 +228,16 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     return None if chosen < 0 else root / f"v{chosen}"
 
 
-def read_slices(path: Path, name: str, world: int) -> dict[str, Tensor]:
-    """The tensors of the part `name` in the checkpoint `path`, which `world` ranks wrote."""
-    parts = [load_file(str(path / _slice_file(name, index, world))) for index in range(world)]
-    return {
-        key: torch.cat([part[key] for part in parts]) if tensor.dim() else tensor for key, tensor in parts[0].items()
-    }
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_tensors(file, tensors)
-    atomic_dir.sync_file(file)
-
-
-def _slice_file(name: str, rank: int, world: int) -> str:
-    return f"{name}-{rank}-of-{world}.safetensors"
-
-
-def _rng_file(rank: int) -> str:
-    return f"rng-{rank}.safetensors"
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
+def _rng_state(rank: int) -> dict[str, Tensor]:
+    state = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _restore_rng(file: Path) -> None:
-    if not file.is_file():  # this run has more ranks than the one that wrote the checkpoint
-        return
-    state = load_file(str(file))
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _restore_rng(stored: StoredTensors, rank: int) -> None:
+    """Restore this rank's; a rank that the run which wrote the checkpoint did not have keeps its own."""
+    if (name := f"rng.{rank}.cpu") in stored.shapes:
+        torch.set_rng_state(stored.read(name))
+    if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():
+        torch.cuda.set_rng_state(stored.read(name))

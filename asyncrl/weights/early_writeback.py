@@ -38,10 +38,12 @@ class EarlyWriteback:
         self._begun = self._written = 0
         self._reserved = _reserve(descriptor, size)
 
-    def write(self, data: memoryview) -> None:
-        """Write all of `data` at the file's end."""
+    def write(self, data: memoryview, place: int) -> None:
+        """Write all of `data` at `place`."""
+        if place != self._written:  # what lies before is left to the end
+            self._begun = self._written = place
         while data:
-            count = os.write(self._descriptor, data[:_PIECE_BYTES])
+            count = os.pwrite(self._descriptor, data[:_PIECE_BYTES], self._written)
             data = data[count:]
             self._written += count
             pending = self._written - self._begun

@@ -3,15 +3,17 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, canary.json, manifest.json
 
-Every rank holds all weights, so all take part, in three steps, each of which begins when all have done the one before:
+The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All take part, in
+three steps, each of which begins when all have done the one before:
 
     begin    the leading rank creates the directory aside (`atomic_dir`)
-    write    every rank writes its share of the shards, syncs them and computes their checksums meanwhile
+    write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
+             it at once; then every rank syncs its files
     finish   the leading rank adds what is not weights: the index, the canary, hard links to what no version changes
              (`SharedFiles`), the manifest; and renames the directory into place
 
-So what a reader sees is whole and on the disk, the last version being the run's result. The bytes go from the tensors'
-memory to the page cache once, and are summed from there while the disk takes them.
+So what a reader sees is whole and on the disk, the last version being the run's result. No rank holds more than one
+tensor beyond its own part of the model. Bytes that are on the rank already go from their memory to the page cache once.
 
 The other ranks tell it what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
 the generation servers read it.
@@ -20,13 +22,15 @@ the generation servers read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from torch import Tensor
 
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
@@ -42,7 +46,7 @@ from asyncrl.weights.manifest import (
 )
 from asyncrl.weights.published import Published, TensorSpec
 from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
+from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile
 
 if TYPE_CHECKING:
     from asyncrl.trainer.parallel import Ranks
@@ -52,6 +56,22 @@ MAX_SHARD_BYTES = 4 << 30
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
+
+
+def write_model(source: Published, folder: Path, beside: Sequence[Path], ranks: Ranks) -> None:
+    """Write `source` as the new Hugging Face folder `folder`, with copies of the files `beside`; by one rank alone.
+
+    Raises:
+        OSError: it cannot be written; nothing is visible then.
+    """
+    shards = plan_shards(source.published_specs(), 1)
+    writing = _Writing(source, folder, Manifest("", 0, {}, _tensor_entries(shards)), shards, ranks)
+    writing.begin()
+    writing.write()
+    writing.write_index()
+    for file in beside:
+        _write_file(writing.directory / file.name, file.read_bytes())
+    atomic_dir.commit(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +226,17 @@ class _Writing:
 
     def write(self) -> None:
         owners = {spec.name: shard.rank for shard in self.shards for spec in shard.specs}
-        tensors = dict(self.source.gather(owners))
-        files = [
-            write_tensors(
-                self.directory / _shard_name(index, len(self.shards)),
-                {spec.name: tensors[spec.name] for spec in shard.specs},
-            )
+        mine = [
+            (self.directory / _shard_name(index, len(self.shards)), shard.specs)
             for index, shard in enumerate(self.shards)
             if shard.rank == self.ranks.rank
         ]
+        gathered = self.source.gather(owners)
+        try:
+            files = [_write_shard(path, specs, gathered) for path, specs in mine]
+        finally:
+            for _ in gathered:  # the others wait for this rank at every tensor, whatever became of its file
+                pass
         with atomic_dir.syncing([file.path for file in files]):
             self.written = {file.path.name: file.entry() for file in files}
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
@@ -228,12 +250,17 @@ class _Writing:
         for part in map(self._part, others):
             files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
             part.unlink()
-        if len(self.shards) > 1:
-            files[_INDEX_FILE] = _write_file(self.directory / _INDEX_FILE, self._index())
+        files |= self.write_index()
         if canary is not None:
             files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
         write_manifest(self.directory, msgspec.structs.replace(self.manifest, files=files))
         atomic_dir.commit(self.final)
+
+    def write_index(self) -> dict[str, FileEntry]:
+        """Write the index, where there are several files."""
+        if len(self.shards) < 2:
+            return {}
+        return {_INDEX_FILE: _write_file(self.directory / _INDEX_FILE, self._index())}
 
     def _index(self) -> bytes:
         total = sum(spec.nbytes for shard in self.shards for spec in shard.specs)
@@ -242,6 +269,14 @@ class _Writing:
 
     def _part(self, rank: int) -> Path:
         return self.directory / f"part-{rank}.json"
+
+
+def _write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> TensorFile:
+    """Write the file of `specs`, which are the next of `tensors`; not synced."""
+    with TensorFile(path, specs) as file:
+        for name, tensor in islice(tensors, len(specs)):
+            file.write(name, tensor)
+    return file
 
 
 def _write_file(path: Path, data: bytes) -> FileEntry:

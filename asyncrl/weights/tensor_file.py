@@ -1,31 +1,34 @@
-"""Writing a safetensors file straight from the tensors' memory.
+"""Writing a safetensors file tensor by tensor, straight from their memory.
 
-`safetensors.torch.save_file` refuses views that share a storage, so a trainer with flat parameters would have to copy
-every tensor first: fresh memory as large as the model, at each version. Here a tensor on the CPU is written where it
-lies, and one elsewhere passes through a copy of itself alone.
+`safetensors.torch.save_file` wants all tensors at once, and refuses views that share a storage, so a trainer would have
+to gather and copy everything first: fresh memory as large as the model, at each version. Here the file is laid out from
+names, shapes and types alone; then each tensor is written where its place is, in any order, from where it lies on the
+CPU, or through a copy of itself alone.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header,
 JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors lie in the order of
 falling element size, so that each is aligned.
 
-The checksum comes from the same memory, or from the file where that memory was a copy. It is left to the caller, who
-may compute it while the disk takes the file; beside the writing itself it would only slow that down.
+The checksum is of the bytes as they pass, while they are in the core's cache. Where tensors do not come in the file's
+order it is read back from the file; that is left to the caller, who may do it while the disk takes the file.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from asyncrl.weights.early_writeback import EarlyWriteback
 from asyncrl.weights.manifest import FileEntry, file_entry
+from asyncrl.weights.published import TensorSpec
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -38,54 +41,91 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _ALIGNMENT = 8
+_PIECE_BYTES = 1 << 20  # stays in the core's cache between being summed and being written
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A file, and the memory that it was written from; None where that was not the tensors' own."""
+class TensorFile:
+    """The new file `path` of the tensors `specs`, which are then written one by one; not synced.
 
-    path: Path
-    parts: Sequence[memoryview] | None
+    Leave it as a context manager: that checks that it is complete.
 
-    def entry(self) -> FileEntry:
-        """Size and checksum; the tensors must not have changed since."""
-        if self.parts is None:
-            return file_entry(self.path)
-        return FileEntry.of(self.parts)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
-    """Write `tensors`, whatever their device and strides, to the new file `path`; not synced.
+    Args:
+        metadata: of the file, in its header.
 
     Raises:
         OSError: it cannot be written.
         TypeError: a tensor is of a type that has no name in the format.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(
-                f"tensor {name!r} is {tensor.dtype}; a weight file takes {', '.join(map(str, DTYPE_NAMES))}"
-            )
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    parts = [memoryview(struct.pack("<Q", len(encoded)) + encoded)]
-    with FileIO(path, "x") as file:
-        writer = EarlyWriteback(file.fileno(), len(parts[0]) + end)
-        writer.write(parts[0])
-        for _, tensor in ordered:
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            data = flat.view(torch.uint8).numpy().data
-            writer.write(data)
-            if flat.data_ptr() == tensor.data_ptr():
-                parts.append(data)
-    return WrittenFile(path, parts if len(parts) == 1 + len(ordered) else None)
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+        places: dict[str, int] = {}
+        end = 0
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+            if spec.dtype not in DTYPE_NAMES:
+                known = ", ".join(map(str, DTYPE_NAMES))
+                raise TypeError(f"tensor {spec.name!r} is {spec.dtype}; a weight file takes {known}")
+            places[spec.name], begin = end, end
+            end += spec.nbytes
+            header[spec.name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": [begin, end],
+            }
+        encoded = msgspec.json.encode(header)
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        start = struct.pack("<Q", len(encoded)) + encoded
+        self._size = len(start) + end
+        self._missing = {spec.name: (spec, len(start) + places[spec.name]) for spec in specs}
+        self._digest, self._summed = xxhash.xxh3_64(), 0
+        self._file = FileIO(path, "x")
+        self._writer = EarlyWriteback(self._file.fileno(), self._size)
+        self._put(memoryview(start), 0)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and self._missing:
+            raise ValueError(f"{self.path} lacks {next(iter(self._missing))!r} ({len(self._missing)} missing)")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of its tensors, whatever its device and strides.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it is none of them, was written before, or is of another shape or type.
+        """
+        spec, place = self._missing.get(name, (None, 0))
+        if spec is None or (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise ValueError(f"{self.path}: got {name!r}, {tensor.dtype}{list(tensor.shape)}, where {spec} is to come")
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        self._put(flat.view(torch.uint8).numpy().data, place)
+        del self._missing[name]
+
+    def entry(self) -> FileEntry:
+        """Size and checksum of the complete file."""
+        if self._summed == self._size:
+            return FileEntry(self._size, self._digest.hexdigest())
+        return file_entry(self.path)
+
+    def _put(self, data: memoryview, place: int) -> None:
+        for begin in range(0, len(data), _PIECE_BYTES):
+            piece = data[begin : begin + _PIECE_BYTES]
+            if self._summed == place + begin:
+                self._digest.update(piece)
+                self._summed += len(piece)
+            self._writer.write(piece, place + begin)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
+    """Write `tensors` to the new file `path`; see `TensorFile`."""
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    with TensorFile(path, specs, metadata) as file:
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # the file's order
+            file.write(spec.name, tensors[spec.name])
+    return file

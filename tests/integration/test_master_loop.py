@@ -27,7 +27,9 @@ from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
     CollectWeights,
+    CommitCheckpoint,
     Discard,
+    FinishShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -37,8 +39,11 @@ from asyncrl.trainer.messages import (
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
+    WrittenShare,
 )
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.weights.checkpoint_dir import prune
+from asyncrl.weights.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
@@ -59,6 +64,12 @@ def make_config(**changes: Any) -> ExperimentConfig:
     return config
 
 
+def commit(order: CommitCheckpoint) -> None:
+    """Leave the folder that a checkpoint leaves, and delete those that it ends."""
+    Path(order.path).mkdir(parents=True)
+    prune(Path(order.path).parent, order.keep, order.protected)
+
+
 @dataclass
 class FakeWorkers:
     """ModelWorkers: a queue of received rollouts per data head, a log of what they were asked.
@@ -75,6 +86,7 @@ class FakeWorkers:
     fail: dict[type[Request[Any]], Exception] = field(default_factory=dict)
     filtered_in_graph: float | None = None
     train_gate: asyncio.Event | None = None
+    write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -103,8 +115,17 @@ class FakeWorkers:
         match request:
             case Discard():
                 self.discarded += request.rollout_ids
-            case SaveCheckpoint():
-                self.stored = json.loads(json.dumps(request.master_state))
+            case FinishShare():
+                if self.write_gate is not None:
+                    await self.write_gate.wait()
+                return WrittenShare({f"shard-{worker}": FileEntry(1, "0")})
+            case CommitCheckpoint():
+                assert worker == 0, "the publisher"
+                assert len(request.files) == self.count
+                begun = self.requests(SaveCheckpoint)[-1]
+                assert begun.path == request.path
+                commit(request)
+                self.stored = json.loads(json.dumps(begun.master_state))
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
             case Publish():
@@ -133,7 +154,7 @@ class FakeWorkers:
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
 
     def saved(self) -> list[int]:
-        return [request.version for request in self.requests(SaveCheckpoint)]
+        return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
 
     def trained_rollouts(self) -> list[str]:
         return [entry.rollout_id for step in self.requests(BeginStep) for entry in step.assignment]
@@ -193,7 +214,7 @@ class FakeRollouts:
 
     started: list[int] = field(default_factory=list)
     finish: asyncio.Event | None = None
-
+    lengths: dict[int, int] = field(default_factory=dict)
     fail: Exception | None = None
 
     async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
@@ -202,7 +223,8 @@ class FakeRollouts:
             await self.finish.wait()
         if self.fail is not None:
             raise self.fail
-        return EvaluationResult((1.0, 0.0), (5, 7), request.version, request.version)
+        length = self.lengths.get(request.version, 6)
+        return EvaluationResult((1.0, 0.0), (length - 1, length + 1), request.version, request.version)
 
 
 @dataclass
@@ -636,6 +658,75 @@ async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Pat
     assert run.workers.saved() == [1]
     assert run.workers.stored is not None
     assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_one_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(8))
+        await until(lambda: run.loop.version == 2)
+        await run.deliver(range(8, 12), oldest=2)
+        await until(lambda: run.loop.version == 3)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2]
+        assert run.workers.saved() == []
+        await run.deliver(range(12, 16), oldest=2)
+        await until(lambda: run.loop.version == 4)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2], "the second waits for the first"
+        written.set()
+        await task
+    assert run.workers.saved() == [2, 4]
+
+
+async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=6, checkpoint__interval=1, checkpoint__keep=1, eval__interval=2)
+    config.checkpoint.keep_best, config.checkpoint.keep_best_direction = "eval/held_out/len_mean", "lowest"
+    run = Run(tmp_path, config)
+    run.rollouts.lengths = {0: 1, 2: 5, 4: 3, 6: 9}
+    async with running(run) as task:
+        for step in range(1, 7):
+            if step == 4:
+                await until(lambda: 2 in run.loop._journal.scores("eval/held_out/len_mean"))
+                run.rollouts.finish = asyncio.Event()
+            await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
+            if step == 6:
+                run.rollouts.finish.set()
+            else:
+                await until(lambda: len(run.workers.saved()) == step)  # noqa: B023 - called before the next round
+        await task
+    protected = {int(Path(save.path).name[1:]): save.protected for save in run.workers.requests(CommitCheckpoint)}
+    assert protected[3] == (2, 3), "0 was the shortest, but has no checkpoint"
+    assert protected[5] == (2, 4, 5), "the evaluation of 4 runs"
+    assert protected[6] == (4, 6), "4 was shorter than 2"
+
+
+async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    run.workers.fail[FinishShare] = OSError("disk full")
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: bool(run.workers.requests(FinishShare)))
+        await run.deliver(range(4, 8))
+        with pytest.raises(OSError, match="disk full"):
+            await task
+    assert run.loop.version == 1
+    assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [1, 1], "tried once more at the end"
+    assert run.workers.saved() == []
+
+
+async def test_a_step_that_fails_leaves_the_checkpoint_under_way_to_be_finished(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: run.loop.version == 1)
+        run.workers.fail[RunCall] = RuntimeError("out of memory")
+        await run.deliver(range(4, 8))
+        await until(lambda: len(run.workers.requests(BeginStep)) == 2)
+        written.set()
+        with pytest.raises(ExecutionError, match="out of memory"):
+            await task
+    assert run.workers.saved() == [1]
 
 
 async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ from asyncrl.trainer.messages import (
     Assignment,
     BeginStep,
     CollectWeights,
+    CommitCheckpoint,
     Discard,
     EndStep,
+    FinishShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     PollBuffer,
@@ -145,6 +147,13 @@ class Workers:
     def published(self) -> list[str]:
         return [folder.name for folder in (self.run_dir / "weights" / "actor").glob("v*")]
 
+    async def save(self, path: Path, state: dict[str, Any]) -> None:
+        """As the master does, to the end."""
+        await self.all(SaveCheckpoint(str(path), state["version"], state))
+        shares = await self.all(FinishShare(str(path)))
+        files = {name: entry for share in shares for name, entry in share.files.items()}
+        await self.clients[0].call(CommitCheckpoint(str(path), files, keep=1), timeout_s=LIMIT_S)
+
     async def close(self) -> list[int]:
         """Stop the workers as the launcher does; returns their exit codes."""
         for pusher in self.pushers:
@@ -200,6 +209,7 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         assert await workers.all(LoadCheckpoint("none")) == [LoadedCheckpoint(None)]
         expected = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(3)]
         single = AutoModelForCausalLM.from_pretrained(await workers.publish(3))
+        expected.append((await workers.train(3))["ppo/loss_per_minibatch"])
         assert await workers.close() == [0]
     assert np.abs(expected).max() > 1e-3
 
@@ -207,9 +217,9 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
     async with start(2, "resumed") as workers:
         losses = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(2)]
         path = workers.run_dir / "checkpoints" / "v2"
-        await workers.all(SaveCheckpoint(str(path), 2, 1, state))
+        await workers.save(path, state)
         losses.append((await workers.train(2))["ppo/loss_per_minibatch"])
-        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(losses, expected[:3], rtol=0, atol=1e-5)
         published = await workers.publish(3)
         assert verify(Path(published)).version == 3
         sharded = AutoModelForCausalLM.from_pretrained(published)
@@ -227,8 +237,15 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
     async with start(1, "resumed") as workers:  # the two ranks were killed
         assert await workers.all(LoadCheckpoint(str(path.parent))) == [LoadedCheckpoint(state)]
         stats = await workers.train(2)
+        await workers.save(path.with_name("v3"), state | {"version": 3})
         assert await workers.close() == [0]
     assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected[2], abs=1e-5)
+
+    async with start(2, "resumed") as workers:
+        loaded = LoadedCheckpoint(state | {"version": 3})
+        assert await workers.all(LoadCheckpoint(str(path.parent))) == [loaded, loaded]
+        stats = await workers.train(3)
+    assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected[3], abs=1e-5)
 
 
 async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reported(start: StartWorkers) -> None:

@@ -121,6 +121,18 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["trainer.buffer_capacity=159"], ["trainer.buffer_capacity=159", "160 or more"]),
         (["trainer.buffer_capacity=79", "trainer.parallel=d2"], ["2 rank(s) hold 158", "= 160", "80 or more"]),
         (["group_size=1"], ["group_size=1", "group_size=2"]),
+        (
+            ["checkpoint.keep_best=eval/held_out/acuracy"],
+            ["keep_best='eval/held_out/acuracy'", "did you mean 'eval/held_out/accuracy'? use one of", "len_mean"],
+        ),
+        (
+            ["checkpoint.keep_best=eval/held_out/accuracy", "eval.interval=0"],
+            ["checkpoint.keep_best=", "no step has both", "eval.interval=0"],
+        ),
+        (
+            ["checkpoint.keep_best=eval/held_out/accuracy", "eval.interval=7", "checkpoint.interval=31"],
+            ["no step has both an evaluation (eval.interval=7) and a checkpoint (checkpoint.interval=31)"],
+        ),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature=0.0", "use 1.0"]),
         (["generation.context_length=20"], ["generation.context_length=20", "or more"]),
         (["generation.max_running_requests=4"], ["generation.max_running_requests=4", "group_size=8"]),

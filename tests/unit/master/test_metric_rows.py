@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.metric_rows import RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.master.records import RolloutRecord
+from asyncrl.master.settings import EVALUATION_METRICS
 from asyncrl.rollout.messages import EvaluationResult
 
 
@@ -40,6 +41,11 @@ def test_every_row_comes_out_once_and_in_order(data: st.DataObject) -> None:
             queue.evaluated(ends[position], {"seen": 1})
             out += queue.pop_ready()
     assert out == [(step, {"seen": 1} if step in evaluated else {}) for step in range(1, steps + 1)]
+
+
+def test_an_evaluation_measures_what_the_settings_may_name() -> None:
+    measured = evaluation_statistics("held_out", EvaluationResult((1.0, 0.0), (5, 7), 3, 3))
+    assert measured.keys() == {f"eval/held_out/{metric}" for metric in EVALUATION_METRICS}
 
 
 def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:

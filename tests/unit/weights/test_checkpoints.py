@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -18,22 +19,23 @@ from asyncrl.config.setting import ChoiceConfig
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
-from asyncrl.weights import atomic_dir
-from asyncrl.weights import checkpoints as checkpoint
-from asyncrl.weights.checkpoint_dir import latest, prune
-from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, verify
+from asyncrl.weights import atomic_dir, checkpoints
+from asyncrl.weights.checkpoint_dir import latest, prune, which_to_keep
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
+LIMIT_S = 60.0
 
 
 def save(rank: TrainingRank, root: Path, version: int, keep: int = 2) -> Path:
     path = root / f"v{version}"
-    rank.save_checkpoint(SaveCheckpoint(str(path), version, keep, {"version": version}))
+    rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}))
+    files = rank.checkpoints.share(path).result(LIMIT_S)
+    rank.checkpoints.commit(path, files, keep=keep, protected=())
     return path
 
 
@@ -99,7 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     rank = make_rank(config)
     save(rank, tmp_path, 1)
     newest = save(rank, tmp_path, 2)
-    file = next(newest.glob("actor-*"))
+    file = next(newest.glob("shard-*"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -129,18 +131,29 @@ def test_only_the_newest_are_kept(config: ExperimentConfig, make_rank: MakeRank,
         prune(tmp_path, 0)
 
 
-def test_slices_of_several_ranks_are_read_by_one(
-    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep, tmp_path: Path
+@pytest.mark.parametrize(
+    ("every", "scores", "undecided", "kept"),
+    [
+        (0, {}, (), {50, 60}),
+        (20, {}, (), {20, 40, 50, 60}),
+        (0, {10: 0.3, 30: 0.5, 40: 0.4, 70: 0.9}, (), {30, 50, 60}),  # 70 has no checkpoint
+        (0, {10: 0.5, 30: 0.5}, (), {30, 50, 60}),
+        (0, {10: -1.0}, (20, 80), {10, 20, 50, 60}),
+    ],
+)
+def test_the_newest_the_nth_and_the_best_are_kept(
+    every: int, scores: dict[int, float], undecided: tuple[int, ...], kept: set[int]
 ) -> None:
+    assert which_to_keep([10, 20, 30, 40, 50, 60], 2, every, scores, undecided) == kept
+
+
+def test_a_protected_checkpoint_stays(config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path) -> None:
     rank = make_rank(config)
-    run_step(config, rank, make_batch())
-    path = atomic_dir.begin(tmp_path / "v1")
-    for index in range(3):
-        checkpoint.write_share(rank.engines, path, Ranks(index, 3))
-    tensors = checkpoint.read_slices(path, "actor", 3)
-    expected, _ = rank.policy("actor").state()
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+    for version in (1, 2, 3, 4):
+        path = tmp_path / f"v{version}"
+        rank.save_checkpoint(SaveCheckpoint(str(path), version, {}))
+        rank.checkpoints.commit(path, rank.checkpoints.share(path).result(LIMIT_S), keep=1, protected=(2,))
+    assert versions_in(tmp_path) == [2, 4]
 
 
 def test_a_checkpoint_of_another_graph_is_refused(
@@ -151,6 +164,74 @@ def test_a_checkpoint_of_another_graph_is_refused(
     save(make_rank(everything), tmp_path, 1)
     with pytest.raises(ValueError, match="no state of role 'critic'"):
         rank.load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(
+    config: ExperimentConfig, make_rank: MakeRank, llama_dir: Path, tmp_path: Path
+) -> None:
+    save(make_rank(config), tmp_path, 1)
+    config.model.path = str(llama_dir)
+    rank = make_rank(config)
+    before = {name: tensor.clone() for name, tensor in rank.policy("actor").state()[0].items()}
+    with pytest.raises(ValueError, match=r"v1 is of a model with other parameters \(\d+ differ"):
+        rank.load_checkpoint(tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rank.policy("actor").state()[0].items())
+
+
+def test_a_model_that_lacks_what_is_stored_is_refused(
+    everything: ExperimentConfig, make_rank: MakeRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(everything)
+    save(rank, tmp_path, 1)
+    critic = rank.engines["critic"]
+    tensors, meta = critic.state()
+    without_head = {name: tensor for name, tensor in tensors.items() if "head" not in name}
+    monkeypatch.setattr(critic, "state", lambda: (without_head, meta))
+    with pytest.raises(ValueError, match=r"other parameters \(6 differ, for example 'critic.exp_avg.head.bias'"):
+        rank.load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_an_older_format_is_refused_by_name(
+    config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path
+) -> None:
+    rank = make_rank(config)
+    path = save(rank, tmp_path, 1)
+    document = json.loads((path / "state.json").read_bytes())
+    del document["format"]
+    (path / "state.json").write_text(json.dumps(document))
+    files = {file.name: file_entry(file) for file in path.iterdir() if file.name != MANIFEST_FILE}
+    write_manifest(path, Manifest("checkpoint", 1, files))
+    with pytest.raises(ValueError, match=r"v1 was written by another version .* \(format 2, this one reads 3\)"):
+        rank.load_checkpoint(tmp_path)
+
+
+def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep, tmp_path: Path
+) -> None:
+    rank, restored = make_rank(config), make_rank(config)
+    expected = {name: tensor.clone() for name, tensor in rank.policy("actor").state()[0].items()}
+    path = tmp_path / "v1"
+    rank.save_checkpoint(SaveCheckpoint(str(path), 1, {}))
+    run_step(config, rank, make_batch())
+    assert latest(tmp_path) is None, "written, but not committed"
+    rank.checkpoints.commit(path, rank.checkpoints.share(path).result(LIMIT_S), keep=1, protected=())
+    restored.load_checkpoint(tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in restored.policy("actor").state()[0].items())
+
+
+def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_written(
+    config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        rank.save_checkpoint(SaveCheckpoint(str(tmp_path / "v1"), 1, {}))
+        with pytest.raises(OSError, match="disk full"):
+            rank.checkpoints.share(tmp_path / "v1").result(LIMIT_S)
+    save(rank, tmp_path, 2)
+    assert versions_in(tmp_path) == [2]
+    with pytest.raises(RuntimeError, match=r"v1 is not under way here; the last one begun: .*v2"):
+        rank.checkpoints.share(tmp_path / "v1")
 
 
 WRITER = """

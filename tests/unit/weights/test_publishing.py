@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.run_dir import versions_in
@@ -19,6 +20,7 @@ from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
+from asyncrl.weights.loading import read_checkpoint
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
 from asyncrl.weights.published import TensorSpec, WholeModel
 from asyncrl.weights.shared_files import SharedFiles
@@ -93,7 +95,7 @@ def test_a_torn_version_is_written_anew(qwen_dir: Path, tmp_path: Path) -> None:
     ("module", "stage"),
     [
         (atomic_dir, "begin"),
-        (weights, "write_tensors"),
+        (weights, "TensorFile"),
         (atomic_dir, "sync_file"),
         (weights, "write_manifest"),
         (atomic_dir, "commit"),
@@ -135,6 +137,55 @@ def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Pat
     assert {path.name for path in final.iterdir()} == {*whole.files, MANIFEST_FILE}
     loaded = AutoModelForCausalLM.from_pretrained(str(final)).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wholes[0].tensors().items())
+
+
+class OneBuffer:
+    """A model of which there is one tensor at a time, in memory that the next one overwrites."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.names = [f"t{index}" for index in range(count)]
+        self.left_at: int | None = None
+
+    def published_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, (3, 1 << 10), torch.float32) for name in self.names]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(3, 1 << 10)
+        for index, name in enumerate(self.names):
+            self.left_at = index
+            yield name, buffer.fill_(index)
+            buffer.fill_(float("nan"))
+        self.left_at = None
+
+
+def publish_from(source: OneBuffer, root: Path, config: PretrainedConfig) -> Path:
+    shared = SharedFiles(config)
+    return weights.publish(
+        source, root, role="actor", version=1, ranks=Ranks(), shared=shared, max_shard_bytes=2 * (3 << 12)
+    )
+
+
+def test_each_tensor_is_written_before_the_next_is_gathered(tmp_path: Path) -> None:
+    path = publish_from(OneBuffer(), tmp_path, Qwen2Config())
+    assert len(list(path.glob("model-*-of-00003.safetensors"))) == 3
+    tensors = read_checkpoint(path)
+    assert {name: tensor.unique().tolist() for name, tensor in tensors.items()} == {f"t{i}": [i] for i in range(5)}
+
+
+def test_a_rank_whose_file_fails_takes_part_to_the_end_so_that_no_other_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, calls = OneBuffer(), []
+
+    def fail_at_the_second(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(weights.TensorFile, "write", fail_at_the_second)
+    with pytest.raises(OSError, match="disk full"):
+        publish_from(source, tmp_path, Qwen2Config())
+    assert source.left_at is None
 
 
 def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from asyncrl.weights import early_writeback
 from asyncrl.weights.manifest import file_entry
-from asyncrl.weights.tensor_file import DTYPE_NAMES, write_tensors
+from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
 
 
 def of_every_type() -> dict[str, Tensor]:
@@ -50,20 +51,34 @@ def test_transformers_finds_the_format_it_asks_for(tmp_path: Path) -> None:
 
 
 def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:7], place))
     write_tensors(tmp_path / "x", {"w": torch.arange(100)})
     assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(100))
 
 
 @pytest.mark.parametrize("entries", [10, 700_000])  # below and above what is handed to the disk at a time
-def test_the_sum_is_that_of_the_file_whether_the_memory_was_the_tensors_own_or_a_copy(
-    tmp_path: Path, entries: int
-) -> None:
-    flat = torch.rand(2 * entries)
-    for name, tensor in (("own", flat), ("copied", flat.view(2, entries).T)):
-        written = write_tensors(tmp_path / name, {"w": tensor, "b": torch.ones(3)})
-        assert written.entry() == file_entry(tmp_path / name)
+def test_the_sum_is_that_of_the_file_in_whatever_order_it_was_written(tmp_path: Path, entries: int) -> None:
+    tensors = {"w": torch.rand(2, entries), "t": torch.rand(entries, 2).T, "b": torch.ones(3, dtype=torch.bfloat16)}
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    for order in (("w", "t", "b"), ("t", "b", "w")):
+        with TensorFile(tmp_path / order[0], specs) as written:
+            for name in order:
+                written.write(name, tensors[name])
+        assert written.entry() == file_entry(tmp_path / order[0])
+        read = load_file(tmp_path / order[0])
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_was_not_announced_or_does_not_come_is_named(tmp_path: Path) -> None:
+    specs = [TensorSpec("w", (2,), torch.float32), TensorSpec("b", (1,), torch.float32)]
+    file = TensorFile(tmp_path / "x", specs)
+    file.write("w", torch.ones(2))
+    for name, tensor in (("w", torch.ones(2)), ("b", torch.ones(2)), ("c", torch.ones(1))):
+        with pytest.raises(ValueError, match=rf"got '{name}'"):
+            file.write(name, tensor)
+    with pytest.raises(ValueError, match=r"lacks 'b' \(1 missing\)"):
+        file.__exit__(None, None, None)
 
 
 def test_a_file_that_does_not_fit_is_refused_before_it_is_written(

@@ -1,0 +1,156 @@
+"""Tensors that are spread over ranks, in files that any other layout reads: torch's distributed checkpoints.
+
+    shard-00000-of-00002.safetensors    of rank 0: whole tensors and parts of tensors, each with its place in the whole
+
+The format is that of `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`. torch's planners
+say which part of a DTensor a rank holds, and torch's reader finds for any part what files have of it. Not torch's are
+
+- who writes what several ranks hold: torch agrees on it by pickles over the process group; here the plans are JSON, and
+  every rank comes to the same result from all of them (`share_out`);
+- the writing: straight from memory, with a checksum (`tensor_file`).
+
+Nothing is unpickled, here or when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from asyncrl.weights.tensor_file import TensorFile, write_tensors
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.parallel import Ranks
+
+Part: TypeAlias = tuple[str, tuple[int, ...]]
+"""A part of a tensor: its name, and where the part begins in the whole, by dimension."""
+_PLACES_KEY = "DCP_SHARDING_INFO"
+_FORMAT = {"format": "pt", "DCP_VERSION": "1.0"}
+
+
+class SavePlan:
+    """Which parts of `state`, the same on all ranks or DTensors, this rank writes. Made by all ranks together.
+
+    It holds as long as tensors are only written into, so one plan serves every checkpoint of a run.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], ranks: Ranks) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(dict(state), None, is_coordinator=False)
+        held = {_part(item): item for item in self._planner.create_local_plan().items}
+        plans = ranks.all_gather_bytes(msgspec.json.encode([(part, _bytes(item)) for part, item in held.items()]))
+        decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
+        self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
+
+    def copy(self) -> dict[Part, Tensor]:
+        """The parts that this rank writes, as they are now, in host memory."""
+        return {part: self._data(item).to("cpu", copy=True) for part, item in self._items.items()}
+
+    def _data(self, item: WriteItem) -> Tensor:
+        data = self._planner.resolve_data(item)
+        assert isinstance(data, Tensor), type(data)
+        return data.detach()
+
+
+def share_out(plans: Sequence[Mapping[Part, int]]) -> list[list[Part]]:
+    """Who writes what: each part goes to one of the ranks that hold it, so that all write about equally much.
+
+    Args:
+        plans: by rank, the bytes of each part that it holds.
+
+    Returns:
+        By rank, its parts, in order of names.
+    """
+    holders: dict[Part, list[int]] = {}
+    sizes: dict[Part, int] = {}
+    for rank, plan in enumerate(plans):
+        for part, size in plan.items():
+            holders.setdefault(part, []).append(rank)
+            sizes[part] = size
+    loads = [0] * len(plans)
+    shares: list[list[Part]] = [[] for _ in plans]
+    for part in sorted(sizes, key=lambda part: (-sizes[part], part)):  # the largest first: the rest evens out
+        rank = min(holders[part], key=lambda rank: (loads[rank], rank))
+        loads[rank] += sizes[part]
+        shares[rank].append(part)
+    return [sorted(share) for share in shares]
+
+
+def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> TensorFile:
+    """Write this rank's file of a checkpoint into `directory`; not synced.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: there are two parts of one tensor, which the format cannot hold.
+    """
+    tensors = {name: tensor for (name, _), tensor in parts.items()}
+    if len(tensors) < len(parts):
+        raise ValueError(f"rank {ranks.rank} holds two parts of one tensor; a file takes one part of each")
+    places = {name: {"saved_offsets": offsets} for name, offsets in parts}
+    metadata = {**_FORMAT, _PLACES_KEY: msgspec.json.encode(places).decode()}
+    return write_tensors(directory / f"shard-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors", tensors, metadata)
+
+
+class StoredTensors:
+    """The tensors of the checkpoint in the folder `path`.
+
+    Raises:
+        OSError, SafetensorError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = HuggingFaceStorageReader(str(path))
+        self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.shapes = {name: tuple(stored.size) for name, stored in self._entries().items()}
+        """Of the whole tensors, by name."""
+
+    def read_into(self, state: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of `state`, of a DTensor the part that this rank holds. No collective.
+
+        Raises:
+            ValueError: one of them is not there, or of another shape.
+        """
+        for name, tensor in state.items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise ValueError(f"{name!r} is {self.shapes.get(name)} in the checkpoint, {tuple(tensor.shape)} here")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(state), self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        with torch.no_grad():
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor `name`, on the CPU.
+
+        Raises:
+            KeyError: there is none.
+        """
+        stored = self._entries()[name]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.read_into({name: tensor})
+        return tensor
+
+    def _entries(self) -> dict[str, TensorStorageMetadata]:
+        stored = self._metadata.state_dict_metadata
+        return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _part(item: WriteItem) -> Part:
+    assert item.tensor_data is not None
+    return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
+
+
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

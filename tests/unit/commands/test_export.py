@@ -1,0 +1,102 @@
+"""An exported folder is the published version, bit by bit, whether it comes from its folder or from a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.launch import main
+from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.weights.loading import read_checkpoint
+from asyncrl.weights.publishing import publish, tokenizer_assets
+from asyncrl.weights.shared_files import SharedFiles
+
+MakeRun = Callable[[str], Path]
+
+
+@pytest.fixture
+def make_run(
+    config: ExperimentConfig,
+    make_rank: Callable[[ExperimentConfig], TrainingRank],
+    make_batch: Callable[..., StepBatch],
+    run_step: Callable[..., dict[str, StatValues]],
+    tmp_path: Path,
+) -> MakeRun:
+    """A run of two steps, each published and saved."""
+
+    def make(dtype: str) -> Path:
+        config.model.dtype = dtype
+        run = tmp_path / "exp" / "trial"
+        run.mkdir(parents=True)
+        write_run_config(config, run)
+        rank = make_rank(config)
+        policy = rank.policy("actor")
+        shared = SharedFiles(policy.model_config, tokenizer_assets(Path(str(config.model.path))))
+        for step in (1, 2):
+            run_step(config, rank, make_batch(seed=step))
+            publish(policy, run / "weights", role="actor", version=step, ranks=Ranks(), shared=shared)
+            path = run / "checkpoints" / f"v{step}"
+            rank.save_checkpoint(SaveCheckpoint(str(path), step, {}))
+            rank.checkpoints.commit(path, rank.checkpoints.share(path).result(60.0), keep=2, protected=())
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_exported_from_a_checkpoint_is_what_was_published(
+    dtype: str, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(dtype)
+    expected = read_checkpoint(run / "weights" / "actor" / "v1")
+    shutil.rmtree(run / "weights" / "actor" / "v1")
+    assert main(["export", str(run), "--step", "1", str(tmp_path / "out")]) == 0
+    assert "the policy after 1 steps" in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert all(loaded[name].dtype == tensor.dtype for name, tensor in expected.items())
+    newest = read_checkpoint(run / "weights" / "actor" / "v2")
+    assert any(not torch.equal(newest[name], tensor) for name, tensor in expected.items()), "two different versions"
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert not {"manifest.json", "canary.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_the_newest_published_version_is_exported_by_default(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("float32")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    expected, exported = read_checkpoint(run / "weights" / "actor" / "v2"), read_checkpoint(tmp_path / "out")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_cannot_be_exported_is_said_with_what_there_is(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run("float32")
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "nowhere"), str(out)]) == 1
+    assert "nowhere is no run" in capsys.readouterr().err
+    assert main(["export", str(run), "--step", "7", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert "nothing of step 7. Steps there are, published in" in told
+    assert told.count("1, 2") == 2
+    assert main(["export", str(run), str(run)]) == 1
+    assert "exists; give a folder that does not" in capsys.readouterr().err
+    damaged = next((run / "checkpoints" / "v1").glob("shard-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    shutil.rmtree(run / "weights" / "actor" / "v1")
+    assert main(["export", str(run), "--step", "1", str(out)]) == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert not out.exists()
