@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from asyncrl.commands.show_allocation import GIB, RUNTIME_BYTES, RankRow, allocation, show_allocation, warnings
 from asyncrl.config.experiment import ExperimentConfig
@@ -55,7 +55,8 @@ def test_a_moving_average_is_held_in_fp32(config: ExperimentConfig) -> None:
     frozen = rows_of(config)[0].need.weights
     config.algorithm.reference.mode = ReferenceMode.ema
     average = rows_of(config)[0].need.weights
-    assert (frozen, average) == (6 * 3952 + 2 * 3952, 6 * 3952 + 4 * 3952)
+    values = sum(tensor.numel() for tensor in load_file(Path(str(config.model.path)) / "model.safetensors").values())
+    assert (frozen, average) == ((6 + 2) * values, (6 + 4) * values)
 
 
 def row(worker: int, gpu: str | None, gib: float, checkpointed: float | None = None) -> RankRow:
@@ -85,18 +86,10 @@ def test_ranks_on_the_cpu_share_the_machines_memory() -> None:
     assert message.startswith("the 2 ranks on the CPU together will need 6.0 GiB (1.0 of them for libraries) even")
 
 
-def test_the_command_prints_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "asyncrl.launch", "async_ppo", "--show-allocation", f"fileroot={tmp_path}"),
-            *("trainer.parallel=d2", "trainer.device=cpu", "algorithm.kl_coef=0.1"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
+def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"fileroot={tmp_path}", "trainer.parallel=d2", "trainer.device=cpu", "algorithm.kl_coef=0.1"]
+    assert show_allocation(load_experiment("async_ppo", overrides), None) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 training ranks, actor d2, engine sharded, ")
     assert any("actor@dp1.tp0.pp0" in line and "127.0.0.1" in line for line in lines)
     assert sum("ref@dp" in line for line in lines) == 2
