@@ -348,7 +348,7 @@ def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
         each = needs(model, layout, work)
         worst, least = max(each, key=lambda of: of.total), max(of.total_checkpointed for of in each)
         kept = (f"{size / GIB:.1f}" for size in (worst.weights, worst.gradients, worst.moments, worst.gathered))
-        activations = f"{worst.activations / GIB:.1f} ({worst.checkpointed / GIB:.1f})"
+        activations = f"{worst.activations / GIB:.1f} ({(worst.checkpointed + worst.recomputed) / GIB:.1f})"
         peak = f"{worst.total / GIB:.1f} ({least / GIB:.1f})"
         cells = (f"`{text}`", str(layout.ranks), *kept, activations, f"{worst.logits / GIB:.1f}", peak)
         lines.append(f"| {' | '.join(cells)} | {_fits(worst.total, least)} |")

@@ -175,7 +175,7 @@ def _table(rows: Sequence[RankRow], unit: int) -> Table:
     for row in rows:
         of = row.need
         kept = [f"{value / unit:.2f}" for value in (of.weights, of.gradients, of.moments, of.gathered)]
-        activations = f"{of.activations / unit:.2f} ({of.checkpointed / unit:.2f})"
+        activations = f"{of.activations / unit:.2f} ({(of.checkpointed + of.recomputed) / unit:.2f})"
         whole = f"{of.total / unit:.2f} ({of.total_checkpointed / unit:.2f})"
         figures = (*kept, activations, f"{of.logits / unit:.2f}", whole)
         table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *figures)

@@ -43,7 +43,9 @@ def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
     sizes = _sizes(model, text)
     cut = _Cuts(model, sizes)
     parameters, layers_begun = [], False
-    prefix = _layers_name(model, sizes.layers)
+    embedding = model.get_input_embeddings()
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}[id(cast(Any, embedding).weight)]
+    prefix = _layers_name(model, sizes.layers, name_of.removesuffix(".weight").rpartition(".")[0])
     for name, parameter in model.named_parameters():  # a tied head comes with the embedding only
         inside = _LAYER.match(name[len(prefix) :]) if name.startswith(prefix) else None
         layers_begun = layers_begun or inside is not None
@@ -55,17 +57,16 @@ def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
             Parameter("head.bias", (1,), last=True),
         ]
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    embedding = model.get_input_embeddings()
     tied = not value_model and head is not None and cast(Any, head).weight is cast(Any, embedding).weight
-    return SizedModel(str(text.model_type), tuple(parameters), sizes, tied, head=not value_model)
+    return SizedModel(str(text.model_type), tuple(parameters), sizes, name_of, tied, head=not value_model)
 
 
-def _layers_name(model: PreTrainedModel, layers: int) -> str:
-    """The name of the list of layers, with a dot before the index left out."""
+def _layers_name(model: PreTrainedModel, layers: int, beside: str) -> str:
+    """The name of the list of layers with a dot after it; unlike a vision tower's it is `beside` the embedding."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
+        if name.startswith(beside) and isinstance(module, nn.ModuleList) and len(module) == layers:
             return f"{name}."
-    raise ValueError(f"{type(model).__name__} has no list of its {layers} layers")
+    raise ValueError(f"{type(model).__name__} has no list of its {layers} layers beside its embedding")
 
 
 def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:

@@ -64,7 +64,8 @@ class Need:
     Attributes:
         gathered: weights that are whole for a while.
         reducing: gradients that are whole while activations are there; `reduced_last`: at the end of the pass.
-        checkpointed: what `activations` become with gradient checkpointing.
+        checkpointed: what `activations` become with gradient checkpointing, but for the layer at work.
+        recomputed: of that layer, once the head is done.
     """
 
     weights: int = 0
@@ -75,6 +76,7 @@ class Need:
     reduced_last: int = 0
     activations: int = 0
     checkpointed: int = 0
+    recomputed: int = 0
     logits: int = 0
 
     @property
@@ -85,12 +87,12 @@ class Need:
     @property
     def total(self) -> int:
         """At the peak."""
-        return self.kept + self._passing(self.activations)
+        return self.kept + self._passing(self.activations, 0)
 
     @property
     def total_checkpointed(self) -> int:
         """At the peak with gradient checkpointing."""
-        return self.kept + self._passing(self.checkpointed)
+        return self.kept + self._passing(self.checkpointed, self.recomputed)
 
     def beside(self, other: Need) -> Need:
         """Of two roles on one rank, which work one after the other."""
@@ -101,10 +103,11 @@ class Need:
             gradients=sum(need.gradients for need in kept),
             moments=sum(need.moments for need in kept),
             checkpointed=max(need.checkpointed for need in kept),
+            recomputed=max(need.recomputed for need in kept),
         )
 
-    def _passing(self, activations: int) -> int:
-        return self.gathered + max(activations + max(self.logits, self.reducing), self.reduced_last)
+    def _passing(self, activations: int, recomputed: int) -> int:
+        return self.gathered + max(activations + max(self.logits, recomputed + self.reducing), self.reduced_last)
 
 
 def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, *, trained: bool) -> Need:
@@ -123,7 +126,8 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         *kept,
         *_whole_for_a_while(shapes, work, trained=trained),
         activations=flight * (inputs + per_layer * layers) if trained else inputs + per_layer,
-        checkpointed=flight * inputs * (1 + layers) + per_layer if trained else inputs + per_layer,
+        checkpointed=flight * inputs * (1 + layers) if trained else inputs,
+        recomputed=per_layer,
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
 

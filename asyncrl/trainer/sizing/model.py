@@ -67,12 +67,14 @@ class SizedModel:
     """The parameters of a model, each once: a tied head is not listed.
 
     Attributes:
+        embedding: the name of the input embedding.
         head: whether it has an output embedding; critics and reward models have a scalar head among the parameters.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     sizes: ModelSizes
+    embedding: str
     tied: bool
     head: bool = True
 
@@ -90,10 +92,5 @@ class SizedModel:
                 here = parameter.layer in layers
             else:
                 here = stage == (last if parameter.last else 0)
-            if here or (self.tied and stage == last and parameter == self.embedding):
+            if here or (self.tied and stage == last and parameter.name == self.embedding):
                 yield parameter
-
-    @property
-    def embedding(self) -> Parameter:
-        """The input embedding."""
-        return next(parameter for parameter in self.parameters if parameter.layer is None and not parameter.last)

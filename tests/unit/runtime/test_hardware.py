@@ -87,3 +87,19 @@ def test_a_host_of_no_interface_is_refused_with_those_there_are_before_anything_
     assert f"system.host={host!r}" in message
     assert why in message
     assert "127.0.0.1 (lo), 192.0.2.7 (eth0)" in message
+
+
+def test_the_memory_of_gpus_is_known_by_index_and_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-1a2b, 81559'\necho '1, GPU-3c4d, [N/A]'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert hardware.gpu_memory() == {"0": 81559 << 20, "GPU-1a2b": 81559 << 20}
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert hardware.gpu_memory() == {}
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert hardware.gpu_memory() == {}
+
+
+def test_the_machines_memory_is_known() -> None:
+    assert hardware.host_memory() > 1 << 20

@@ -1,0 +1,117 @@
+"""The table of training ranks: who hosts what where, what will not fit, and that docs/sizing.md is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from asyncrl.commands.show_allocation import GIB, RUNTIME_BYTES, RankRow, allocation, show_allocation, warnings
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import Device
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.settings import ReferenceMode, RoleRanks, placement
+from asyncrl.trainer.sizing.memory import Need
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def rows_of(config: ExperimentConfig) -> list[RankRow]:
+    graph = load_graph(config)
+    return allocation(config, graph, placement(config, graph), None)
+
+
+def test_every_rank_is_listed_with_its_roles_and_what_they_need(config: ExperimentConfig, llama_dir: Path) -> None:
+    config.trainer.device = Device.cpu
+    config.trainer.parallel = "d2t2"
+    config.algorithm.graph = "ppo"
+    config.algorithm.kl_coef = 0.1
+    config.algorithm.reference.parallel = "t2"
+    config.algorithm.critic.path = str(llama_dir)
+    config.algorithm.critic.parallel, config.algorithm.critic.ranks = "d1", RoleRanks.own
+    rows = rows_of(config)
+    assert [row.shards for row in rows] == [
+        ("actor@dp0.tp0.pp0", "ref@dp0.tp0.pp0"),
+        ("actor@dp0.tp1.pp0", "ref@dp0.tp1.pp0"),
+        ("actor@dp1.tp0.pp0",),
+        ("actor@dp1.tp1.pp0",),
+        ("critic@dp0.tp0.pp0",),
+    ]
+    assert [row.need.moments > 0 for row in rows] == [True] * 5
+    assert rows[0].need.weights > rows[2].need.weights
+    assert rows[0].need.gradients == rows[2].need.gradients, "the reference model has no gradients"
+    assert {(row.host, row.device) for row in rows} == {("127.0.0.1", "cpu")}
+
+
+def test_a_moving_average_is_held_in_fp32(config: ExperimentConfig) -> None:
+    config.trainer.device = Device.cpu
+    config.algorithm.kl_coef = 0.1
+    config.model.dtype = "bfloat16"  # type: ignore[assignment]
+    frozen = rows_of(config)[0].need.weights
+    config.algorithm.reference.mode = ReferenceMode.ema
+    average = rows_of(config)[0].need.weights
+    values = sum(tensor.numel() for tensor in load_file(Path(str(config.model.path)) / "model.safetensors").values())
+    assert (frozen, average) == ((6 + 2) * values, (6 + 4) * values)
+
+
+def row(worker: int, gpu: str | None, gib: float, checkpointed: float | None = None) -> RankRow:
+    fixed = RUNTIME_BYTES["cpu" if gpu is None else "gpu"]
+    activations = round(gib * GIB) - fixed
+    saved = round((gib if checkpointed is None else checkpointed) * GIB) - fixed
+    return RankRow(worker, "here", gpu, ("actor@dp0.tp0.pp0",), Need(activations=activations, checkpointed=saved))
+
+
+def test_a_rank_that_does_not_fit_its_gpu_is_named_with_what_to_do() -> None:
+    gpus = {"0": 80 * GIB, "1": 80 * GIB}
+    assert warnings([row(0, "0", 80), row(1, "1", 80)], 1, gpus) == []
+    (message,) = warnings([row(0, "0", 80), row(1, "1", 90, 70)], 1, gpus)
+    assert message.startswith("rank 1 will need 90.0 GiB (1.5 of them for libraries), and GPU 1 has 80.0 GiB; ")
+    assert "it fits with gradient checkpointing (70.0 GiB)" in message
+    (message,) = warnings([row(0, "0", 90, 85)], 1, gpus)
+    assert "85.0 GiB (1.5 of them for libraries) even with gradient checkpointing" in message
+    assert "shard over more ranks (d), cut into more slices or stages (t, p), or lower" in message
+    (message,) = warnings([row(0, "7", 1)], 1, gpus)
+    assert "the memory of GPU 7 is not known" in message
+
+
+def test_ranks_on_the_cpu_share_the_machines_memory() -> None:
+    rows = [row(0, None, 3), row(1, None, 3)]
+    assert warnings(rows, 6 * GIB, {}) == []
+    (message,) = warnings(rows, 6 * GIB - 1, {})
+    assert message.startswith("the 2 ranks on the CPU together will need 6.0 GiB (1.0 of them for libraries) even")
+
+
+def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"fileroot={tmp_path}", "trainer.parallel=d2", "trainer.device=cpu", "algorithm.kl_coef=0.1"]
+    assert show_allocation(load_experiment("async_ppo", overrides), None) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 training ranks, actor d2, engine sharded, ")
+    assert any("actor@dp1.tp0.pp0" in line and "127.0.0.1" in line for line in lines)
+    assert sum("ref@dp" in line for line in lines) == 2
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_allocation(load_experiment("sft", []), None) == 1
+    assert "no layout" in capsys.readouterr().err
+
+
+def test_the_sizing_page_is_what_its_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("benchmarks_sizing", ROOT / "benchmarks" / "sizing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # where its dataclasses look for their module
+    spec.loader.exec_module(script)
+    text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "sizing.json").read_text(encoding="utf-8"))
+    assert text == script.page(text, measured), "run python benchmarks/sizing.py"
+    assert all(f"## {name}\n" in text for name in script.MODELS)
+    for case in measured:
+        settings = {key: value for key, value in case.items() if key != "measured_mib"}
+        assert script.computed_mib(script.Case(**settings)) == pytest.approx(case["measured_mib"], rel=0.15)

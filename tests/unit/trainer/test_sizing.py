@@ -1,0 +1,253 @@
+"""Counted parameters are the real model's, shards those that torch makes, activations those that autograd keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.models import Critic
+from asyncrl.trainer.packed_attention import PACKED, attention_blocks
+from asyncrl.trainer.scoring import MAX_LOGITS_BYTES
+from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.sizing import memory
+from asyncrl.trainer.sizing.count import count, sized
+from asyncrl.trainer.sizing.memory import Need, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
+
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 176,
+    "vocab_size": 131,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "llama-untied": {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "eos_token_id": 0},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16},
+    "olmo2": {"model_type": "olmo2"},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
+}
+
+
+def described(name: str, **changes: Any) -> dict[str, Any]:
+    return BASE | MODELS[name] | changes
+
+
+def real(name: str, **changes: Any) -> PreTrainedModel:
+    """The model with memory behind every tensor."""
+    settings = described(name, **changes)
+    dtype = settings.pop("dtype", torch.float32)
+    attention = settings.pop("attention", "eager")
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    return model
+
+
+def workload(engine: str = "sharded", dtype: str = "float32", tokens: int = 512) -> Workload:
+    return Workload(TrainerEngine(engine), Dtype(dtype), AttentionImplementation.sdpa, tokens, 128)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_count_is_that_of_the_real_model(name: str) -> None:
+    model, counted = real(name), count(described(name))
+    assert counted.numel == sum(parameter.numel() for parameter in model.parameters())
+    assert counted.tied == bool(model.config.tie_word_embeddings)
+    assert {parameter.layer for parameter in counted.parameters} == {None, 0, 1, 2}
+    first = [parameter.name for parameter in counted.parameters if parameter.layer is None and not parameter.last]
+    assert first == [counted.embedding] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-untied"])
+def test_a_critic_has_a_trunk_and_a_scalar_head(name: str) -> None:
+    config = real(name).config
+    critic = Critic(AutoModel.from_config(config))
+    assert count(described(name), value_model=True).numel == sum(p.numel() for p in critic.parameters())
+
+
+def test_what_else_a_config_says_does_not_matter() -> None:
+    text = described("qwen2-tied")
+    assert count(text | {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16"}) == count(text)
+
+
+def test_the_layers_of_a_vision_tower_are_not_taken_for_the_models() -> None:
+    text = described("gemma2") | {"model_type": "gemma3_text"}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    both = count(
+        {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"} | vision}
+    )
+    alone = count(text)
+    assert both.numel > alone.numel
+    assert sum(p.numel for p in both.parameters if p.layer == 1) == sum(
+        p.numel for p in alone.parameters if p.layer == 1
+    )
+    assert both.embedding.endswith("embed_tokens.weight")
+
+
+@contextmanager
+def pretended_world(rank: int, ranks: int) -> Iterator[None]:
+    """A process group whose other members do nothing, for what needs no communication."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("shards", "rank"), [(2, 0), (3, 1), (3, 2), (8, 7)])
+def test_a_rank_holds_the_shards_that_fsdp2_makes(shards: int, rank: int) -> None:
+    with pretended_world(rank, shards):
+        mesh = init_device_mesh("cpu", (shards,))
+        model = real("qwen2-tied")
+        for layer in model.base_model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        held = 0
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            held += parameter._local_tensor.untyped_storage().nbytes()  # padded, as it lies in memory
+    of = need(
+        count(described("qwen2-tied")), Layout(data=shards), Coordinates(0, rank, 0), workload("sharded"), trained=True
+    )
+    assert (of.weights, of.gradients, of.moments) == (held, held, 2 * held)
+
+
+@pytest.mark.parametrize("layout", ["t2", "t4", "p2", "p3", "t2p3", "d2t2p2", "r2d2t2"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-untied", "qwen3", "qwen3_moe"])
+def test_slices_and_stages_add_up_to_the_model(name: str, layout: str) -> None:
+    model, grid = count(described(name)), WorkerGrid.of(Layout.parse(layout))
+    cut: dict[str, int] = {}
+    for pipeline in range(grid.pipeline):
+        for parameter in model.stage(grid.layout, pipeline):
+            shapes = [parameter.slice(grid.tensor, index) for index in range(grid.tensor)]
+            whole = shapes.count(parameter.shape) == grid.tensor
+            assert whole or sum(map(prod, shapes)) == parameter.numel
+            assert not whole or grid.tensor == 1 or parameter.cut is None or parameter.heads == 2
+            cut[parameter.name] = cut.get(parameter.name, 0) + parameter.numel
+    embedding = next(p for p in model.parameters if p.name == model.embedding)
+    twice = embedding.numel if model.tied and grid.pipeline > 1 else 0
+    assert sum(cut.values()) == model.numel + twice
+    assert cut.keys() == {parameter.name for parameter in model.parameters}
+
+
+def test_the_plan_cuts_what_it_should() -> None:
+    cuts = {parameter.name: parameter.cut for parameter in count(described("qwen3_moe")).parameters}
+    layer = "model.layers.1."
+    assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == 0
+    assert cuts[f"{layer}self_attn.q_proj.weight"] == 0
+    assert cuts[f"{layer}self_attn.o_proj.weight"] == 1
+    assert cuts[f"{layer}mlp.experts.gate_up_proj"] == 1
+    assert cuts[f"{layer}mlp.experts.down_proj"] == 2
+    assert cuts[f"{layer}mlp.gate.weight"] is cuts[f"{layer}input_layernorm.weight"] is None
+
+
+def kept_by_autograd(model: PreTrainedModel, lengths: list[int]) -> int:
+    """Bytes of the storages that a forward pass of the trunk keeps for its backward pass, parameters left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
+        return tensor
+
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    blocks = attention_blocks(lengths, torch.device("cpu"))
+    ids = torch.randint(0, BASE["vocab_size"], positions.shape)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_blocks=blocks)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-untied", "qwen3", "mixtral", "qwen3_moe"])
+def test_activations_are_what_autograd_keeps_of_a_layer(name: str, dtype: str) -> None:
+    lengths = [128] * 4
+    kept = [
+        kept_by_autograd(real(name, num_hidden_layers=layers, attention=PACKED, dtype=getattr(torch, dtype)), lengths)
+        for layers in (1, 2)
+    ]
+    per_token = (kept[1] - kept[0]) / sum(lengths)
+    computed = layer_bytes_per_token(count(described(name)).sizes, 1, workload(dtype=dtype))
+    assert computed == pytest.approx(per_token, rel=0.03)
+
+
+def test_the_chunk_of_logits_is_the_trainers() -> None:
+    assert memory.CHUNK_LOGITS_BYTES == MAX_LOGITS_BYTES
+
+
+def test_what_the_flat_engine_keeps() -> None:
+    model = count(described("qwen2-tied"))
+    place, values = Coordinates(0, 0, 0), model.numel
+    of = need(model, Layout(), place, workload("flat"), trained=True)
+    assert (of.weights, of.gradients, of.moments, of.gathered) == (4 * values, 4 * values, 8 * values, 0)
+    of = need(model, Layout(data=4), place, workload("flat", "bfloat16"), trained=True)
+    assert (of.weights, of.gradients, of.moments) == (6 * values, 4 * values, 8 * values)
+    of = need(model, Layout(), place, workload("flat", "bfloat16"), trained=False)
+    assert (of.weights, of.gradients, of.moments, of.reducing) == (2 * values, 0, 0, 0)
+
+
+layouts = st.builds(lambda d, t, p: Layout(d, t, p), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.integers(1, 3))
+LLAMA = count(described("llama-untied"))
+
+
+@given(layouts, st.sampled_from(["float32", "bfloat16"]))
+def test_more_ranks_never_need_more_each(layout: Layout, dtype: str) -> None:
+    def worst(of: Layout) -> int:
+        grid = WorkerGrid.of(of)
+        return max(
+            need(LLAMA, of, grid.coordinates(worker), workload(dtype=dtype), trained=True).kept
+            for worker in grid.members
+        )
+
+    assert worst(layout) <= worst(Layout(1, layout.tensor, layout.pipeline))
+    assert worst(layout) <= worst(Layout(layout.data, 1, layout.pipeline))
+    grid = WorkerGrid.of(layout)
+    for worker in grid.members:
+        of = need(LLAMA, layout, grid.coordinates(worker), workload(dtype=dtype), trained=True)
+        assert (
+            of.kept <= of.total_checkpointed <= of.total or layout.pipeline == 3
+        )  # one layer a stage: nothing is saved
+        assert (of.logits > 0) == (grid.coordinates(worker).pipeline == layout.pipeline - 1)
+
+
+def test_replicas_hold_the_same_shards() -> None:
+    place, work = Coordinates(0, 5, 0), workload()
+    assert need(LLAMA, Layout(8, replicas=2), place, work, trained=True) == need(
+        LLAMA, Layout(4), Coordinates(0, 1, 0), work, trained=True
+    )
+
+
+def test_roles_of_a_rank_keep_all_they_have_and_work_one_after_the_other() -> None:
+    small = Need(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
+    large = Need(weights=1, activations=100, checkpointed=3, gathered=50, reducing=30, reduced_last=200)
+    both = total([small, large])
+    assert both == large.beside(small)
+    assert (both.weights, both.gradients, both.moments) == (11, 20, 40)
+    assert both.total == 71 + 50 + max(100 + 30, 200)
+    assert both.total_checkpointed == 71 + 50 + max(4 + 30, 200)
+
+
+def test_a_model_that_is_there_is_sized_as_its_config_is() -> None:
+    assert sized(real("qwen3")) == count(described("qwen3"))
