@@ -40,10 +40,11 @@ def redistribute(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ra
 
 
 def _exchange(moves: Sequence[Assignment], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
-    outgoing = {
-        dst: _pack(held[move.rollout_id] for move in moves if (move.src, move.dst) == (ranks.rank, dst))
-        for dst in sorted({move.dst for move in moves if move.src == ranks.rank and move.dst != ranks.rank})
-    }
+    leaving: dict[int, list[Trajectory]] = {}
+    for move in moves:
+        if move.src == ranks.rank and move.dst != ranks.rank:
+            leaving.setdefault(move.dst, []).append(held[move.rollout_id])
+    outgoing = {dst: _pack(leaving[dst]) for dst in sorted(leaving)}
     sources = sorted({move.src for move in moves if move.dst == ranks.rank and move.src != ranks.rank})
     sizes = {src: torch.zeros(1, dtype=torch.int64) for src in sources}
     _transfer({dst: torch.tensor([len(data)]) for dst, data in outgoing.items()}, sizes, ranks)

@@ -204,6 +204,35 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _critic(config)
 
 
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """What is allowed but makes a correction less than its name says, each as `setting=value: what follows`."""
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    correction = algorithm.correction.name
+    if correction == "none":
+        return
+    if algorithm.prox == ProximalMode.behave:
+        yield (
+            f"algorithm.correction={correction!r}: algorithm.prox='behave' takes the behaviour policy for the proximal "
+            "one, so every importance weight is 1 and nothing is corrected; use algorithm.prox=recompute, or "
+            "algorithm.correction.name=none"
+        )
+    cut = [
+        f"{name}={value:g}"
+        for name, value, whole in (
+            ("top_p", sampling.top_p, sampling.top_p >= 1.0),
+            ("top_k", sampling.top_k, sampling.top_k <= 0),
+            ("min_p", sampling.min_p, sampling.min_p <= 0.0),
+        )
+        if not whole
+    ]
+    if cut:
+        yield (
+            f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
+            "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
+            "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+        )
+
+
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:
     """What is wrong with the model folder `path`, which the setting `name` has."""
     folder, fix = Path(path).expanduser(), "give the folder of a downloaded model"

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
+from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device
 from asyncrl.trainer import settings
-from asyncrl.trainer.settings import NEEDS_VALUES, AttentionImplementation, check, hugging_face_folder
+from asyncrl.trainer.settings import NEEDS_VALUES, AttentionImplementation, check, hugging_face_folder, warnings
 
 SetGpus = Callable[[int], None]
 SetInstalled = Callable[[bool], None]
@@ -164,3 +165,14 @@ def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert list(hugging_face_folder("model.path", str(whole))) == []
     assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_what_makes_a_correction_less_than_its_name_is_told(config: ExperimentConfig) -> None:
+    assert list(warnings(config)) == []
+    config.rollout.sampling.top_p, config.rollout.sampling.top_k = 0.9, 50
+    (cut,) = warnings(config)
+    assert "rollout.sampling.top_p=0.9, top_k=50 cuts tokens off" in cut
+    config.algorithm.prox = ProximalMode.behave
+    assert any("every importance weight is 1" in line for line in warnings(config))
+    config.algorithm.correction.name = "none"
+    assert list(warnings(config)) == []
