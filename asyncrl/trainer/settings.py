@@ -78,7 +78,8 @@ class OptimizerConfig:
     beta1: float = setting(0.9, "AdamW beta 1", minimum=0.0, maximum=1.0)
     beta2: float = setting(0.99, "AdamW beta 2", minimum=0.0, maximum=1.0)
     eps: float = setting(1e-8, "AdamW epsilon", minimum=0.0)
-    weight_decay: float = setting(0.0, "decoupled weight decay", minimum=0.0)
+    weight_decay: float = setting(0.0, "decoupled weight decay of matrices; norms and biases have none", minimum=0.0)
+    decay_embeddings: bool = setting(True, "whether weight decay acts on embeddings")
     max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)
     schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
@@ -93,6 +94,9 @@ class TrainerConfig:
     threads: int = setting(1, "CPU threads per rank", minimum=1)
     tokens_per_micro_batch: int = setting(
         16384, "token budget of one forward and backward pass", unit="tokens", minimum=1
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute each layer's activations in the backward pass: less memory, a third more work"
     )
     ppo_minibatches: int = setting(4, "optimizer steps per train step; divides train_batch_size", minimum=1)
     buffer_capacity: int = setting(

@@ -29,7 +29,9 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
+from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
@@ -46,6 +48,7 @@ class FlatEngine(TrainingEngine):
     Args:
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
+        gradient_checkpointing: whether a trained role's layers recompute their activations.
         ranks: the data-parallel ranks, over which gradients are summed.
     """
 
@@ -57,6 +60,7 @@ class FlatEngine(TrainingEngine):
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: FlatAdamW | None = None,
+        gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.module = module
@@ -67,6 +71,8 @@ class FlatEngine(TrainingEngine):
         self._budget = tokens_per_micro_batch
         if optimizer is None:
             module.requires_grad_(False)
+        elif gradient_checkpointing:
+            checkpoint_layers(trunk)
 
     @property
     def trained(self) -> bool:
@@ -276,6 +282,7 @@ class FlatLoader(EngineLoader):
         self._engine = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
+            "gradient_checkpointing": config.trainer.gradient_checkpointing,
             "ranks": ranks,
         }
 
@@ -296,4 +303,5 @@ class FlatLoader(EngineLoader):
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
-        return FlatAdamW(module.named_parameters(), config, steps)
+        undecayed = () if config.decay_embeddings else embedding_names(module)
+        return FlatAdamW(module.named_parameters(), config, steps, undecayed)

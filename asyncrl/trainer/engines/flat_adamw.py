@@ -5,11 +5,14 @@ norm and one fused AdamW kernel serve the whole model, whatever the number of it
 of the vector and their `.grad` are views of the gradient vector: nothing is copied. Parameters of lower precision keep
 their own storage; their gradients are added into the fp32 vector as soon as each is ready (so they never accumulate in
 low precision), and after a step they are rounded from the fp32 master values.
+
+What weight decay acts on (`decay_groups`) lies before what it leaves alone, so that AdamW sees two tensors at most. A
+checkpoint says in which order its vectors hold the parameters and is taken over name by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
+from asyncrl.trainer.engines.decay_groups import decay_groups
 from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
 
 _SCHEDULES = {
@@ -25,6 +29,8 @@ _SCHEDULES = {
     LearningRateSchedule.cosine: "cosine",
 }
 """Their names in transformers."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Their names in the state of torch's AdamW, and in checkpoints."""
 
 
 class FlatAdamW:
@@ -33,33 +39,47 @@ class FlatAdamW:
     Args:
         parameters: (name, parameter) pairs, each once; all on one device.
         total_steps: optimizer steps of the whole run, for schedules that end.
+        undecayed: names of parameters that weight decay leaves alone, besides norms and biases.
 
     Raises:
         ValueError: there is no trainable parameter.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        total_steps: int,
+        undecayed: Collection[str] = (),
     ) -> None:
-        self._parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        if not self._parameters:
+        given = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        if not given:
             raise ValueError("the model has no trainable parameter; set requires_grad on what is to be trained")
-        device = self._parameters[0][1].device
-        size = sum(parameter.numel() for _, parameter in self._parameters)
-        self.flat = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
+        groups = decay_groups(given, undecayed).with_decay(config.weight_decay)
+        self._given = [name for name, _ in given]
+        self._parameters = [named for group, _ in groups for named in group]
+        device = given[0][1].device
+        sizes = [sum(parameter.numel() for _, parameter in group) for group, _ in groups]
+        self.flat = nn.Parameter(torch.empty(sum(sizes), dtype=torch.float32, device=device))
         self.grad = torch.zeros_like(self.flat)
         self.flat.grad = self.grad
         self._low_precision: list[tuple[nn.Parameter, Tensor]] = []
         self._adopt()
         self._max_grad_norm = config.max_grad_norm
+        self._moments = {key: torch.zeros_like(self.grad) for key in _MOMENTS}
+        self._parts = [nn.Parameter(part) for part in torch.split(self.flat.data, sizes)]
+        for part, grad in zip(self._parts, torch.split(self.grad, sizes), strict=True):
+            part.grad = grad
         self._adamw = torch.optim.AdamW(
-            [self.flat],
+            [{"params": [part], "weight_decay": decay} for part, (_, decay) in zip(self._parts, groups, strict=True)],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
+        for i, part in enumerate(self._parts):  # as AdamW's own first step would make it, but in one vector for all
+            moments = {key: torch.split(vector, sizes)[i] for key, vector in self._moments.items()}
+            self._adamw.state[part] = {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
         self._schedule = get_scheduler(
             _SCHEDULES[config.schedule],
             self._adamw,
@@ -74,9 +94,8 @@ class FlatAdamW:
 
     def masters(self) -> list[Tensor]:
         """The parameters' fp32 master values, in the order given; views."""
-        sizes = [parameter.numel() for _, parameter in self._parameters]
-        parts = torch.split(self.flat.detach(), sizes)
-        return [part.view_as(parameter) for part, (_, parameter) in zip(parts, self._parameters, strict=True)]
+        views = self._views(self.flat.detach())
+        return [views[name] for name in self._given]
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -96,10 +115,11 @@ class FlatAdamW:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint needs, as tensors and JSON-able data: master values, moments, steps taken, schedule."""
-        tensors = {"flat": self.flat.detach()}
-        tensors |= {key: value for key, value in self._adamw.state[self.flat].items() if isinstance(value, Tensor)}
-        layout = [[name, list(parameter.shape)] for name, parameter in self._parameters]
-        return tensors, {"layout": layout, "schedule": self._schedule.state_dict()}
+        steps: Tensor = self._adamw.state[self._parts[0]]["step"]
+        return {"flat": self.flat.detach(), **self._moments, "step": steps}, {
+            "layout": self._layout(),
+            "schedule": self._schedule.state_dict(),
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore what `state` returned.
@@ -107,18 +127,24 @@ class FlatAdamW:
         Raises:
             ValueError: it is of a model with other parameters.
         """
-        layout = [[name, list(parameter.shape)] for name, parameter in self._parameters]
-        if meta["layout"] != layout:
+        layout = meta["layout"]
+        if sorted(layout) != sorted(self._layout()):
             raise ValueError(
                 "the optimizer state in the checkpoint is of a model with other parameters; "
                 "start a new trial, or set resume=restart"
             )
-        with torch.no_grad():
-            self.flat.copy_(tensors["flat"])
-        moments = {key: value.to(self.flat.device).clone() for key, value in tensors.items() if key != "flat"}
-        if moments:
-            moments["step"] = moments["step"].reshape(())
-        self._adamw.state[self.flat] = moments
+        vectors = {"flat": self.flat.detach(), **self._moments}
+        for key, vector in vectors.items():
+            if key not in tensors:  # moments before the first step
+                vector.zero_()
+                continue
+            views = self._views(vector)
+            sizes = [views[name].numel() for name, _ in layout]
+            for (name, shape), saved in zip(layout, torch.split(tensors[key], sizes), strict=True):
+                views[name].copy_(saved.view(shape))
+        for part in self._parts:
+            steps: Tensor = self._adamw.state[part]["step"]
+            steps.copy_(tensors["step"].reshape(())) if "step" in tensors else steps.zero_()
         # The checkpoint says how far the schedule is; the rates are the config's, which may have changed since.
         schedule = self._schedule
         schedule.load_state_dict({**meta["schedule"], "base_lrs": schedule.base_lrs})
@@ -126,19 +152,27 @@ class FlatAdamW:
             group["lr"] = lr * factor(schedule.last_epoch)
         self._round_low_precision()
 
+    def _layout(self) -> list[list[Any]]:
+        """Name and shape of every parameter in the order of the vectors."""
+        return [[name, list(parameter.shape)] for name, parameter in self._parameters]
+
+    def _views(self, vector: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of a vector, in its shape."""
+        parts = torch.split(vector, [parameter.numel() for _, parameter in self._parameters])
+        named = zip(self._parameters, parts, strict=True)
+        return {name: part.view_as(parameter) for (name, parameter), part in named}
+
     def _adopt(self) -> None:
         """Move every parameter's values into the flat vector and have its gradient arrive in the other one."""
-        start = 0
-        for _, parameter in self._parameters:
-            end = start + parameter.numel()
-            master, grad = self.flat.data[start:end].view_as(parameter), self.grad[start:end].view_as(parameter)
+        masters, grads = self._views(self.flat.data), self._views(self.grad)
+        for name, parameter in self._parameters:
+            master, grad = masters[name], grads[name]
             master.copy_(parameter.data)
             if parameter.dtype == torch.float32:
                 parameter.data, parameter.grad = master, grad
             else:
                 self._low_precision.append((parameter, master))
                 parameter.register_post_accumulate_grad_hook(_Widen(grad))  # type: ignore[no-untyped-call]
-            start = end
 
     @torch.no_grad()
     def _round_low_precision(self) -> None:

@@ -35,7 +35,7 @@ def context(
 
 
 def weights(rank: TrainingRank) -> torch.Tensor:
-    return rank.policy("actor").state()[0]["flat"].clone()
+    return torch.cat([tensor.flatten() for _, tensor in rank.policy("actor").published_tensors()])
 
 
 def test_the_registered_functions_are_those_that_the_graph_may_name() -> None:
