@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(list_experiments(folder))
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.commands.input_checks import check_data, check_graph
-        from asyncrl.config.checks import validate
+        from asyncrl.config.checks import validate, warnings
+        from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
 
         config = load_experiment(args.experiment, args.overrides, folder)
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return show_graph(config, args.show_graph)
         check_data(config, folder)
+        for line in warnings(config) if isinstance(config, ExperimentConfig) else ():
+            print(f"warning: {line}", file=sys.stderr)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -65,6 +65,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.trainer.engines.decay_groups import decay_groups
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 
@@ -124,7 +125,13 @@ class ReferenceTrainer:
         self.prompts = PromptStream(len(dataset), config.seed)
         self.objective = Objective(config.objective, resolve)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            [
+                {"params": [parameter for _, parameter in group], "weight_decay": decay}
+                for group, decay in decay_groups(model.named_parameters()).with_decay(config.weight_decay)
+            ],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
         )
         # The engine takes gradients and training off the model that it serves, so it has one of its own.
         self.behaviour = copy.deepcopy(model)

@@ -53,6 +53,11 @@ def validate(config: Config) -> None:
         raise ConfigError("\n".join(messages))
 
 
+def warnings(config: ExperimentConfig) -> list[str]:
+    """What a valid config does that its reader may not expect, each as `setting=value: what follows`."""
+    return list(asyncrl.trainer.settings.warnings(config))
+
+
 def _fields(config: Config) -> Iterator[str]:
     for path, _, info in settings(type(config)):
         value, unit = attrgetter(path)(config), f" {info.unit}" if info.unit else ""

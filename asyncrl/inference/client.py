@@ -37,7 +37,6 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.inference.messages import PauseMode as PauseMode  # for the users of this client
 from asyncrl.inference.seeds import derive_seed as derive_seed
-from asyncrl.inference.sglang.logprobs import behaviour_logprobs, sampling_mask_fields
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0
@@ -120,7 +119,7 @@ def parse_completion(reply: Mapping[str, Any]) -> Completion:
         token_ids: list[int] = reply["output_ids"]
         if finish == FinishReason.abort and not token_ids:
             return Completion([], [], [], FinishReason.abort)
-        logprobs = behaviour_logprobs(meta)
+        logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
         versions = _token_versions(meta, len(token_ids))
     except (KeyError, TypeError, IndexError) as error:
         raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
@@ -167,7 +166,6 @@ class GenerationServerClient:
         Raises:
             MalformedReply: see there.
         """
-        truncated, replaced = sampling_mask_fields(sampling)
         common: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.top_p < 1.0:
             common["top_p"] = sampling.top_p
@@ -177,13 +175,11 @@ class GenerationServerClient:
             common["min_p"] = sampling.min_p
         if sampling.stop_token_ids:
             common["stop_token_ids"] = list(sampling.stop_token_ids)
-        common |= replaced
         body = GenerateRequest(
             rid=[item.rid for item in items],
             input_ids=[item.input_ids for item in items],
             sampling_params=[_item_params(common, item) for item in items],
             return_logprob=True,
-            return_sampling_mask=truncated,
         )
         replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):

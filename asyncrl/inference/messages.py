@@ -37,9 +37,6 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     logprob_start_len: int | None = None
     """First prompt position that is scored; none where it is left out."""
     stream: bool = False
-    return_sampling_mask: bool = False
-    """SGLang's way to log-probabilities of the distribution really sampled from; the embedded engine always gives
-    them."""
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None

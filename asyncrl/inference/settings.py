@@ -122,18 +122,17 @@ def _urls(urls: list[str]) -> Iterator[str]:
 
 def _sglang(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.inference.sglang.command import check_args
-    from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
 
     generation = config.generation
-    if config.rollout.sampling.top_k > MAX_SUPPORT:
-        yield (
-            f"rollout.sampling.top_k={config.rollout.sampling.top_k}: SGLang tells the distribution it sampled "
-            f"from only up to {MAX_SUPPORT} tokens; use that or less, or -1"
-        )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:
         yield str(error)
+    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in generation.sglang.env:
+        yield (
+            "generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it to 0, for training needs "
+            "log-probabilities at the sampling temperature; leave it out"
+        )
     if generation.sglang.urls:
         yield from _urls(generation.sglang.urls)
         return

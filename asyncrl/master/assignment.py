@@ -6,68 +6,88 @@ contiguous equal parts. Within a minibatch the groups are dealt to the ranks so 
 the slowest rank sets the pace: longest first, each to the rank with the fewest tokens among those with room. Every rank
 gets the same number of groups (one more for some where they do not divide). Which of these shares goes to which rank is
 free, so each goes to the rank that already holds most of its tokens, which spares moving them.
+
+For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the shares wait in a heap, and of the pairs
+of rank and share only those that overlap are looked at one by one, n at most. `benchmarks/assignment.py` compares it
+with the rules carried out word by word.
+
+Shapes: G groups of the batch, M groups of a minibatch, R ranks and shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.trainer.messages import Assignment, RolloutRecord
 
+Ints = NDArray[np.int64]
 
-def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> list[int]:
-    """The minibatch of each of `groups` groups, which `minibatches` divides, in data order."""
-    size = groups // minibatches
-    assigned = [0] * groups
-    for position, group in enumerate(np.random.default_rng([seed, version]).permutation(groups)):
-        assigned[int(group)] = position // size
+
+def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> Ints:
+    """The minibatch [G] of each of `groups` groups, which `minibatches` divides, in data order."""
+    assigned = np.empty(groups, dtype=np.int64)
+    permuted = np.random.default_rng([seed, version]).permutation(groups)
+    assigned[permuted] = np.arange(groups) // (groups // minibatches)
     return assigned
 
 
 def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
     """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
-    minibatch = minibatch_of_groups(len(records), minibatches, seed, version)
-    destination = [0] * len(records)
+    minibatch_G = minibatch_of_groups(len(records), minibatches, seed, version)
+    tokens_G = np.array([record.tokens for record in records], dtype=np.int64)
+    heads_G = np.array([record.head for record in records], dtype=np.int64)
+    destination_G = np.empty(len(records), dtype=np.int64)
     for part in range(minibatches):
-        members = [index for index in range(len(records)) if minibatch[index] == part]
-        shares = _balanced_shares([records[index].tokens for index in members], ranks)
-        shares = [[members[position] for position in share] for share in shares]
-        for rank, share in enumerate(_nearest_shares(records, shares)):
-            for index in share:
-                destination[index] = rank
+        members_M = np.flatnonzero(minibatch_G == part)
+        share_M = _balanced_shares(tokens_G[members_M], ranks)
+        destination_G[members_M] = _nearest_ranks(tokens_G[members_M], heads_G[members_M], share_M, ranks)[share_M]
     return [
-        Assignment(record.rollout_id, record.head, destination[index], minibatch[index])
-        for index, record in enumerate(records)
+        Assignment(record.rollout_id, record.head, destination, minibatch)
+        for record, destination, minibatch in zip(records, destination_G.tolist(), minibatch_G.tolist(), strict=True)
     ]
 
 
-def _balanced_shares(tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Positions of `tokens` in `ranks` shares whose sizes differ by one at most and whose sums are nearly equal."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0] * ranks
-    small, larger_shares = divmod(len(tokens), ranks)
-    for position in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
-        full_size = small + 1 if sum(len(share) > small for share in shares) < larger_shares else small
-        open_shares = [rank for rank in range(ranks) if len(shares[rank]) < full_size]
-        rank = min(open_shares, key=lambda candidate: (sums[candidate], candidate))
-        shares[rank].append(position)
-        sums[rank] += tokens[position]
-    return shares
+def _balanced_shares(tokens_M: Ints, ranks: int) -> Ints:
+    """The share [M] of each group, so that shares differ by one group at most and their sums are nearly equal."""
+    small, larger_left = divmod(len(tokens_M), ranks)
+    full = small + 1 if larger_left else small
+    sizes, share_of = [0] * ranks, [0] * len(tokens_M)
+    # An entry is sum * ranks + share: the smallest is the share with the fewest tokens, of several the first.
+    waiting, steps = list(range(ranks)), (tokens_M * ranks).tolist()
+    for group in np.argsort(-tokens_M, kind="stable").tolist():
+        entry = waiting[0]
+        share = entry % ranks
+        share_of[group] = share
+        sizes[share] += 1
+        if sizes[share] < full:
+            heapreplace(waiting, entry + steps[group])
+            continue
+        heappop(waiting)
+        if full > small:
+            larger_left -= 1
+            if not larger_left:  # nobody else has room for one more
+                full = small
+                waiting = [entry for entry in waiting if sizes[entry % ranks] < full]
+                heapify(waiting)
+    return np.array(share_of, dtype=np.int64)
 
 
-def _nearest_shares(records: Sequence[RolloutRecord], shares: list[list[int]]) -> list[list[int]]:
-    """`shares` in an order in which rank r holds much of share r already: greedily the largest overlaps first."""
-    overlaps = [
-        (-sum(records[index].tokens for index in share if records[index].head == rank), rank, number)
-        for number, share in enumerate(shares)
-        for rank in range(len(shares))
-    ]
-    placed: dict[int, int] = {}
-    taken: set[int] = set()
-    for _, rank, number in sorted(overlaps):
-        if rank not in placed and number not in taken:
-            placed[rank] = number
-            taken.add(number)
-    return [shares[placed[rank]] for rank in range(len(shares))]
+def _nearest_ranks(tokens_M: Ints, heads_M: Ints, share_M: Ints, ranks: int) -> Ints:
+    """A rank [R] for each share, greedily the pairs of rank and share with the largest overlaps in tokens first."""
+    overlaps = np.zeros(ranks * ranks, dtype=np.int64)  # by rank * ranks + share
+    dealt_M = heads_M < ranks  # what others hold must be moved anyway
+    np.add.at(overlaps, (heads_M * ranks + share_M)[dealt_M], tokens_M[dealt_M])
+    pairs = np.flatnonzero(overlaps)
+    rank_of = np.full(ranks, -1, dtype=np.int64)
+    free = np.ones(ranks, dtype=np.bool_)
+    pairs = pairs[np.argsort(-overlaps[pairs], kind="stable")]
+    for rank, share in zip((pairs // ranks).tolist(), (pairs % ranks).tolist(), strict=True):
+        if free[rank] and rank_of[share] < 0:
+            rank_of[share] = rank
+            free[rank] = False
+    rank_of[rank_of < 0] = np.flatnonzero(free)
+    return rank_of

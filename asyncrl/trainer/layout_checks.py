@@ -22,7 +22,6 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
         )
     yield from _models_that_do_not_fit(config, graph, placed, None)
     yield from _not_cut_by_flat(config, placed)
-    yield from _not_built_yet(config, placed)
     yield from _not_supported(config, placed)
 
 
@@ -54,13 +53,6 @@ def _not_cut_by_flat(config: ExperimentConfig, placed: Placement) -> Iterator[st
                 f"trainer.engine='flat': every rank has the whole model, and {name}={str(grid)!r} cuts it; use "
                 f"d{grid.workers}, or trainer.engine=sharded"
             )
-
-
-def _not_built_yet(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    """What the tables have and the training ranks do not do; delete each line where they do."""
-    actor = placed.actor
-    if actor.replicas > 1:
-        yield f"trainer.parallel={str(actor)!r}: replicas are not built yet; use d{actor.data} in place of r and d"
 
 
 def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.comm.names import ACTOR
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
-MESH_AXES = ("pipeline", "data", "tensor")
-"""Names of the mesh's dimensions, outermost first."""
+MESH_AXES = ("pipeline", "replica", "shard", "tensor")
+"""Names of the mesh's dimensions, outermost first; a data index is replica * shards + shard."""
 
 
 class PeerFailed(RuntimeError):

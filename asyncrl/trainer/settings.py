@@ -120,7 +120,8 @@ class OptimizerConfig:
     beta1: float = setting(0.9, "AdamW beta 1", minimum=0.0, maximum=1.0)
     beta2: float = setting(0.99, "AdamW beta 2", minimum=0.0, maximum=1.0)
     eps: float = setting(1e-8, "AdamW epsilon", minimum=0.0)
-    weight_decay: float = setting(0.0, "decoupled weight decay", minimum=0.0)
+    weight_decay: float = setting(0.0, "decoupled weight decay of matrices; norms and biases have none", minimum=0.0)
+    decay_embeddings: bool = setting(True, "whether weight decay acts on embeddings")
     max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)
     schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
@@ -144,6 +145,9 @@ class TrainerConfig:
     threads: int = setting(1, "CPU threads per rank", minimum=1)
     tokens_per_micro_batch: int = setting(
         16384, "token budget of one forward and backward pass", unit="tokens", minimum=1
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute each layer's activations in the backward pass: less memory, a third more work"
     )
     ppo_minibatches: int = setting(4, "optimizer steps per train step; divides train_batch_size", minimum=1)
     buffer_capacity: int = setting(
@@ -337,6 +341,35 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from unknown
     if not unknown:
         yield from _critic(config)
+
+
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """What is allowed but makes a correction less than its name says, each as `setting=value: what follows`."""
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    correction = algorithm.correction.name
+    if correction == "none":
+        return
+    if algorithm.prox == ProximalMode.behave:
+        yield (
+            f"algorithm.correction={correction!r}: algorithm.prox='behave' takes the behaviour policy for the proximal "
+            "one, so every importance weight is 1 and nothing is corrected; use algorithm.prox=recompute, or "
+            "algorithm.correction.name=none"
+        )
+    cut = [
+        f"{name}={value:g}"
+        for name, value, whole in (
+            ("top_p", sampling.top_p, sampling.top_p >= 1.0),
+            ("top_k", sampling.top_k, sampling.top_k <= 0),
+            ("min_p", sampling.min_p, sampling.min_p <= 0.0),
+        )
+        if not whole
+    ]
+    if cut:
+        yield (
+            f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
+            "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
+            "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+        )
 
 
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:

@@ -75,7 +75,9 @@ def training_world(
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:
     """This rank's place in `grid`; None where it is not of it. Called by all ranks: groups are made by all together."""
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
-    mesh = DeviceMesh(device.type, workers, mesh_dim_names=MESH_AXES)
+    replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
+    mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)
+    data = _own_group([copies.tolist() for copies in workers.transpose(1, 2).flatten(0, 1)], timeout)
     everyone = _own_group([workers.flatten().tolist()], timeout)
     copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
     pipelines = workers.flatten(1).T.tolist()
@@ -86,8 +88,9 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
         return None
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
-    assert Coordinates(*coordinates) == grid.coordinates(worker), (coordinates, worker, grid)
-    data = mesh.get_group("data")
+    pipeline, replica, shard, tensor = coordinates
+    here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
+    assert here == grid.coordinates(worker), (coordinates, worker, grid)
     return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
 
 

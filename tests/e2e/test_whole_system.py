@@ -77,9 +77,21 @@ def test_other_stale_policies_keep_the_bound(start_run: Any, on_stale: str) -> N
 
 
 def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run: Any) -> None:
-    run = start_run(max_head_offpolicyness=0, system__encrypt="false")
+    """So every weight is 1, under truncated sampling too, and the narrowest mask masks nothing."""
+    run = start_run(
+        max_head_offpolicyness=0,
+        system__encrypt="false",
+        rollout__sampling__temperature=0.7,
+        rollout__sampling__top_p=0.9,
+        algorithm__correction__name="geometric_mask",
+    )
     assert run.wait() == 0, run.output + run.logs()
-    assert {row["staleness/max"] for row in run.rows()} == {0}
+    assert "top_p=0.9 cuts tokens off that no importance weight brings back" in run.output
+    for row in run.rows():
+        assert row["staleness/max"] == 0
+        assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
+        assert row["ppo/behave_kl"] < 1e-8
+        assert row["masked/sequence_below_band"] == row["masked/sequence_above_band"] == 0
 
 
 NOTING_AGENT = """

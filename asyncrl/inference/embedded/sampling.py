@@ -1,9 +1,10 @@
 """Drawing the next token of every row at once.
 
 A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so that a sample does not
-depend on its neighbours in the batch. The log-probability returned is that of the distribution really drawn from: after
-temperature and, where a row filters, renormalised over the tokens that top-k, top-p and min-p left. A greedy row
-returns its temperature-1 value, as SGLang does.
+depend on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's
+temperature, before top-k, top-p and min-p cut it: the one that the trainer computes too, so that their ratio is 1 where
+the weights are the same (docs/algorithms.md, "Truncated sampling"). A greedy row returns its temperature-1 value. Both
+as SGLang does.
 
 Shapes: R = rows (running samples), V = vocabulary, T = output positions.
 """
@@ -84,7 +85,7 @@ def sample(logits_RV: Tensor, uniforms_R: Tensor, rows: RowSampling) -> tuple[Te
         rows: the rows' parameters.
 
     Returns:
-        tokens int64 `[R]` and their natural log-probabilities fp32 `[R]`.
+        tokens int64 `[R]` and their natural log-probabilities fp32 `[R]`, of the distribution before it was cut.
     """
     logits = logits_RV.float()
     if rows.inverse_temperature is not None:
@@ -93,9 +94,8 @@ def sample(logits_RV: Tensor, uniforms_R: Tensor, rows: RowSampling) -> tuple[Te
     if rows.all_greedy:
         tokens = logits.argmax(-1)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
-    if rows.filtered is not None:
-        logprobs = _filter(logprobs, rows)
-    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    drawn_from = logprobs if rows.filtered is None else _filter(logprobs, rows)
+    cdf = drawn_from.exp().cumsum(-1, dtype=torch.float64)
     target = uniforms_R[:, None] * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, target, right=True).clamp_max_(cdf.shape[-1] - 1)
     if rows.greedy is not None:

@@ -17,7 +17,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION
 from asyncrl.inference.settings import context_length
-from asyncrl.inference.sglang.logprobs import MAX_SUPPORT
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 
@@ -98,7 +97,6 @@ def build_command(
         "context_length": context_length(config, model_config),
         "weight_version": BASE_VERSION,
         "skip_tokenizer_init": True,  # token ids go in and come out; detokenizing them would cost a process its CPU
-        "sampling_mask_max_tokens": MAX_SUPPORT,
         "random_seed": config.seed,
         "enable_metrics": True,
         "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
@@ -160,6 +158,8 @@ def _environment(device: Device, threads: int, scratch: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # /health would otherwise generate a token, which takes a second and fails while generation is paused
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # log-probabilities would be those at temperature 1, whatever the request's, and no ratio 1 on policy
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         # idle connections are closed after 5 s by default, at times just as a client sends on one
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
     }

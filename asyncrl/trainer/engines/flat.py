@@ -30,7 +30,9 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
+from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
@@ -49,6 +51,7 @@ class FlatEngine(TrainingEngine):
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
         place: of this rank; gradients are summed over its data-parallel ranks.
+        gradient_checkpointing: whether a trained role's layers recompute their activations.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class FlatEngine(TrainingEngine):
         tokens_per_micro_batch: int,
         optimizer: FlatAdamW | None = None,
         place: Place | None = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.module = module
         self._optimizer = optimizer
@@ -69,6 +73,8 @@ class FlatEngine(TrainingEngine):
         self._budget = tokens_per_micro_batch
         if optimizer is None:
             module.requires_grad_(False)
+        elif gradient_checkpointing:
+            checkpoint_layers(trunk)
 
     @property
     def trained(self) -> bool:
@@ -290,6 +296,7 @@ class FlatLoader(EngineLoader):
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
             "place": place,
+            "gradient_checkpointing": config.trainer.gradient_checkpointing,
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
@@ -315,4 +322,5 @@ class FlatLoader(EngineLoader):
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
-        return FlatAdamW(named, config, steps)
+        undecayed = () if config.decay_embeddings else embedding_names(module)
+        return FlatAdamW(named, config, steps, undecayed)

@@ -70,16 +70,38 @@ def test_full_divergence_without_distributions_says_what_to_do():
 def test_k1_and_k3_are_unbiased_for_the_full_divergence():
     inputs = full_inputs(2)
     exact = resolve("kl", "full")(inputs)
-    for name in ("k1", "k3"):
+    for name, params in (("k1", {}), ("k3", {"cap": math.inf})):
         expected = torch.zeros_like(exact)
         for word in range(9):
             one = KLInputs(inputs.log_probs_TV[:, word], inputs.ref_log_probs_TV[:, word], inputs.mask_T)
-            expected += inputs.log_probs_TV[:, word].exp() * resolve("kl", name)(one)
+            expected += inputs.log_probs_TV[:, word].exp() * resolve("kl", name, params)(one)
         torch.testing.assert_close(expected, exact, rtol=1e-10, atol=1e-12)
 
 
 def test_every_registered_estimator_is_tested_here():
     assert {*SAMPLED, "full"} == set(known("kl"))
+
+
+def k3_at(gap: float, **params: float) -> tuple[float, float]:
+    """Value and gradient of k3 where the reference's log-probability is `gap` above the policy's."""
+    logprobs = torch.tensor([-20.0], dtype=torch.float64, requires_grad=True)
+    kl_T = resolve("kl", "k3", params)(KLInputs(logprobs, logprobs.detach() + gap, torch.ones(1, dtype=torch.bool)))
+    kl_T.sum().backward()
+    return float(kl_T.detach()), float(logprobs.grad)
+
+
+def test_k3_is_capped_and_its_gradient_vanishes_there():
+    assert k3_at(19.5) == (10.0, 0.0)
+    assert k3_at(-15.0) == (10.0, 0.0)
+    assert k3_at(2.5) == pytest.approx((math.exp(2.5) - 3.5, 1 - math.exp(2.5)))
+    assert k3_at(2.5, cap=3.0) == (3.0, 0.0)
+    assert k3_at(19.5, cap=math.inf)[1] == pytest.approx(1 - math.exp(19.5))
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
+def test_k3_refuses_a_cap_that_is_not_positive(cap):
+    with pytest.raises(ValueError, match="set it above 0"):
+        k3_at(1.0, cap=cap)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

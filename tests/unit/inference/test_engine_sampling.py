@@ -69,7 +69,7 @@ def test_derived_seeds_differ_and_fit_a_signed_integer() -> None:
         ({"top_k": 3, "top_p": 0.6}, [1, 3]),
     ],
 )
-def test_frequencies_and_logprobs_are_those_of_the_renormalised_distribution(
+def test_frequencies_are_those_of_the_cut_distribution_and_logprobs_those_of_the_whole_one(
     settings_: dict[str, float], kept: list[int]
 ) -> None:
     uniforms = uniforms_TR(torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.long), 1)[0]
@@ -80,7 +80,7 @@ def test_frequencies_and_logprobs_are_those_of_the_renormalised_distribution(
     frequencies = torch.bincount(tokens, minlength=6) / DRAWS
     assert (frequencies - expected).abs().max() < 4 * math.sqrt(0.25 / DRAWS)
     assert set(tokens.tolist()) == set(kept)
-    torch.testing.assert_close(logprobs, expected[tokens].log())
+    torch.testing.assert_close(logprobs, PROBABILITIES[tokens].log())
 
 
 def test_a_row_draws_the_same_whether_or_not_a_neighbour_filters() -> None:

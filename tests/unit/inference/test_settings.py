@@ -76,6 +76,13 @@ def test_a_server_is_adopted_once(machine: Path) -> None:
     assert list(check(config)) == ["generation.sglang.urls='http://a:1': given 2 times; name each server once"]
 
 
+def test_log_probabilities_of_sglang_stay_at_the_sampling_temperature(machine: Path) -> None:
+    config = config_of("sglang")
+    config.generation.sglang.env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    (message,) = check(config)
+    assert message.startswith("generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it")
+
+
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("1", 1), ("0,1,2,3", 2), (" , ", 0)])
 def test_gpus_are_those_left_visible(visible: str, count: int, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(machine, 2)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.master.assignment import assign, minibatch_of_groups
@@ -57,10 +61,35 @@ def test_groups_per_rank_differ_by_one_at_most_and_tokens_by_one_group(
             assert max(map(sum, shares)) - min(map(sum, shares)) <= largest
 
 
+def load_benchmark() -> ModuleType:
+    path = Path(__file__).parents[3] / "benchmarks" / "assignment.py"
+    spec = importlib.util.spec_from_file_location("assignment_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = load_benchmark()
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObject) -> None:
+    minibatches, ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+    groups = minibatches * data.draw(st.integers(1, 30))
+    counts = st.integers(1, 5) if data.draw(st.booleans()) else st.integers(1, 10**6)  # many equal ones, or few
+    tokens = data.draw(st.lists(counts, min_size=groups, max_size=groups))
+    workers = data.draw(st.lists(st.integers(0, ranks), min_size=groups, max_size=groups))
+    members = records(tokens, workers)
+    assert assign(members, ranks, minibatches, 3, 5) == PLAIN.plain_assign(members, ranks, minibatches, 3, 5)
+
+
 def test_minibatches_follow_the_documented_permutation() -> None:
     permutation = np.random.default_rng([7, 3]).permutation(6)
     expected = {int(group): position // 2 for position, group in enumerate(permutation)}
-    assert minibatch_of_groups(6, 3, 7, 3) == [expected[group] for group in range(6)]
+    assert minibatch_of_groups(6, 3, 7, 3).tolist() == [expected[group] for group in range(6)]
 
 
 def test_shares_go_to_the_ranks_that_hold_them() -> None:

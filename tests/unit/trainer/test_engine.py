@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, load_causal_lm, load_critic
-from asyncrl.trainer.scoring import EntropyMode, token_logprobs
+from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 
@@ -24,7 +25,15 @@ MakeBatch = Callable[..., StepBatch]
 CPU = torch.device("cpu")
 
 
-def engine(path: Path, *, attn: str = "sdpa", budget: int = 64, temperature: float = 1.0, train: bool = False):  # type: ignore[no-untyped-def]
+def engine(  # type: ignore[no-untyped-def]
+    path: Path,
+    *,
+    attn: str = "sdpa",
+    budget: int = 64,
+    temperature: float = 1.0,
+    train: bool = False,
+    checkpointing: bool = False,
+):
     model = load_causal_lm(path, "float32", attn, CPU)
     return FlatPolicyEngine(
         model,
@@ -32,6 +41,7 @@ def engine(path: Path, *, attn: str = "sdpa", budget: int = 64, temperature: flo
         attention=attention_kind(attn),
         tokens_per_micro_batch=budget,
         optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1) if train else None,
+        gradient_checkpointing=checkpointing,
     )
 
 
@@ -127,26 +137,57 @@ def test_gradients_do_not_depend_on_the_cut(qwen_dir: Path, make_batch: MakeBatc
         torch.testing.assert_close(gradient / scale, gradients[0] / scale, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("entropy", EntropyMode)
-def test_scoring_in_chunks_gives_the_same_values_and_gradients(entropy: EntropyMode) -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(8, 50)
-    targets = torch.randint(0, 50, (23,))
-    results = []
-    for limit in (1, 4 * 50 * 7, 1 << 20):
-        hidden = torch.linspace(-1, 1, 23 * 8).view(23, 8).requires_grad_()
-        logprobs, entropies = token_logprobs(
-            hidden, targets, head, temperature=0.5, entropy=entropy, max_logits_bytes=limit
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", ["qwen_dir", "llama_dir"])
+def test_gradient_checkpointing_gives_equal_gradients_and_keeps_less(
+    model: str, attn: str, make_batch: MakeBatch, request: pytest.FixtureRequest
+) -> None:
+    path, batch = request.getfixturevalue(model), make_batch()
+    gradients, kept = [], []
+    for checkpointing in (False, True):
+        policy = engine(path, attn=attn, budget=10_000, train=True, checkpointing=checkpointing)
+        assert not any(module.training for module in policy.module.modules())  # so dropout stays off
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, object]]:
+            return outputs.logprobs_N.square().sum(), {}
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss, _ = policy.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), share)
+        gradients.append((loss, policy.optimizer.grad.clone()))
+        kept.append(sum(saved.values()))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+    assert kept[1] < 0.8 * kept[0]
+
+
+def test_gradient_checkpointing_of_a_critic_gives_equal_gradients(llama_dir: Path, make_batch: MakeBatch) -> None:
+    batch, gradients = make_batch(), []
+    for checkpointing in (False, True):
+        critic = load_critic(llama_dir, "float32", "sdpa", CPU)
+        torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(2))
+        values = FlatValueEngine(
+            critic,
+            attention=AttentionKind.packed,
+            tokens_per_micro_batch=50,
+            optimizer=FlatAdamW(critic.named_parameters(), OptimizerConfig(), 1),
+            gradient_checkpointing=checkpointing,
         )
-        total = logprobs.sum() + (entropies.sum() if entropies is not None else 0.0)
-        head.zero_grad()
-        torch.autograd.backward(total)
-        assert hidden.grad is not None
-        assert head.weight.grad is not None
-        results.append((logprobs.detach(), hidden.grad, head.weight.grad.clone()))
-    for result in results[:2]:
-        for got, expected in zip(result, results[2], strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        values.compute_gradients(
+            batch, batch["loss_mask"], range(batch.num_seqs), lambda _, values_N: (values_N.square().sum(), {})
+        )
+        gradients.append(values.optimizer.grad.clone())
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_a_model_without_layers_to_recompute_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="no layer of Linear"):
+        checkpoint_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

@@ -52,10 +52,19 @@ def test_it_takes_the_steps_of_torch_adamw_with_clipping_and_schedule() -> None:
     mine, theirs = network(), network()
     optimizer = FlatAdamW(mine.named_parameters(), CONFIG, total_steps=6)
     norms = train(mine, optimizer, batches(6))
-    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs[0].weight, theirs[2].weight], "weight_decay": 0.1},
+            {"params": [theirs[0].bias, theirs[2].bias], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.99),
+        eps=1e-8,
+    )
     for step, x in enumerate(batches(6)):
         factor = step / 2 if step < 2 else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (step - 2) / 4)).item())
-        reference.param_groups[0]["lr"] = 1e-2 * factor
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * factor
         reference.zero_grad()
         torch.autograd.backward(loss_of(theirs, x))
         norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
@@ -69,8 +78,10 @@ def test_parameters_and_gradients_are_views_of_the_flat_vectors() -> None:
     model = network()
     optimizer = FlatAdamW(model.named_parameters(), CONFIG, total_steps=1)
     torch.autograd.backward(loss_of(model, batches(1)[0]))
-    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    in_order = (model[0].weight, model[2].weight, model[0].bias, model[2].bias)  # what decays lies first
+    gradients = torch.cat([parameter.grad.flatten() for parameter in in_order])
     assert torch.equal(gradients, optimizer.grad)
+    assert [master.shape for master in optimizer.masters()] == [parameter.shape for parameter in model.parameters()]
     assert gradients.abs().sum() > 0
     optimizer.flat.data.zero_()
     assert all(parameter.abs().sum() == 0 for parameter in model.parameters())
@@ -114,6 +125,17 @@ def test_its_state_continues_bitwise_through_json_and_tensors() -> None:
     train(resumed, second, xs[2:])
     for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_state_from_before_the_first_step_starts_anew() -> None:
+    model, resumed = network(), network()
+    fresh = FlatAdamW(model.named_parameters(), CONFIG, 4)
+    tensors, meta = fresh.state()
+    second = FlatAdamW(resumed.named_parameters(), CONFIG, 4)
+    train(resumed, second, batches(2))
+    second.load_state({"flat": tensors["flat"]}, meta)
+    xs = batches(3)
+    assert train(resumed, second, xs) == train(model, fresh, xs)
 
 
 def test_a_resumed_run_takes_a_changed_learning_rate_where_its_schedule_stands() -> None:

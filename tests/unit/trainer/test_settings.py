@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
+from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device
-from asyncrl.trainer import layout_checks, settings
+from asyncrl.trainer import settings
 from asyncrl.trainer.settings import (
     NEEDS_VALUES,
     AttentionImplementation,
+    ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
     TrainerEngine,
     check,
     engine_of,
     hugging_face_folder,
+    warnings,
 )
 
 SetGpus = Callable[[int], None]
@@ -83,7 +86,6 @@ def test_more_ranks_than_gpus(device: Device, config: ExperimentConfig, gpus: Se
 def test_more_ranks_than_gpus_in_a_layout_with_slices_and_a_critic_of_its_own(
     config: ExperimentConfig, gpus: SetGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
     gpus(6)
     config.train_batch_size = 64
     config.trainer.parallel = "d4t2"
@@ -95,23 +97,24 @@ def test_more_ranks_than_gpus_in_a_layout_with_slices_and_a_critic_of_its_own(
     assert "use a layout of at most 1 ranks" in the_message(config)
 
 
-def test_what_is_not_built_yet_is_refused_by_name(config: ExperimentConfig, gpus: SetGpus) -> None:
+def test_what_works_in_one_layout_only_is_refused_by_name(config: ExperimentConfig, gpus: SetGpus) -> None:
     gpus(0)
-    for layout in ("t2", "p2", "r2d2"):
-        config.trainer.parallel = layout
-        assert the_message(config).startswith(f"trainer.parallel={layout!r}: t, p and r are not built yet")
     config.trainer.parallel = "d2"
     config.algorithm.kl_coef = 0.1
-    config.algorithm.reference.parallel = "d2"
-    assert list(check(config)) == [], "the actor's own layout, spelled out"
     config.algorithm.reference.parallel = "d1"
-    assert the_message(config).startswith("algorithm.reference.parallel='d1': another layout than the actor's 'd2'")
-    config.algorithm.reference.parallel, config.algorithm.reference.ranks = None, RoleRanks.own
-    assert the_message(config).startswith("algorithm.reference.parallel='d2' on workers 2 to 3: another layout")
-    config.algorithm.kl_coef = 0.0
-    assert list(check(config)) == [], "no reference model, nothing to place"
-    config.trainer.engine = TrainerEngine.sharded
-    assert the_message(config).startswith("trainer.engine='sharded': not built yet")
+    assert list(check(config)) == []
+    config.algorithm.reference.mode = ReferenceMode.ema
+    assert the_message(config).startswith(
+        "algorithm.reference.mode='ema': the reference follows the actor part by part"
+    )
+    config.algorithm.reference.mode = ReferenceMode.frozen
+    config.algorithm.kl = ChoiceConfig("full")
+    assert the_message(config).startswith("algorithm.kl='full': whole distributions are compared where each rank has")
+    config.trainer.parallel, config.algorithm.reference.parallel = "d1", None
+    assert list(check(config)) == []
+    config.model.lora.rank = 4
+    config.algorithm.reference.mode = ReferenceMode.ema
+    assert the_message(config).startswith("algorithm.reference.mode='ema': the base of adapters does not move")
 
 
 def test_a_layout_that_is_none_is_told_with_the_other_mistakes(config: ExperimentConfig, gpus: SetGpus) -> None:
@@ -132,7 +135,6 @@ def test_a_reward_model_that_the_graph_does_not_name(config: ExperimentConfig, g
 def test_the_flat_engine_has_whole_models(
     config: ExperimentConfig, gpus: SetGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
     gpus(0)
     config.trainer.parallel, config.trainer.engine = "d2t2", TrainerEngine.flat
     message = the_message(config)
@@ -148,7 +150,6 @@ def test_the_flat_engine_has_whole_models(
 def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
     config: ExperimentConfig, gpus: SetGpus, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_checks, "_not_built_yet", lambda config, placed: iter(()))
     gpus(0)
     config.algorithm.kl_coef = 0.1
     config.trainer.parallel = "t4"  # two query heads in the actor, four in the reference model
@@ -261,3 +262,14 @@ def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert list(hugging_face_folder("model.path", str(whole))) == []
     assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_what_makes_a_correction_less_than_its_name_is_told(config: ExperimentConfig) -> None:
+    assert list(warnings(config)) == []
+    config.rollout.sampling.top_p, config.rollout.sampling.top_k = 0.9, 50
+    (cut,) = warnings(config)
+    assert "rollout.sampling.top_p=0.9, top_k=50 cuts tokens off" in cut
+    config.algorithm.prox = ProximalMode.behave
+    assert any("every importance weight is 1" in line for line in warnings(config))
+    config.algorithm.correction.name = "none"
+    assert list(warnings(config)) == []

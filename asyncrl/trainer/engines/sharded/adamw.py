@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
-from asyncrl.trainer.engines.flat_adamw import SCHEDULES
+from asyncrl.trainer.engines.decay_groups import decay_groups
+from asyncrl.trainer.engines.flat_adamw import MOMENTS, SCHEDULES, resume_schedule
 from asyncrl.trainer.settings import OptimizerConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
@@ -26,6 +25,7 @@ class ShardedAdamW:
         counted: of these, the names whose gradients count in the norm: a parameter of two stages counts once.
         pipeline: over whose ranks the norm is summed; None where there is one stage.
         total_steps: optimizer steps of the whole run, for schedules that end.
+        undecayed: names of parameters that weight decay leaves alone, besides norms and biases.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -39,6 +39,7 @@ class ShardedAdamW:
         *,
         counted: frozenset[str],
         pipeline: dist.ProcessGroup | None,
+        undecayed: Collection[str] = (),
     ) -> None:
         self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         if not self._parameters:
@@ -46,11 +47,13 @@ class ShardedAdamW:
         self._counted, self._pipeline = counted, pipeline
         self._max_grad_norm = config.max_grad_norm
         self._adamw = torch.optim.AdamW(
-            self._parameters.values(),
+            [
+                {"params": [parameter for _, parameter in named], "weight_decay": decay}
+                for named, decay in decay_groups(self._parameters.items(), undecayed).with_decay(config.weight_decay)
+            ],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
         for parameter in self._parameters.values():  # there from the start, so that a checkpoint has where to load to
@@ -112,8 +115,4 @@ class ShardedAdamW:
         """Go on where `meta` says; the tensors have been loaded in place."""
         for state in self._adamw.state.values():
             state["step"].fill_(float(meta["step"]))
-        # Every step taken moved the schedule too. The rates are the config's, which may have changed since.
-        schedule = self._schedule
-        schedule.last_epoch = int(meta["step"])
-        for group, lr, factor in zip(self._adamw.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            group["lr"] = lr * factor(schedule.last_epoch)
+        resume_schedule(self._schedule, self._adamw, int(meta["step"]))

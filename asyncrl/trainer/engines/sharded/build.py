@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from asyncrl.trainer.engines.decay_groups import embedding_names
+from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.sharded.stage import (
     EMBEDDING,
     LAYERS,
@@ -89,6 +90,7 @@ class Built:
         published: of a policy, all tensors of its model folder in the model's order; the same on all ranks.
         stages: the pipeline stage of each of these.
         model: the part as transformers knows it.
+        embeddings: names of the embeddings' weights among `names`.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
     """
 
@@ -98,6 +100,7 @@ class Built:
     model: PreTrainedModel
     published: list[TensorSpec] = field(default_factory=list)
     stages: dict[str, int] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
     tied: str | None = None
 
 
@@ -142,6 +145,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         model,
         published,
         {spec.name: _stage_of(spec.name, layers, place.stages) for spec in published},
+        frozenset(names[name] for name in embedding_names(stage)),
         f"{model.base_model_prefix}.{EMBEDDING}.weight" if tied else None,
     )
     _shard(built, plan)
@@ -182,7 +186,8 @@ def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | Non
     stage = ValueStage(trunk, place, score)
     model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
-    built = Built(stage, {name: name for name, _ in stage.named_parameters()}, _buffers(stage, model), model)
+    names = {name: name for name, _ in stage.named_parameters()}
+    built = Built(stage, names, _buffers(stage, model), model, embeddings=embedding_names(stage))
     _shard(built, plan)
     untrained = () if head is not None else ("head.weight", "head.bias")
     _materialise(built, path, plan, _names(stage, model, tied=False), untrained)
@@ -247,10 +252,12 @@ def _names(stage: Stage, model: PreTrainedModel, tied: bool) -> dict[str, str]:
 
 def _shard(built: Built, plan: BuildPlan) -> None:
     """FSDP2 over the data-parallel ranks: gradients are summed, not averaged."""
-    stage, mesh = built.stage, plan.mesh["data"]
+    stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     place = stage.place
     if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
         cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
+    if plan.recompute:
+        checkpoint_layers(stage.trunk)
     low = plan.dtype if plan.dtype != plan.held else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     if isinstance(stage, ValueStage) and stage.head is not None:
@@ -260,23 +267,12 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     for layer in getattr(stage.trunk, LAYERS, ()):
         if isinstance(layer, Absent):
             continue
-        if plan.recompute:
-            _recompute(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
     fully_shard(stage, mesh=mesh, mp_policy=policy, ignored_params=adapters)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # without it gloo refuses
-
-
-def _recompute(layer: nn.Module) -> None:
-    forward = layer.forward
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    layer.forward = again
 
 
 def _materialise(

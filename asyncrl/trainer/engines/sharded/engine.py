@@ -126,7 +126,10 @@ class ShardedEngine(TrainingEngine):
         if self._tied_stages is not None and self.stage.place.last:
             counted -= {str(self._built.tied)}
         pipeline = None if self._neighbours is None else self._neighbours.forwards
-        return ShardedAdamW(parameters.items(), config, total_steps, counted=counted, pipeline=pipeline)
+        embeddings = () if config.decay_embeddings else self._built.embeddings
+        return ShardedAdamW(
+            parameters.items(), config, total_steps, counted=counted, pipeline=pipeline, undecayed=embeddings
+        )
 
     # Micro-batches.
 
@@ -383,6 +386,7 @@ class ShardedLoader(EngineLoader):
             trained,
             lora=lora,
             seed=self._config.seed,
+            recompute=trained and self._config.trainer.gradient_checkpointing,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.engines.sharded.vocab_parallel import sliced_logprobs
+from asyncrl.trainer.layout import stage_layers
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.scoring import EntropyMode, LogitsOf, token_logprobs
 
@@ -40,8 +41,8 @@ class StagePlace:
         return self.index == self.stages - 1
 
     def layers(self, total: int) -> range:
-        """The layers of this stage; stages differ by at most one layer."""
-        return range(total * self.index // self.stages, total * (self.index + 1) // self.stages)
+        """The layers of this stage."""
+        return stage_layers(total, self.stages, self.index)
 
 
 class Absent(nn.Module):
@@ -140,14 +141,9 @@ class PolicyStage(Stage):
         )
         return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
 
-    def _score_slices(
-        self, logits_Nv: Tensor, targets_N: Tensor, temperature: float, entropy: EntropyMode
-    ) -> tuple[Tensor, Tensor]:
+    def _score_slices(self, logits_Nv: Tensor, targets_N: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         assert self._slices is not None
-        logits_Nv = logits_Nv.float()
-        if temperature != 1.0:
-            logits_Nv = logits_Nv / temperature
-        logprobs_N, entropy_N = sliced_logprobs(logits_Nv, targets_N, self._vocabulary, self._slices)
+        logprobs_N, entropy_N = sliced_logprobs(logits_Nv.float(), targets_N, self._vocabulary, self._slices)
         return logprobs_N, entropy_N if entropy == EntropyMode.differentiable else entropy_N.detach()
 
 

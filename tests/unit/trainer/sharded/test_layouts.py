@@ -86,7 +86,7 @@ def _whole(parameter: Any) -> Any:
 LAYOUTS = ["d1", "d2", "t2", "p2", "d2t2", "d2p2", "t2p2", "d2t2p2"]
 CASES = [
     *(("qwen3", layout) for layout in LAYOUTS),
-    *(("qwen2", layout) for layout in ("d2", "p2", "d2t2p2")),
+    *(("qwen2", layout) for layout in ("d2", "p2", "r2d2", "d2t2p2")),
     *(("qwen3+lora4", layout) for layout in ("d1", "d2", "d2t2p2")),
     *(("llama+lora4", layout) for layout in ("t2", "t4", "p2")),
     *(("llama", layout) for layout in ("t4", "d3", "t2p2")),  # t4: more slices than key-value heads

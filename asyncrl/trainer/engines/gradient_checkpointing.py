@@ -1,0 +1,36 @@
+"""Recomputing a layer's activations in the backward pass in place of keeping them.
+
+Kept is one hidden state per layer and token; the price is one more forward pass of the layers, a third of a step's
+work. A layer is what transformers derives from `GradientCheckpointingLayer`. Its `forward` itself is replaced: hooks
+around it, such as those that gather a sharded layer's weights, run outside of the recomputed part. transformers' own
+switch acts in `model.train()` only, which would turn dropout on too; this one acts wherever gradients are recorded, and
+costs nothing where none are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def checkpoint_layers(trunk: nn.Module) -> int:
+    """Have every layer of `trunk`, which computes without dropout, recompute its activations; returns their number.
+
+    Raises:
+        NotImplementedError: transformers marks none of its modules as such a layer.
+    """
+    layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    outermost = [layer for layer in layers if layer not in inner]
+    if not outermost:
+        raise NotImplementedError(
+            f"trainer.gradient_checkpointing=true: transformers marks no layer of {type(trunk).__name__} as one that "
+            "can be recomputed; set it to false"
+        )
+    for layer in outermost:
+        # Nothing random happens in a layer, so there is no random state to restore.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    return len(outermost)
