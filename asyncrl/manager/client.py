@@ -143,9 +143,16 @@ class ManagerClient:
         request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
         return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
-    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout]) -> None:
-        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained."""
-        await self._call("/report_consumed", m.ConsumedReport(version, list(trained), list(dropped)), m.Done)
+    async def report_consumed(
+        self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout], given_up_after: int = 0
+    ) -> m.ConsumedReply:
+        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
+
+        Returns:
+            The books, and the prompts that workers gave up, from number `given_up_after` on.
+        """
+        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after)
+        return await self._call("/report_consumed", report, m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.

@@ -102,11 +102,13 @@ class GserverManager(AsyncWorker):
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
         a resumed run as if nothing had been trained.
         """
-        await self._next_value(names.DATA_STATE_KEY, None)
+        value = await self._next_value(names.DATA_STATE_KEY, None)
+        assert value is not None  # it differs from None
+        state = names.DataState.decode(value)
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
-        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers))
+        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:

@@ -3,9 +3,9 @@
     <root>/v<N>/    actor.optimizer-<rank>-of-<world>.safetensors ... rng-<rank>.safetensors state.json manifest.json
 
 A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So one
-that is there is whole, unless the disk lost something later. Such a one is passed over for the one before it, and named
-`v<N>.damaged` from then on: the run goes on from the older one, so what was later is of steps that it has forgotten, and
-a checkpoint that cannot be used must not count among those that are kept.
+that is there is whole, unless the disk lost something later. Such a one is passed over for the one before it, and
+named `v<N>.damaged` from then on: the run goes on from the older one, so what was later is of steps that it has
+forgotten, and a checkpoint that cannot be used must not count among those that are kept.
 """
 
 from __future__ import annotations
