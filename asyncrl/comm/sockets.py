@@ -24,7 +24,9 @@ from asyncrl.comm.security import SocketSecurity
 Socket: TypeAlias = zmq.Socket[bytes]
 
 HEARTBEAT_INTERVAL_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000  # a host that vanished without a reset is noticed after this; a killed process at once
+HEARTBEAT_TIMEOUT_MS = 90_000
+"""A host that vanished without a reset is noticed after this; a killed process at once. A stopped process answers no
+heartbeat either, and must be back in time: pauses of a minute are to be survived."""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks get their turn

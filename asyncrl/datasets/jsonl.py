@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -57,7 +57,7 @@ class JsonlDataset:
         self.path = Path(path).expanduser()
         lines = self._lines()
         rows = [self._parse(line, number, prompt_template) for number, line in lines]
-        kept = range(len(rows))
+        kept: Sequence[int] = range(len(rows))
         if held_out_share > 0.0:
             held_out = split == "held_out"
             kept = [index for index in kept if _is_held_out(rows[index]["prompt"], held_out_share) == held_out]

@@ -22,7 +22,8 @@ from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
-RETRY_S = 60.0
+RETRY_S = 120.0
+"""How long a call is repeated: a pause of a minute, of the manager or of this process, must not look like its end."""
 FLUSH_DELAY_S = 0.01
 """How long what ended waits for a call to travel with; where a rollout ends, the call for the next follows at once."""
 ROUTE_LIFE_S = 0.2

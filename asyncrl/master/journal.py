@@ -101,11 +101,6 @@ class Journal:
         elif statistics:
             self.evaluations.append({"version": step, **statistics})
 
-    @property
-    def last_row_at(self) -> float:
-        """When the last step ended (`now` of `step`); before the first, when the journal was opened."""
-        return self._totals.at
-
     def evaluation_due(self, version: int) -> bool:
         """Whether `version` is to be evaluated: every `eval.interval`-th, the initial and the last one."""
         interval = self._config.eval.interval

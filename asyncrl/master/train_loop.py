@@ -4,8 +4,8 @@ The loop holds metadata only and asks everything of its peers, so the tests run 
 
 What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
 (`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
-failure, or a stall: no train step for `system.stall_timeout_s`, which raises `Stalled` with who waits for what, on
-which counter.
+failure, or a stall: no train step for `system.stall_timeout_s` in which this process ran, which raises `Stalled` with
+who waits for what, on which counter.
 
 Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
 for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
@@ -27,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
@@ -54,7 +55,7 @@ from asyncrl.master.run_files import (
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -101,8 +102,16 @@ class TrainLoop:
     """See the module's docstring. `run` is the whole life; set `stop` to end it early with a checkpoint."""
 
     def __init__(
-        self, config: ExperimentConfig, run_dir: Path, graph: Graph, peers: Peers, stop: asyncio.Event
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        graph: Graph,
+        peers: Peers,
+        stop: asyncio.Event,
+        clock: AwakeClock | None = None,
     ) -> None:
+        self._clock = clock or AwakeClock()
+        self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
         self.version = 0
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
@@ -132,6 +141,7 @@ class TrainLoop:
             ExecutionError: a model function call failed.
             Exception: another process failed. Steps that were complete are saved first, where that is possible.
         """
+        ticking = asyncio.create_task(self._clock.keep())
         try:
             await self._begin()
             try:
@@ -148,6 +158,7 @@ class TrainLoop:
             await self._collector.close()
             await self._announcer.close()
             self._journal.close()
+            await cancel(ticking)
 
     async def _begin(self) -> None:
         """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
@@ -161,6 +172,7 @@ class TrainLoop:
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
         self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self._books.dropped)
         self._collector.start()
+        self._progress_at = self._clock()
         if self.version == 0:
             self._announcer.evaluate_if_due(0)
 
@@ -190,6 +202,7 @@ class TrainLoop:
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
             self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
             write_books(self.run_dir, self.version, self._books)
+            self._progress_at = self._clock()
         if self._checkpoint_is_due:
             await self._save()
 
@@ -391,7 +404,7 @@ class TrainLoop:
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for."""
         try:
-            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - perf_counter())
+            return await or_stop(waiting, self.stop, self._progress_at + self._limit_s - self._clock())
         except TimeoutError as error:
             raise Stalled(await self._diagnosis(what)) from error
 
@@ -401,7 +414,8 @@ class TrainLoop:
                 gate = (await self.peers.manager.status()).description
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
+        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
         return (
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
-            f"{self.buffer.describe()}; {gate}"
+            f"{self.buffer.describe()}; {gate}{silent}"
         )

@@ -14,12 +14,20 @@ pytestmark = pytest.mark.slow
 
 REPORT_LIMIT_S = 15.0
 ENDLESS = 100_000
+PAUSE_S = 22.0
+"""Of a process: longer than every limit on silence there was, but for the 30 s of a worker's rollouts."""
 
 
 def saved_version(run: Any) -> int:
     """Version of the newest checkpoint."""
     states = [json.loads(file.read_text()) for file in (run.run_dir / "checkpoints").glob("v*/state.json")]
     return max((state["version"] for state in states), default=0)
+
+
+def balanced(run: Any) -> bool:
+    """Whether the books were printed, and balance."""
+    (line,) = [line for line in run.lines if line.startswith("books ")]
+    return "submitted" in line and "≠" not in line
 
 
 def last_step(run: Any) -> int:
@@ -48,6 +56,7 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
     assert f"FAILED: {kind}/0" in run.output
     assert "SIGKILL" in run.output
     assert run.survivors() == []
+    assert balanced(run), run.output
     if can_save:
         assert saved_version(run) >= 3, run.output + run.logs()
 
@@ -79,4 +88,24 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
     run.wait_for_line("once more")
     ctrl_c(run)
     assert run.wait(15) == 130, run.output
+    assert balanced(run), run.output
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize("kind", ["model_worker", "master_worker"])
+def test_a_process_that_is_stopped_for_a_while_ends_nothing(start_run: Any, ctrl_c: Any, kind: str) -> None:
+    """Longer than a heartbeat, a lease, a poll's limit; and than any run may go without a step, for the master."""
+    run = start_run(total_train_steps=ENDLESS, system__stall_timeout_s=60 if kind == "model_worker" else 15)
+    run.wait_for_step(2)
+    stopped = psutil.Process(run.worker(f"{kind}/0").pid)
+    stopped.suspend()
+    with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
+        run.process.wait(PAUSE_S)
+    before = last_step(run)
+    stopped.resume()
+    run.wait_for_step(before + 3)
+    ctrl_c(run)
+    assert run.wait(60) == 130, run.output + run.logs()
+    assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
+    assert balanced(run), run.output
     assert run.survivors() == []

@@ -9,11 +9,13 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.manager.messages import (
+    AllocateRequest,
     DroppedRollout,
     Empty,
     FinishedRollout,
@@ -189,6 +191,19 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
     again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
     assert again.given_up == ["p-a", "p-c"], "the first reply may have been lost"
     assert (await master.report_consumed(0, [], [], given_up_after=first.seq)).given_up == []
+
+
+async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
+    clock = AwakeClock(manager.clock)
+    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=clock)
+    service.begin(0)
+    await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=wanted("a")))
+    manager.clock.now += 60.0  # the process is stopped
+    assert service.expire_workers() == []
+    for _ in range(31):
+        manager.clock.now += 1.0
+        clock()
+    assert service.expire_workers() == ["rollout_worker/0"], "a silence that it was there for counts"
 
 
 async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_prompt_to_the_successor(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import asdict, replace
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
@@ -235,7 +236,13 @@ class FakeBoard:
 class Run:
     """A loop with its fake peers."""
 
-    def __init__(self, run_dir: Path, config: ExperimentConfig, workers: FakeWorkers | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: ExperimentConfig,
+        workers: FakeWorkers | None = None,
+        clock: AwakeClock | None = None,
+    ) -> None:
         self.run_dir, self.config = run_dir, config
         self.workers = workers or FakeWorkers()
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
@@ -244,7 +251,7 @@ class Run:
         grid = WorkerGrid(data=self.workers.count // self.workers.slices, tensor=self.workers.slices)
         routes = grid.routing_table(graph.roles())
         peers = Peers(list(self.workers), routes, self.manager, [self.rollouts], self.board)
-        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
+        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock)
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
@@ -619,6 +626,30 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     assert "step 0 waits for trajectories" in message
     assert "3 of 4 rollouts in the buffer" in message
     assert "gate: running 7" in message
+
+
+async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
+    now = 0.0
+    run = Run(tmp_path, make_config(total_train_steps=2), clock=AwakeClock(lambda: now))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        await run.deliver(range(4, 5), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 1)
+        now += 2 * run.config.system.stall_timeout_s  # the process is stopped
+        await run.deliver(range(5, 6), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 2)
+        await run.deliver(range(6, 8), oldest=1)
+        await task
+    assert run.loop.version == 2
+
+
+async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop._limit_s = 0.05
+    run.loop._collector.silent.add(0)
+    with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
+        await run.loop.run()
 
 
 async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
