@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -80,6 +81,7 @@ class Plugins:
 def _guarded(reward: Any, plugin: PluginConfig) -> RewardFunction:
     """`reward` with its arguments; where it raises or gives no finite number, that is told from other failures."""
 
+    @functools.wraps(reward)
     def guarded(data: Mapping[str, Any], completion: str) -> float:
         try:
             value: float = reward(data, completion, **plugin.args)
