@@ -13,7 +13,11 @@ class DropReason(StrEnum):
     duplicate_prompt = auto()
     """Another rollout of the same prompt came first."""
     failed = auto()
-    """The agent, the environment or a server raised."""
+    """The agent, the environment, the dataset or a server raised."""
+    reward_failed = auto()
+    """The reward function raised, or gave no finite number."""
+    bad_prompt = auto()
+    """The row makes no prompt: it is empty, or longer than `dataset.max_prompt_tokens`."""
     timeout = auto()
     """It took longer than `rollout.rollout_timeout_s`."""
     agent_rejected = auto()
@@ -22,6 +26,13 @@ class DropReason(StrEnum):
     """Its RolloutWorker is gone."""
 
 
+FAILURES = {
+    DropReason.reward_failed: "in the reward function",
+    DropReason.bad_prompt: "as their rows make no prompt",
+    DropReason.failed: "in the agent, the environment, the dataset or a server",
+    DropReason.timeout: "beyond rollout.rollout_timeout_s",
+}
+"""Reasons that somebody has to look into, and how a person is told of them: so many rollouts failed ..."""
 _OWN = frozenset(DropReason)
 
 

@@ -94,9 +94,10 @@ class PublishedVersion(_Entry, frozen=True):
 
 
 class DataState(_Entry, frozen=True):
-    """The used prompts are in the file `path`."""
+    """The used prompts are in the file `path`; `dropped`: by reason, the rollouts dropped up to the checkpoint."""
 
     path: str
+    dropped: dict[str, int] = {}
 
 
 def worker_key(kind: str, index: int) -> str:

@@ -23,8 +23,15 @@ from asyncrl.comm.security import SocketSecurity
 
 Socket: TypeAlias = zmq.Socket[bytes]
 
-HEARTBEAT_INTERVAL_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000  # a host that vanished without a reset is noticed after this; a killed process at once
+KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6
+UNACKNOWLEDGED_LIMIT_MS = 90_000
+"""A host that vanished without a reset is noticed after a minute and a half, whether anything was sent to it or not; a
+killed process at once. The kernel of a stopped process goes on to acknowledge, so a pause breaks no connection.
+
+ZMTP's own heartbeats are answered by the process, not by its kernel: they took a stopped one for a dead one. And libzmq
+4.3.5 aborts the process (`!_io_error`) where a socket that sends them has a peer's messages up to its high-water mark
+as that peer goes: a full inbox and a RolloutWorker that dies would kill a ModelWorker.
+"""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks get their turn
@@ -85,8 +92,11 @@ def _configure(socket: Socket, *, send_high_water: int, receive_high_water: int)
     socket.linger = 0
     socket.sndhwm = send_high_water
     socket.rcvhwm = receive_high_water
-    socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
-    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = KEEP_ALIVE_IDLE_S
+    socket.tcp_keepalive_intvl = KEEP_ALIVE_INTERVAL_S
+    socket.tcp_keepalive_cnt = KEEP_ALIVE_PROBES
+    socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_LIMIT_MS)
 
 
 def send(socket: Socket, frames: Sequence[Frame]) -> bool:

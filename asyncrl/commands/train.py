@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.commands.input_checks import base_model_config
+from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
@@ -50,7 +51,10 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display)
     try:
+        if config.resume == Resume.auto:
+            check_same_data(config)
         launcher.prepare()
+        keep_data_record(config)
         code = launcher.run()
     finally:
         display.close()

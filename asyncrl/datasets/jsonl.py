@@ -7,14 +7,19 @@ supervised training are the field `completion`, `response` or `answer`. GSM8K fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
+
 JSONL = ".jsonl"
 """What the name of such a file ends in."""
 PROMPT_FIELDS = ("prompt", "question", "problem")
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+"""JSON can escape what no encoding can hold, and so no tokenizer can take."""
 COMPLETION_FIELDS = ("completion", "response", "answer")
 
 
@@ -50,10 +55,18 @@ class JsonlDataset:
         if not 0.0 <= held_out_share < 1.0:
             raise ValueError(f"dataset held_out_share is {held_out_share}: give 0 to less than 1")
         self.path = Path(path).expanduser()
-        rows = [self._parse(line, number, prompt_template) for number, line in self._lines()]
+        lines = self._lines()
+        rows = [self._parse(line, number, prompt_template) for number, line in lines]
+        kept: Sequence[int] = range(len(rows))
         if held_out_share > 0.0:
-            rows = [row for row in rows if _is_held_out(row["prompt"], held_out_share) == (split == "held_out")]
-        self._rows = rows[:limit] if limit else rows
+            held_out = split == "held_out"
+            kept = [index for index in kept if _is_held_out(rows[index]["prompt"], held_out_share) == held_out]
+        kept = kept[:limit] if limit else kept
+        self._rows = [rows[index] for index in kept]
+        self.line_numbers = [lines[index][0] for index in kept]
+        """By row, the line that it stands on, from 1."""
+        self.line_sums = np.array([crc32(lines[index][1].encode()) for index in kept], np.uint32)
+        """`[N]`: CRC-32 of each row's line."""
         if not self._rows:
             share = f" in split {split!r} with held_out_share={held_out_share}" if held_out_share else ""
             raise ValueError(f"{self.path} has no rows{share}: write one JSON object per line, at least one a split")
@@ -101,6 +114,11 @@ class JsonlDataset:
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(
                 f"{self.path}:{number} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them"
+            )
+        if (half := _HALF_OF_A_PAIR.search(prompt)) is not None:
+            raise ValueError(
+                f"{self.path}:{number} is no text: its prompt has {half[0]!a}, half of a pair of surrogates, after "
+                f"{prompt[: half.start()][-20:]!a}; write the whole character"
             )
         try:
             return {**fields, "prompt": template.format(**{**fields, "prompt": prompt})}

@@ -9,6 +9,10 @@ from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, prompt_seed
 
 
+class BadPrompt(ValueError):
+    """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
+
+
 def make_prompt(
     ref: PromptRef,
     dataset: Dataset,
@@ -21,11 +25,11 @@ def make_prompt(
 
     Raises:
         KeyError: the dataset's row has no `prompt`.
-        ValueError: the prompt is empty.
+        BadPrompt: it is empty.
     """
     row = dataset.row(ref.row)
     input_ids = tuple(tokenizer.encode(row["prompt"]))
     if not input_ids:
-        raise ValueError(f"row {ref.row} of the dataset has an empty prompt: give it at least one token")
+        raise BadPrompt(f"row {ref.row} of the dataset has an empty prompt: give it at least one token")
     seeded = replace(sampling, seed=prompt_seed(run_seed, ref.order), stop_token_ids=(tokenizer.eos_token_id,))
     return Prompt(ref.prompt_id, ref.order, row, input_ids, group_size, seeded)

@@ -22,7 +22,8 @@ from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
-RETRY_S = 60.0
+RETRY_S = 120.0
+"""How long a call is repeated: a pause of a minute, of the manager or of this process, must not look like its end."""
 FLUSH_DELAY_S = 0.01
 """How long what ended waits for a call to travel with; where a rollout ends, the call for the next follows at once."""
 ROUTE_LIFE_S = 0.2
@@ -143,9 +144,16 @@ class ManagerClient:
         request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
         return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
-    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout]) -> None:
-        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained."""
-        await self._call("/report_consumed", m.ConsumedReport(version, list(trained), list(dropped)), m.Done)
+    async def report_consumed(
+        self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout], given_up_after: int = 0
+    ) -> m.ConsumedReply:
+        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
+
+        Returns:
+            The books, and the prompts that workers gave up, from number `given_up_after` on.
+        """
+        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after)
+        return await self._call("/report_consumed", report, m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.

@@ -5,7 +5,7 @@
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
     POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
     POST /finish_rollout     FinishRequest         Done
-    POST /report_consumed    ConsumedReport        Done
+    POST /report_consumed    ConsumedReport        ConsumedReply
     POST /close_gate         Empty                 Done
     POST /abandon            Empty                 Books
     GET  /books              Empty                 Books
@@ -226,11 +226,15 @@ class DroppedRollout(Message, frozen=True):
 
 
 class ConsumedReport(Message, frozen=True):
-    """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained."""
+    """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
+
+    `given_up_after`: the highest number of a prompt that workers gave up, of those that the caller knows.
+    """
 
     version: Count
     trained: list[str]
     dropped: list[DroppedRollout]
+    given_up_after: Count = 0
 
 
 class GateBooks(Message, frozen=True):
@@ -255,6 +259,14 @@ class Books(GateBooks, frozen=True, kw_only=True):
 
     version: int
     trained_version: int
+
+
+class ConsumedReply(Message, frozen=True):
+    """The books with the report in them, and the prompts that workers gave up since; the last has number `seq`."""
+
+    books: Books
+    given_up: list[str]
+    seq: Count
 
 
 class GateState(Books, frozen=True, kw_only=True):

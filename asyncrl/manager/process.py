@@ -15,6 +15,7 @@ import asyncio
 from pathlib import Path
 
 from asyncrl.comm import names
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
@@ -43,12 +44,14 @@ class GserverManager(AsyncWorker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         config = self.config
+        self._clock = AwakeClock()
         self._service = ManagerService(
             batch_size=config.train_batch_size,
             max_staleness=config.max_head_offpolicyness,
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
             place_first=config.manager.update_mode != UpdateMode.finish,
+            clock=self._clock,
         )
         self._decisions = FleetDecisions(config.manager.update_mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
@@ -68,6 +71,7 @@ class GserverManager(AsyncWorker):
             config=self.config.manager,
             checks=() if self._canary is None else (self._canary,),
             log=self.log,
+            clock=self._clock,
         )
         registry = manager_registry(self._service, self._decisions, self._canary)
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
@@ -77,7 +81,13 @@ class GserverManager(AsyncWorker):
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
             async with asyncio.TaskGroup() as loops:
-                works = self._begin(), self._fleet_runner.run(), self._watch_versions(), self._watch_registrations()
+                works = (
+                    self._clock.keep(),
+                    self._begin(),
+                    self._fleet_runner.run(),
+                    self._watch_versions(),
+                    self._watch_registrations(),
+                )
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -102,11 +112,13 @@ class GserverManager(AsyncWorker):
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
         a resumed run as if nothing had been trained.
         """
-        await self._next_value(names.DATA_STATE_KEY, None)
+        value = await self._next_value(names.DATA_STATE_KEY, None)
+        assert value is not None  # it differs from None
+        state = names.DataState.decode(value)
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
-        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers))
+        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from asyncrl.manager import messages as m
+from asyncrl.manager.given_up_prompts import GivenUpPrompts
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.returned_prompts import ReturnedPrompts
 from asyncrl.manager.router import Router, ServerView
@@ -71,6 +72,7 @@ class ManagerService:
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
         self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
+        self.given_up = GivenUpPrompts(after=time.time_ns() // 1_000_000)
         self.tokens_finished = 0
         self._place_first = place_first
         self._clock = clock
@@ -152,8 +154,8 @@ class ManagerService:
         self._note_call(request)
         return m.Done()
 
-    async def report_consumed(self, request: m.ConsumedReport) -> m.Done:
-        """The optimizer consumed rollouts, and dropped others."""
+    async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
+        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up."""
         for dropped in request.dropped:
             self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
         for rollout_id in request.trained:
@@ -161,7 +163,8 @@ class ManagerService:
         self.gate.train(request.version, request.trained)
         self._admit()
         self.progress.notify()
-        return m.Done()
+        given_up = self.given_up.after(request.given_up_after)
+        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq)
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -239,21 +242,25 @@ class ManagerService:
         self._admit()
         self.progress.notify()
 
-    def begin(self, version: int, workers: Iterable[str] = ()) -> None:
+    def begin(self, version: int, workers: Iterable[str] = (), dropped: Mapping[str, int] | None = None) -> None:
         """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
+
+        `dropped`: by reason, what was dropped up to the checkpoint.
 
         The first ones are once each of `workers` has asked, for `FIRST_ASK_S` at most: else the first batch would be
         of whoever asks first, and not in the data order.
         """
         if version > 0:
-            self.gate.resume(version)
+            self.gate.resume(version, dropped)
         self._begun = True
         self._absent = set(workers) - {waiting.worker for waiting in self._at_gate}
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
-    def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> None:
-        self._left(rollout_id, self.gate.drop(rollout_id, reason), return_prompt)
+    def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> Ticket | None:
+        ticket = self.gate.drop(rollout_id, reason)
+        self._left(rollout_id, ticket, return_prompt)
+        return ticket
 
     def _left(self, rollout_id: str, ticket: Ticket | None, return_prompt: bool) -> None:
         """The rollout has left the count; `ticket` is None where it had before."""
@@ -341,7 +348,9 @@ class ManagerService:
         """A rollout ended: the trainer has it, or it is dropped."""
         rollout_id = finished.rollout_id
         if not finished.accepted:
-            self._drop(rollout_id, finished.reason or "rejected", finished.return_prompt)
+            ticket = self._drop(rollout_id, finished.reason or "rejected", finished.return_prompt)
+            if ticket is not None and not finished.return_prompt:
+                self.given_up.add(ticket.prompt_id)
             return
         self.router.release_rollout(rollout_id)
         ticket = self.gate.finish(rollout_id)

@@ -68,6 +68,7 @@ at consumption catches it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.comm.drop_reasons import DropReason
@@ -157,15 +158,19 @@ class StalenessGate:
         """Rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
 
-    def resume(self, version: int) -> None:
+    def resume(self, version: int, dropped: Mapping[str, int] | None = None) -> None:
         """Take up a run whose checkpoint is at `version`: `version · B` rollouts count as submitted and trained.
+
+        Those `dropped` up to then, by reason, count as submitted and dropped.
 
         Raises:
             ValueError: rollouts were already submitted.
         """
         if self._submitted:
             raise ValueError(f"cannot resume at version {version}: {self._submitted} rollouts are already submitted")
-        self._submitted = self._trained = version * self.batch_size
+        self._trained = version * self.batch_size
+        self._dropped = Counter(dropped or {})
+        self._submitted = self._trained + self._dropped.total()
         self.trained_version = version
 
     def start(self, ticket: Ticket) -> int | None:

@@ -9,6 +9,10 @@ Life of a record
       ├──▶ dropped: duplicate_prompt                           (the first attempt was faster; nothing goes back)
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
+A prompt is used once it is trained or dropped for good. The buffer itself drops none for good: a stale rollout's prompt
+goes back, and a duplicate's is used or about to be. RolloutWorkers do (failed too often, filtered, ...), which the
+manager hears of and tells the master: `give_up`.
+
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
 v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
 of every live record: under `drop` and `wait` a record older than that is dropped, under `mask` only one without a
@@ -55,7 +59,7 @@ class SampleBuffer:
         batch_size: B, rollouts per train step.
         eta: largest allowed age of a trained token, in versions.
         on_stale: what becomes of records beyond `eta`.
-        used: prompts trained so far; the buffer adds to it.
+        used: prompts trained or dropped for good so far; the buffer adds to it.
     """
 
     def __init__(self, batch_size: int, eta: int, on_stale: OnStale, used: UsedPrompts | None = None) -> None:
@@ -96,7 +100,12 @@ class SampleBuffer:
         for record in [record for record in self._live.values() if self._expired(record, version)]:
             del self._live[record.rollout_id]
             self._prompts.discard(record.prompt_id)
-            self._drop(record, DropReason.stale, return_prompt=True)
+            self._drop(record, DropReason.stale, return_prompt=record.prompt_id not in self.used)
+
+    def give_up(self, prompt_ids: Iterable[str]) -> None:
+        """RolloutWorkers dropped these prompts for good: they are used from here on."""
+        for prompt_id in prompt_ids:
+            self.used.add(prompt_id)
 
     def take(self, version: int) -> TrainBatch | None:
         """The batch of the step at `version`; None while fewer than B live records are left after the expiry check."""

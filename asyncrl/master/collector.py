@@ -6,18 +6,25 @@ buffer knows repeats.
 
 Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
 slow while nobody waits for data, faster than anybody could notice while somebody does.
+
+A worker that is silent is asked again, as long as its connection stands: it may be stopped for a while. Whether it died
+the launcher knows, and for how long a run may make no step is the train loop's to judge.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
+from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.runtime.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 10.0
 """How long a worker holds a poll that has nothing to tell."""
@@ -26,7 +33,8 @@ PACE_S = 0.1
 PACE_AWAITED_S = 0.004
 """Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
 REPLY_LIMIT_S = 20.0
-"""Beyond `POLL_S`; only a worker that is gone or stuck does not answer by then."""
+"""Beyond the time a worker may hold the call. Only one that is stopped or stuck does not answer by then: of one that
+died the connection breaks."""
 
 
 class Collector:
@@ -39,6 +47,8 @@ class Collector:
     def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer) -> None:
         self.generated_tokens = 0
         self.generated_samples = 0
+        self.silent: set[int] = set()
+        """Heads that have not answered for `REPLY_LIMIT_S`."""
         self._heads = heads
         self._buffer = buffer
         self._changed = asyncio.Event()
@@ -117,7 +127,7 @@ class Collector:
 
     async def _poll(self, head: int, cursor: int, hold_s: float) -> PolledBuffer | None:
         """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
-        request = self._heads[head].call(PollBuffer(cursor, hold_s), timeout_s=hold_s + REPLY_LIMIT_S)
+        request = self._call(head, PollBuffer(cursor, hold_s), hold_s)
         if not hold_s:
             return await request
         poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[head].wait())
@@ -135,7 +145,19 @@ class Collector:
             self.generated_samples += sum(len(record.lengths) for record in records)
             self._changed.set()
         for copy in copies:
-            await self._heads[copy.head].call(Discard((copy.rollout_id,)), timeout_s=REPLY_LIMIT_S)
+            await self._call(copy.head, Discard((copy.rollout_id,)))
+
+    async def _call(self, head: int, request: Request[R], hold_s: float = 0.0) -> R:
+        """Make the call until it is answered; made twice it does no harm."""
+        while True:
+            try:
+                reply = await self._heads[head].call(request, timeout_s=hold_s + REPLY_LIMIT_S)
+            except RequestTimeout as error:
+                self.silent.add(head)
+                _log.warning("%s; asking again", error)
+            else:
+                self.silent.discard(head)
+                return reply
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
         """Await `waiting`, or raise what a polling task ended with."""

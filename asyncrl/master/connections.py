@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -56,6 +56,7 @@ class NameBoard:
         published = names.PublishedVersion(version, path)
         self._resolver.add(names.model_version_key(names.ACTOR), published.encode(), replace=True)
 
-    def announce_data_state(self, path: Path) -> None:
-        """The RolloutWorkers may begin; the used prompts are in `path`."""
-        self._resolver.add(names.DATA_STATE_KEY, names.DataState(str(path)).encode(), replace=True)
+    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
+        """The RolloutWorkers may begin; the used prompts are in `path`. `dropped`: what the books begin with."""
+        state = names.DataState(str(path), dict(dropped))
+        self._resolver.add(names.DATA_STATE_KEY, state.encode(), replace=True)

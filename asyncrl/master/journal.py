@@ -7,12 +7,12 @@ that a resumed run has every row exactly once too. What a restart cuts off is no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import DropReason, is_filter_reason
+from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
@@ -36,8 +36,13 @@ class _Totals:
     tokens: int = 0
     samples: int = 0
     stale: int = 0
-    filtered: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
     closed_s: float = 0.0
+
+    @property
+    def filtered(self) -> int:
+        """Rollouts that filters dropped."""
+        return sum(count for reason, count in self.dropped.items() if is_filter_reason(reason))
 
 
 class Journal:
@@ -58,12 +63,22 @@ class Journal:
         self._started_at = 0.0
         self._totals = _Totals(0.0)
 
-    def open(self, run_dir: Path, version: int, now: float, state: dict[str, Any] | None = None) -> None:
-        """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0."""
+    def open(
+        self,
+        run_dir: Path,
+        version: int,
+        now: float,
+        dropped: Mapping[str, int],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
+
+        `dropped`: by reason, what was dropped up to then.
+        """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
         self._started_at = now
-        self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale])
+        self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale], dropped=dropped)
         if version == 0 and self.evaluation_due(0):
             self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
         if version == 0 or state is None:
@@ -86,11 +101,6 @@ class Journal:
         elif statistics:
             self.evaluations.append({"version": step, **statistics})
 
-    @property
-    def last_row_at(self) -> float:
-        """When the last step ended (`now` of `step`); before the first, when the journal was opened."""
-        return self._totals.at
-
     def evaluation_due(self, version: int) -> bool:
         """Whether `version` is to be evaluated: every `eval.interval`-th, the initial and the last one."""
         interval = self._config.eval.interval
@@ -99,8 +109,8 @@ class Journal:
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
         before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
-        filtered = sum(count for reason, count in gate.dropped.items() if is_filter_reason(reason))
-        after = _Totals(now, collector.generated_tokens, collector.generated_samples, stale, filtered, gate.closed_s)
+        tokens, samples = collector.generated_tokens, collector.generated_samples
+        after = _Totals(now, tokens, samples, stale, gate.dropped, gate.closed_s)
         step_s = max(now - before.at, 1e-9)
         row = {"policy_version": version, **batch_statistics(batch), **measured}
         row |= {
@@ -111,6 +121,10 @@ class Journal:
             "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,
             "rollout/in_buffer": len(self._buffer),
+        }
+        row |= {
+            f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
+            for reason in FAILURES
         }
         if after.samples > before.samples:
             row["rollout/admitted_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)

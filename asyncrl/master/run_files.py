@@ -11,6 +11,7 @@ from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.journal import Journal
 from asyncrl.runtime.run_dir import (
+    BOOKS_FILE,
     CHECKPOINTS_DIR,
     DATA_STATE_FILE,
     LOGS_DIR,
@@ -36,12 +37,17 @@ def write_data_state(run_dir: Path, used: UsedPrompts) -> Path:
     return path
 
 
+def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
+    """Write the books as of `step`, for an end at which nobody can be asked for them."""
+    _write_json(run_dir / BOOKS_FILE, {"step": step, "books": _plain(books)})
+
+
 def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, journal: Journal) -> None:
     """Write the end of the run as `summary.json`: steps, books, evaluations, where things lie."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
-        "books": {name: getattr(books, name) for name in GateBooks.__struct_fields__},
+        "books": _plain(books),
         "eval": journal.accuracies(),
         "evaluations": journal.evaluations,
         "evaluations_failed": journal.evaluations_failed,
@@ -69,6 +75,11 @@ def check_books(books: GateBooks, trained: int) -> None:
         )
     if books.trained != trained:
         raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")
+
+
+def _plain(books: GateBooks) -> dict[str, Any]:
+    """The books proper, without the versions that some replies add."""
+    return {name: getattr(books, name) for name in GateBooks.__struct_fields__}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -4,11 +4,17 @@ The loop holds metadata only and asks everything of its peers, so the tests run 
 
 What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
 (`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
-failure, or a stall: no train step for `system.stall_timeout_s`, which raises `Stalled` with who waits for what, on
-which counter.
+failure, or a stall: no train step for `system.stall_timeout_s` in which this process ran, which raises `Stalled` with
+who waits for what, on which counter.
 
-Exactly once. A prompt is used from the moment its step is complete. A checkpoint holds the model and the used prompts
-of one and the same version in one folder that appears at once, so after a restart both forget the same steps.
+Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
+for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
+version, in one folder that appears at once, so after a restart all forget the same steps. Used prompts are this loop's
+alone: the data state is a copy of them for the RolloutWorkers, made once as the run begins.
+
+The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
+and they are written down, so that every end can tell them: `summary.json` where the run ended well, else `books.json`
+as of the last report.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
@@ -36,12 +43,19 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.records import Drop
-from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, write_data_state, write_summary
+from asyncrl.master.run_files import (
+    BooksError,
+    check_books,
+    checkpoint_root,
+    write_books,
+    write_data_state,
+    write_summary,
+)
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.run_dir import versions_in
-from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -65,6 +79,8 @@ STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+LAST_REPORT_LIMIT_S = 1.0
+"""Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
@@ -91,8 +107,16 @@ class TrainLoop:
     """See the module's docstring. `run` is the whole life; set `stop` to end it early with a checkpoint."""
 
     def __init__(
-        self, config: ExperimentConfig, run_dir: Path, graph: Graph, peers: Peers, stop: asyncio.Event
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        graph: Graph,
+        peers: Peers,
+        stop: asyncio.Event,
+        clock: AwakeClock | None = None,
     ) -> None:
+        self._clock = clock or AwakeClock()
+        self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
         self.version = 0
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
@@ -110,8 +134,10 @@ class TrainLoop:
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
+        self._given_up_seq = 0
+        self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
-        self._saved_version: int | None = None  # of the newest checkpoint that is whole on the disk
+        self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
         self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
         self._model_in_step = False
@@ -124,6 +150,7 @@ class TrainLoop:
             ExecutionError: a model function call failed.
             Exception: another process failed. Steps that were complete are saved first, where that is possible.
         """
+        ticking = asyncio.create_task(self._clock.keep())
         try:
             await self._begin()
             try:
@@ -134,6 +161,7 @@ class TrainLoop:
             await self._finish()
         except Exception:
             await self._save_what_is_complete()
+            write_books(self.run_dir, self.version, self._books)
             raise
         finally:
             await self._collector.close()
@@ -141,17 +169,21 @@ class TrainLoop:
             if self._saving is not None:
                 self._saving.cancel()
             self._journal.close()
+            await cancel(ticking)
 
     async def _begin(self) -> None:
         """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
         state = await self._restore()
-        self._journal.open(self.run_dir, self.version, perf_counter(), state["journal"] if state else None)
+        journal = state["journal"] if state else None
+        self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
+        write_books(self.run_dir, self.version, self._books)
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
-        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used))
+        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self._books.dropped)
         self._collector.start()
+        self._progress_at = self._clock()
         if self.version == 0:
             self._announcer.evaluate_if_due(0)
 
@@ -182,6 +214,8 @@ class TrainLoop:
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
             self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
+            write_books(self.run_dir, self.version, self._books)
+            self._progress_at = self._clock()
         if self._checkpoint_is_due:
             await self._save()
 
@@ -246,15 +280,23 @@ class TrainLoop:
         reported then, `_finish` reports.
         """
         self._unreported_drops += self.buffer.pop_drops()
-        trained, drops = self._unreported_trained, self._unreported_drops
-        if not trained and not drops:
+        drops = self._unreported_drops
+        if not self._unreported_trained and not drops:
             return
-        dropped = [drop.message for drop in drops]
-        await or_stop(self.peers.manager.report_consumed(self.version, trained, dropped), self.stop, self._limit_s)
-        self._unreported_trained, self._unreported_drops = [], []
+        await or_stop(self._report_to_manager(), self.stop, self._limit_s)
         for head in sorted({drop.record.head for drop in drops}):
             discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
             await self._heads[head].call(discard, timeout_s=self._limit_s)
+
+    async def _report_to_manager(self) -> None:
+        """Tell the gate what was trained and dropped; take in its books, and what RolloutWorkers dropped for good."""
+        self._unreported_drops += self.buffer.pop_drops()
+        trained, drops = self._unreported_trained, self._unreported_drops
+        dropped = [drop.message for drop in drops]
+        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, self._given_up_seq)
+        self._unreported_trained, self._unreported_drops = [], []
+        self._books, self._given_up_seq = reply.books, reply.seq
+        self.buffer.give_up(reply.given_up)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s
@@ -266,28 +308,35 @@ class TrainLoop:
 
     async def _finish(self) -> None:
         if self._complete:
-            await self.peers.manager.close_gate()
+            await or_stop(self.peers.manager.close_gate(), self.stop, self._limit_s)
             await self._last_evaluation()
         else:
             await self._announcer.close()
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
+        await self._last_report()
         await self._last_save()
-        if self._saved_version != self.version:
+        if self._unsaved:
             await self._save()
             await self._last_save()
-        books = await self._last_books()
-        write_summary(self.run_dir, self.version, self.config.total_train_steps, books, self._journal)
-        check_books(books, self._trained_before + self.buffer.trained)
+        await self._close_books()
+        write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
+        check_books(self._books, self._trained_before + self.buffer.trained)
 
-    async def _last_books(self) -> GateBooks:
-        manager = self.peers.manager
-        dropped = [drop.message for drop in (*self._unreported_drops, *self.buffer.pop_drops())]
+    async def _last_report(self) -> None:
+        """What RolloutWorkers dropped for good by now belongs into the last checkpoint, if the manager still tells."""
+        try:
+            async with asyncio.timeout(LAST_REPORT_LIMIT_S):
+                await self._report_to_manager()
+        except Exception as error:
+            _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
+
+    async def _close_books(self) -> None:
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
-                await manager.close_gate()
-                await manager.report_consumed(self.version, self._unreported_trained, dropped)
-                return await manager.abandon()
+                await self.peers.manager.close_gate()
+                await self._report_to_manager()
+                self._books = await self.peers.manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
 
@@ -301,10 +350,14 @@ class TrainLoop:
         """Load the newest checkpoint; returns the master's part of it, None where there is none."""
         state = (await self._all(LoadCheckpoint(str(checkpoint_root(self.run_dir)))))[0].master_state
         if state is not None:
-            self.version = self._saved_version = state["version"]
+            self.version = state["version"]
             self.buffer.restore(state["buffer"])
+            self._saved = self._progress
             # The gate counts B per version, whatever B was when they were trained.
-            self._trained_before = self.version * self.config.train_batch_size - self.buffer.trained
+            trained = self.version * self.config.train_batch_size
+            self._trained_before = trained - self.buffer.trained
+            dropped = state.get("dropped", {})  # a checkpoint of an earlier version of asyncrl has none
+            self._books = GateBooks(trained + sum(dropped.values()), trained, dropped, abandoned=0)
             _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
         return state
 
@@ -315,18 +368,25 @@ class TrainLoop:
         """
         await self._last_save()
         path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
-        state = {"version": self.version, "buffer": self.buffer.state(), "journal": self._journal.state()}
+        progress = self._progress
+        state = {
+            "version": self.version,
+            "buffer": self.buffer.state(),
+            "journal": self._journal.state(),
+            "dropped": dict(self._books.dropped),
+        }
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(SaveCheckpoint(path, self.version, state))
-        self._saving = asyncio.create_task(self._complete_save(path, self.version))
+        self._saving = asyncio.create_task(self._complete_save(path, progress))
 
-    async def _complete_save(self, path: str, version: int) -> None:
+    async def _complete_save(self, path: str, progress: tuple[int, int]) -> None:
+        version, _ = progress
         shares = await self._all(FinishShare(path))
         files = {name: entry for share in shares for name, entry in share.files.items()}
         publisher = self.peers.workers[worker_grid(self.config).publisher]
         commit = CommitCheckpoint(path, files, self.config.checkpoint.keep, self._protected_checkpoints(version))
         await publisher.call(commit, timeout_s=self._limit_s)
-        self._saved_version = version
+        self._saved = progress
 
     def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
         """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
@@ -357,7 +417,10 @@ class TrainLoop:
             await self._last_save()
         except Exception as error:
             _log.warning("the checkpoint under way could not be written: %s", error)
-        if self._model_in_step or self._saved_version == self.version or not self.version:
+        if self._model_in_step or not self.version:
+            return
+        await self._last_report()
+        if not self._unsaved:
             return
         try:
             await self._save()
@@ -365,6 +428,16 @@ class TrainLoop:
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
+
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """What a checkpoint is of: the version, and how many prompts are used."""
+        return self.version, len(self.buffer.used)
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether anything is trained or dropped for good since the last checkpoint."""
+        return self._saved != self._progress
 
     @property
     def _checkpoint_is_due(self) -> bool:
@@ -394,7 +467,7 @@ class TrainLoop:
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for."""
         try:
-            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - perf_counter())
+            return await or_stop(waiting, self.stop, self._progress_at + self._limit_s - self._clock())
         except TimeoutError as error:
             raise Stalled(await self._diagnosis(what)) from error
 
@@ -404,7 +477,8 @@ class TrainLoop:
                 gate = (await self.peers.manager.status()).description
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
+        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
         return (
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
-            f"{self.buffer.describe()}; {gate}"
+            f"{self.buffer.describe()}; {gate}{silent}"
         )

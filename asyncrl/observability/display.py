@@ -6,6 +6,7 @@ Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of p
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.comm.drop_reasons import FAILURES
 from asyncrl.observability.settings import DisplayMode
 
 Row = Mapping[str, float]
@@ -51,12 +53,26 @@ def evaluations(row: Row, figure: str = "accuracy") -> dict[str, float]:
     }
 
 
-def _failures(row: Row) -> list[str]:
-    """What is to be said of evaluations that failed."""
-    return [
-        f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
-        for name in evaluations(row, "failed")
-    ]
+class _Failures:
+    """What is to be said of evaluations and rollouts that failed; counts the rollouts over the rows of this launch."""
+
+    def __init__(self) -> None:
+        self.rollouts: Counter[str] = Counter()
+
+    def take(self, row: Row) -> list[str]:
+        """The remarks on `row`."""
+        remarks = [
+            f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
+            for name in evaluations(row, "failed")
+        ]
+        for reason, what in FAILURES.items():
+            if count := int(row.get(f"rollout/dropped_{reason}", 0)):
+                self.rollouts[reason] += count
+                remarks.append(
+                    f"{count} rollouts failed {what}, {self.rollouts[reason]} since the start; the rollout_workers' "
+                    "logs say why"
+                )
+        return remarks
 
 
 class PlainDisplay:
@@ -65,6 +81,7 @@ class PlainDisplay:
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
         self._total = total_steps
+        self._failures = _Failures()
 
     def note(self, text: str) -> None:
         """Print the remark."""
@@ -83,7 +100,7 @@ class PlainDisplay:
             ]
         parts += [f"{name} accuracy {value:.3f}" for name, value in evaluations(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
-        for failure in _failures(row):
+        for failure in self._failures.take(row):
             self.note(failure)
 
     def close(self) -> None:
@@ -100,6 +117,7 @@ class LiveDisplay:
         self._row: Row = {}
         self._rewards: list[float] = []
         self._accuracies: dict[str, list[float]] = {}
+        self._failures = _Failures()
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
@@ -113,7 +131,7 @@ class LiveDisplay:
         """Take a step's figures in."""
         for name, value in evaluations(row).items():
             self._accuracies.setdefault(name, []).append(value)
-        for failure in _failures(row):
+        for failure in self._failures.take(row):
             self.note(failure)
         if "reward/mean" not in row:  # step 0: evaluations alone
             return
@@ -168,6 +186,9 @@ class LiveDisplay:
         if "time/gate_closed_s" in row:
             waits += f", rollouts for the gate {_share(row, 'time/gate_closed_s')}"
         grid.add_row("waiting", waits)
+        if failed := self._failures.rollouts:
+            counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
+            grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
 
 

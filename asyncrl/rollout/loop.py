@@ -8,9 +8,11 @@ Life of a rollout here
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
-A rollout that fails (the agent, the environment or a server raised) is dropped as `failed` and its prompt tried again,
-`MAX_ATTEMPTS` times in all. When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success
-raise the last error.
+A rollout that fails (the agent, the environment or a server raised: `failed`; the reward: `reward_failed`) is dropped
+and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that makes no prompt would make none the next time
+either: it is dropped at once (`bad_prompt`). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures
+without a success, and more than rollouts are running, raise the last error. Fewer than those running may be a few bad
+rows, which fail at once while the good ones take their time.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code import Plugins, RewardFailed
 
 _log = logging.getLogger(__name__)
 
@@ -195,10 +198,18 @@ class RolloutLoop:
         prompt_id = candidate.ref.prompt_id
         self._attempts[prompt_id] += 1
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+        if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):
             _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
             raise error
-        again = self._attempts[prompt_id] < MAX_ATTEMPTS
+        reason = _reason(error)
+        again = reason != DropReason.bad_prompt and self._attempts[prompt_id] < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.failed, return_prompt=again)
+        return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)
+
+
+def _reason(error: Exception) -> DropReason:
+    """Why a rollout that raised `error` is dropped."""
+    if isinstance(error, RewardFailed):
+        return DropReason.reward_failed
+    return DropReason.bad_prompt if isinstance(error, BadPrompt) else DropReason.failed

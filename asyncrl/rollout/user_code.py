@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,8 +17,12 @@ from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.datasets import Dataset, load_dataset
 from asyncrl.datasets.order import PromptRef
-from asyncrl.datasets.prompts import make_prompt
+from asyncrl.datasets.prompts import BadPrompt, make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
+
+
+class RewardFailed(RuntimeError):
+    """The user's reward raised, or gave no finite number."""
 
 
 class Plugins:
@@ -37,8 +43,7 @@ class Plugins:
         self.train_set = load_train_set(config)
         self.eval_set = load_eval_set(config)
         self.agent: Agent = _built("agent", config.agent, Agent, tokenizer=self.tokenizer)
-        reward, args = _loaded("reward", config.reward), config.reward.args
-        self._reward: RewardFunction = functools.partial(reward, **args) if args else reward
+        self._reward = _guarded(_loaded("reward", config.reward), config.reward)
         _loaded("env", config.env)
 
     def make_env(self) -> Environment:
@@ -50,7 +55,7 @@ class Plugins:
         """The training prompt at `ref`.
 
         Raises:
-            ValueError: it is longer than `dataset.max_prompt_tokens`.
+            BadPrompt: it is empty, or longer than `dataset.max_prompt_tokens`.
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
 
@@ -66,11 +71,27 @@ class Plugins:
         )
         limit = self._config.dataset.max_prompt_tokens
         if len(prompt.input_ids) > limit:
-            raise ValueError(
+            raise BadPrompt(
                 f"dataset.max_prompt_tokens={limit}: row {ref.row} has a prompt of {len(prompt.input_ids)} tokens; "
                 "raise the setting, or leave such rows out of the dataset"
             )
         return prompt
+
+
+def _guarded(reward: Any, plugin: PluginConfig) -> RewardFunction:
+    """`reward` with its arguments; where it raises or gives no finite number, that is told from other failures."""
+
+    @functools.wraps(reward)
+    def guarded(data: Mapping[str, Any], completion: str) -> float:
+        try:
+            value: float = reward(data, completion, **plugin.args)
+        except Exception as error:  # a user's function may raise anything
+            raise RewardFailed(f"reward.path={plugin.path!r} raised {type(error).__name__}: {error}") from error
+        if value is None or (isinstance(value, numbers.Real) and not math.isfinite(value)):
+            raise RewardFailed(f"reward.path={plugin.path!r} gave {value}: a reward is a finite number")
+        return value
+
+    return guarded
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

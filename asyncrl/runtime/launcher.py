@@ -36,6 +36,7 @@ from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backen
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
+    BOOKS_FILE,
     LOCK_FILE,
     LOGS_DIR,
     METRICS_FILE,
@@ -93,7 +94,8 @@ class Launcher:
             ) from None
         self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
         self._clear_names()
-        (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        for ending in (SUMMARY_FILE, BOOKS_FILE):
+            (self.run_dir / ending).unlink(missing_ok=True)
         (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
         RunSecret.create(self.run_dir / SECRET_FILE)
         write_run_config(self.config, self.run_dir)

@@ -29,7 +29,8 @@ from asyncrl.runtime.summary import is_complete
 _OF_THE_LAUNCH = ("resume", "logging.display")
 """How this launch goes, not what the trial is."""
 _ABSENT = object()
-_ADVICE = "choose another trial_name, or start this one over with resume=restart"
+ADVICE = "choose another trial_name, or start this one over with resume=restart"
+"""What else can be done where a trial cannot be continued."""
 
 
 class TrialError(RuntimeError):
@@ -88,7 +89,7 @@ def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
     if changes := changed_settings(run_dir, config):
         raise TrialError(
             f"trial_name={config.trial_name!r}: this trial is complete, with other settings; nothing was run. Changed "
-            f"since (before -> now):{_listed(changes)}\nto train with these, {_ADVICE}; more steps come with a larger "
+            f"since (before -> now):{_listed(changes)}\nto train with these, {ADVICE}; more steps come with a larger "
             "total_train_steps"
         )
     return True
@@ -107,7 +108,7 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
     if refused := [change for change in changes if change.fixed]:
         raise TrialError(
             f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "
-            f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {_ADVICE}"
+            f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {ADVICE}"
         )
     lines = [
         f"continuing from checkpoint v{version}: step {version} of {config.total_train_steps}, "

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.runtime.run_dir import LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
+from asyncrl.comm.drop_reasons import FAILURES
+from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -22,29 +23,50 @@ def is_complete(run_dir: Path, total_train_steps: int) -> bool:
 
 
 def summary_lines(run_dir: Path) -> list[str]:
-    """The summary for a person; without one, where to look."""
+    """The summary for a person; without one, the books as of the last step, and where to look."""
     summary = read_summary(run_dir)
     lines = []
     if summary is None:
-        lines.append("the run ended before it could write a summary")
+        lines += ["the run ended before it could write a summary", *_last_known_books(run_dir)]
     else:
-        books = summary["books"]
-        dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items())) or "none"
-        total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-        sign = "=" if books["submitted"] == total else "≠"
         lines.append(f"steps      {summary['steps']}")
         lines += [f"accuracy   {value:.3f} on {name}" for name, value in sorted(summary["eval"].items())]
         lines += [
             f"FAILED     evaluation of version {failed['version']}: {failed['reason']}"
             for failed in summary.get("evaluations_failed", ())  # one of an earlier version of asyncrl has none
         ]
-        lines.append(
-            f"books      submitted {books['submitted']} {sign} trained {books['trained']} + dropped "
-            f"{sum(books['dropped'].values())} ({dropped}) + abandoned {books['abandoned']}"
-        )
+        lines += _books_lines(summary["books"])
     return [
         *lines,
         f"metrics    {run_dir / METRICS_FILE}",
         f"weights    {run_dir / WEIGHTS_DIR}",
         f"logs       {run_dir / LOGS_DIR}",
     ]
+
+
+def _last_known_books(run_dir: Path) -> list[str]:
+    file = run_dir / BOOKS_FILE
+    if not file.is_file():
+        return ["books      nothing was submitted"]
+    known = json.loads(file.read_text())
+    return _books_lines(known["books"], f", as of step {known['step']}")
+
+
+def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
+    """The balance, and the rollouts that somebody has to look into."""
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items())) or "none"
+    under_way = books["running"] + books["finished_untrained"]
+    total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"] + under_way
+    line = (
+        f"books      submitted {books['submitted']} {'=' if books['submitted'] == total else '≠'} "
+        f"trained {books['trained']} + dropped {sum(books['dropped'].values())} ({dropped}) "
+        f"+ abandoned {books['abandoned']}"
+    )
+    if under_way:
+        line += f" + under way {under_way}"
+    failed = [
+        f"FAILED     {books['dropped'][reason]} rollouts {what} ({reason}); the logs of the rollout_workers say why"
+        for reason, what in FAILURES.items()
+        if books["dropped"].get(reason)
+    ]
+    return [line + when, *failed]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from asyncrl.comm.awake import awake_wait
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 
@@ -22,11 +23,11 @@ async def or_stop(waiting: Awaitable[_T], stop: asyncio.Event, limit_s: float) -
 
     Raises:
         StopRequested: `stop` was set first.
-        TimeoutError: neither came within `limit_s` seconds.
+        TimeoutError: neither came within `limit_s` seconds in which this process ran (`asyncrl.comm.awake`).
     """
     task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({task, stopping}, timeout=max(0.0, limit_s), return_when=asyncio.FIRST_COMPLETED)
+        await awake_wait(task, stopping, limit_s=limit_s)
         if task.done():
             return task.result()
         raise StopRequested if stopping.done() else TimeoutError

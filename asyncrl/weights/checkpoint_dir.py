@@ -3,7 +3,9 @@
     <root>/v<N>/    shard-<rank>-of-<world>.safetensors ... state.json manifest.json
 
 A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So one
-that is there is whole, unless the disk lost something later; such a one is passed over for the one before it.
+that is there is whole, unless the disk lost something later. Such a one is passed over for the one before it, and
+named `v<N>.damaged` from then on: the run goes on from the older one, so what was later is of steps that it has
+forgotten, and a checkpoint that cannot be used must not count among those that are kept.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.manifest import ManifestError, verify
 
+DAMAGED_SUFFIX = ".damaged"
+
 _log = logging.getLogger(__name__)
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in `root`; None if there is none at all. A damaged one is logged and passed over.
+    """The newest whole checkpoint in `root`; None if there is none at all. Damaged ones that are newer are set aside.
 
     Raises:
         ManifestError: there are some, but none can be used: whoever began anew here would lose them.
     """
     newest: ManifestError | None = None
+    damaged = []
     for version in reversed(versions_in(root)):
         directory = root / f"v{version}"
         try:
@@ -33,7 +38,11 @@ def latest(root: Path) -> Path | None:
         except ManifestError as error:
             _log.warning("checkpoint %s cannot be used, looking for an older one: %s", directory, error)
             newest = newest or error
+            damaged.append(directory)
         else:
+            for unusable in damaged:
+                atomic_dir.remove(_set_aside(unusable))  # of an earlier time
+                unusable.rename(_set_aside(unusable))
             return directory
     if newest is not None:
         raise ManifestError(
@@ -62,8 +71,13 @@ def which_to_keep(
 
 
 def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and those `protected`, and what killed writers left; returns the
-    deleted versions.
+    """Delete what is older than the newest `keep` whole checkpoints and not `protected`, and what killed writers left.
+
+    Whole is here what has all its files in their sizes: reading all of them at each save would double its cost. The
+    caller has just written one, so the newest is whole to the last byte.
+
+    Returns:
+        The deleted versions, ascending.
 
     Raises:
         ValueError: `keep` is not positive.
@@ -71,7 +85,28 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
     if keep < 1:
         raise ValueError(f"keep is {keep}: a run needs its newest checkpoint; set checkpoint.keep to at least 1")
     atomic_dir.clear_leftovers(root)
-    old = [version for version in versions_in(root)[:-keep] if version not in protected]
+    versions = versions_in(root)
+    whole = [version for version in versions if _has_all_files(root / f"v{version}")]
+    if len(whole) < keep:
+        return []
+    oldest = whole[-keep]
+    for directory in root.glob(f"v*{DAMAGED_SUFFIX}"):
+        if int(directory.name.removeprefix("v").removesuffix(DAMAGED_SUFFIX)) < oldest:
+            atomic_dir.remove(directory)
+    old = [version for version in versions if version < oldest and version not in protected]
     for version in old:
         atomic_dir.remove(root / f"v{version}")
     return old
+
+
+def _has_all_files(directory: Path) -> bool:
+    try:
+        verify(directory, checksums=False)
+    except ManifestError as error:
+        _log.warning("checkpoint %s does not count among those that are kept: %s", directory, error)
+        return False
+    return True
+
+
+def _set_aside(directory: Path) -> Path:
+    return directory.with_name(directory.name + DAMAGED_SUFFIX)

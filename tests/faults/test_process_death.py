@@ -22,6 +22,12 @@ def saved_version(run: Any) -> int:
     return max((state["version"] for state in states), default=0)
 
 
+def balanced(run: Any) -> bool:
+    """Whether the books were printed, and balance."""
+    (line,) = [line for line in run.lines if line.startswith("books ")]
+    return "submitted" in line and "≠" not in line
+
+
 def last_step(run: Any) -> int:
     return int(max(row["step"] for row in run.rows()))
 
@@ -48,6 +54,7 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
     assert f"FAILED: {kind}/0" in run.output
     assert "SIGKILL" in run.output
     assert run.survivors() == []
+    assert balanced(run), run.output
     if can_save:
         assert saved_version(run) >= 3, run.output + run.logs()
 
@@ -79,4 +86,26 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
     run.wait_for_line("once more")
     ctrl_c(run)
     assert run.wait(15) == 130, run.output
+    assert balanced(run), run.output
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize(("kind", "pause_s", "stall_s"), [("model_worker", 22.0, 60.0), ("master_worker", 43.0, 40.0)])
+def test_a_process_that_is_stopped_for_a_while_ends_nothing(
+    start_run: Any, ctrl_c: Any, kind: str, pause_s: float, stall_s: float
+) -> None:
+    """A ModelWorker for longer than its lease and what a poll may take; the master longer than a run without a step."""
+    run = start_run(total_train_steps=ENDLESS, system__stall_timeout_s=stall_s)
+    run.wait_for_step(2)
+    stopped = psutil.Process(run.worker(f"{kind}/0").pid)
+    stopped.suspend()
+    with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
+        run.process.wait(pause_s)
+    before = last_step(run)
+    stopped.resume()
+    run.wait_for_step(before + 3)
+    ctrl_c(run)
+    assert run.wait(60) == 130, run.output + run.logs()
+    assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
+    assert balanced(run), run.output
     assert run.survivors() == []

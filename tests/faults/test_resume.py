@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.rollout.loop import MAX_ATTEMPTS
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +22,14 @@ def newest_state(run: Any) -> dict[str, Any]:
     states = [json.loads(file.read_text()) for file in files]
     newest: dict[str, Any] = max(states, key=lambda state: state["version"])
     return newest
+
+
+FAILING = """
+def even_digits(data, completion):
+    if data["index"] % 4 == 0:
+        raise LookupError("no such answer")
+    return sum(c in "02468" for c in completion) / max(len(completion), 1)
+"""
 
 
 @pytest.mark.parametrize("stop", ["kill the tree", "ctrl-c"])
@@ -44,3 +55,30 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(start_run: Any, ctrl_c
     used = UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
     assert len(used) == goal * BATCH, "each step uses B prompts that no other step used"
     assert second.survivors() == []
+
+
+def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    settings = {"reward__path": f"{tmp_path / 'failing.py'}:even_digits", "eval__interval": 0}
+    first = start_run(total_train_steps=100_000, **settings)
+    first.wait_for_line("rollouts failed in the reward function")
+    first.wait_for_step(8)
+    first.kill_tree()
+    begun = newest_state(first)
+    used = UsedPrompts.from_json(begun["master_state"]["buffer"]["used_prompts"])
+    dropped = begun["master_state"]["dropped"]["reward_failed"]
+    given_up = {prompt for prompt in used if int(prompt.partition("-")[2]) % 4 == 0}
+    assert len(used) == begun["version"] * BATCH + len(given_up)
+    assert given_up
+    assert dropped >= MAX_ATTEMPTS * len(given_up)
+    logs = first.run_dir / "logs"
+    for log in logs.glob("rollout_worker-*.log"):
+        log.unlink()
+
+    second = start_run(total_train_steps=begun["version"] + 4, **settings)
+    assert second.wait() == 0, second.output + second.logs()
+    failed = re.findall(r"rollout of prompt (\S+) failed", (logs / "rollout_worker-0.log").read_text())
+    assert failed
+    assert given_up.isdisjoint(failed)
+    assert second.summary()["books"]["dropped"]["reward_failed"] >= dropped + len(set(failed))
+    assert f"FAILED     {second.summary()['books']['dropped']['reward_failed']} rollouts in the reward" in second.output

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
@@ -15,6 +16,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.comm import awake
 from asyncrl.comm.request_reply import (
     Done,
     MessageError,
@@ -242,6 +244,22 @@ async def test_a_call_without_answer_times_out_and_its_late_reply_disturbs_nobod
             await client.call(DoubleThem(), timeout_s=0.1)
         await serve(server)
         assert (await client.call(Echo((), {"a": 1}), timeout_s=PATIENCE_S)).extra == {"a": 1}
+
+
+async def test_a_pause_of_the_caller_is_not_the_servers_silence(
+    server: RequestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awake, "SLICE_S", 0.02)
+    async with connected(server) as client:
+        await client.call(Echo(), timeout_s=PATIENCE_S)
+        call = asyncio.create_task(client.call(DoubleThem(), timeout_s=0.5))
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251  # the caller is stopped, twice as long as its limit
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not call.done()
+        await serve(server)
+        await call
 
 
 async def test_calls_beyond_the_inbox_or_the_immediate_limit_are_told_so() -> None:

@@ -9,11 +9,13 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
 from asyncrl.manager.messages import (
+    AllocateRequest,
     DroppedRollout,
     Empty,
     FinishedRollout,
@@ -173,6 +175,47 @@ async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(mana
     assert (await client.allocate([], timeout_s=0)).returned == [prompt]
     assert (await client.allocate([], timeout_s=0, returned_ack=prompt.seq)).returned == []
     assert manager.books().dropped == {"stale": 1}
+
+
+async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manager: Manager) -> None:
+    worker, master = manager.client(), manager.client("master_worker/0")
+    await worker.allocate(wanted("a", "b", "c", "d"), timeout_s=1.0)
+    ends = [("a", "failed", False), ("b", "failed", True), ("c", "zero_variance", False)]
+    worker.finish([FinishedRollout(name, False, reason, return_prompt=back) for name, reason, back in ends])
+    worker.finish([FinishedRollout("d", True)])
+    await worker.flush()
+    dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt", False)]
+    first = await master.report_consumed(0, [], dropped_by_trainer)
+    assert first.given_up == ["p-a", "p-c"]
+    assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
+    again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
+    assert again.given_up == ["p-a", "p-c"], "the first reply may have been lost"
+    assert (await master.report_consumed(0, [], [], given_up_after=first.seq)).given_up == []
+
+
+async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
+    clock = AwakeClock(manager.clock)
+    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=clock)
+    service.begin(0)
+    await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=wanted("a")))
+    manager.clock.now += 60.0  # the process is stopped
+    assert service.expire_workers() == []
+    for _ in range(31):
+        manager.clock.now += 1.0
+        clock()
+    assert service.expire_workers() == ["rollout_worker/0"], "a silence that it was there for counts"
+
+
+async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_prompt_to_the_successor(
+    manager: Manager,
+) -> None:
+    worker, master = manager.client(), manager.client("master_worker/0")
+    await worker.allocate(wanted("a"), timeout_s=1.0)
+    manager.clock.now = 31.0
+    assert manager.service.expire_workers() == ["rollout_worker/0"]
+    worker.finish([FinishedRollout("a", False, "failed")])
+    await worker.flush()
+    assert (await master.report_consumed(0, [], [])).given_up == []
 
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:

@@ -48,9 +48,9 @@ class Run:
         self.task = asyncio.create_task(self.manager.main())
         self.clients: list[ManagerClient] = []
 
-    def begin(self) -> None:
+    def begin(self, **counted: Any) -> None:
         """What the master announces once it knows where the run stands."""
-        self.resolver.add(names.DATA_STATE_KEY, names.DataState("data_state.json").encode())
+        self.resolver.add(names.DATA_STATE_KEY, names.DataState("data_state.json", **counted).encode())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
         url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, 20)
@@ -250,10 +250,11 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     client = run.clients[0]
     early = asyncio.create_task(client.allocate([WantedRollout(str(i), str(i), i) for i in range(9)], timeout_s=30))
     run.publish(9)
-    run.begin()
+    run.begin(dropped={"failed": 3})
     reply = await early
     assert [grant.version for grant in reply.granted] == [9] * 4
-    assert run.books().trained == 18
+    books = run.books()
+    assert (books.submitted, books.trained, books.dropped) == (18 + 3 + 4, 18, {"failed": 3})
 
 
 async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run, start_fake_server: Any) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import asdict, replace
 
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import DroppedRollout, GateBooks
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.run_files import BooksError
@@ -66,7 +69,7 @@ def make_config(**changes: Any) -> ExperimentConfig:
 
 def commit(order: CommitCheckpoint) -> None:
     """Leave the folder that a checkpoint leaves, and delete those that it ends."""
-    Path(order.path).mkdir(parents=True)
+    Path(order.path).mkdir(parents=True, exist_ok=True)
     prune(Path(order.path).parent, order.keep, order.protected)
 
 
@@ -184,14 +187,19 @@ class FakeManager:
     closed: bool = False
     lost: int = 0
     dead: bool = False
+    given_up: list[str] = field(default_factory=list)
 
-    async def report_consumed(self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout]) -> None:
+    async def report_consumed(
+        self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout], given_up_after: int = 0
+    ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
         self.reports.append((version, list(trained), list(dropped)))
         self.trained += len(trained)
         for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
+        books = Books(**asdict(self.books()), version=version, trained_version=version)
+        return ConsumedReply(books, self.given_up[given_up_after:], len(self.given_up))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
@@ -201,11 +209,21 @@ class FakeManager:
         self.closed = True
 
     async def abandon(self) -> GateBooks:
-        left = self.submitted - self.trained - sum(self.dropped.values()) - self.lost
-        return GateBooks(self.submitted, self.trained, dict(self.dropped), left)
+        return replace(self.books(), abandoned=self.books().running - self.lost, running=0)
+
+    def give_up(self, prompt_id: str, reason: str = "failed") -> None:
+        """A RolloutWorker dropped a rollout of `prompt_id` for good."""
+        self.submitted += 1
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.given_up.append(prompt_id)
+
+    def books(self) -> GateBooks:
+        running = self.submitted - self.trained - sum(self.dropped.values())
+        return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
 
     async def status(self) -> GateStatus:
-        return GateStatus(0.0, frozenset(), f"gate: running 7; trained {self.trained}; servers: 0 updating")
+        description = f"gate: running 7; trained {self.trained}; servers: 0 updating"
+        return GateStatus(0.0, frozenset(), description, dict(self.dropped))
 
 
 @dataclass
@@ -233,18 +251,25 @@ class FakeBoard:
 
     versions: list[int] = field(default_factory=list)
     data_state: Path | None = None
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def announce_version(self, version: int, path: str) -> None:
         self.versions.append(version)
 
-    def announce_data_state(self, path: Path) -> None:
-        self.data_state = path
+    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
+        self.data_state, self.dropped = path, dict(dropped)
 
 
 class Run:
     """A loop with its fake peers."""
 
-    def __init__(self, run_dir: Path, config: ExperimentConfig, workers: FakeWorkers | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: ExperimentConfig,
+        workers: FakeWorkers | None = None,
+        clock: AwakeClock | None = None,
+    ) -> None:
         self.run_dir, self.config = run_dir, config
         self.workers = workers or FakeWorkers()
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
@@ -252,7 +277,7 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop)
+        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock)
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
@@ -502,13 +527,15 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
 
     async def status() -> GateStatus:
         step = run.loop.version
-        dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1, "timeout": 1}
-        return GateStatus(0.0, frozenset(), "", dropped)
+        dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1}
+        return GateStatus(0.0, frozenset(), "", dropped | {"reward_failed": step})
 
     run.manager.status = status  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
+    assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
+    assert [row["rollout/dropped_reward_failed"] for row in run.rows()] == [1, 1, 1]
 
 
 async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:
@@ -640,6 +667,30 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     assert "gate: running 7" in message
 
 
+async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
+    now = 0.0
+    run = Run(tmp_path, make_config(total_train_steps=2), clock=AwakeClock(lambda: now))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        await run.deliver(range(4, 5), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 1)
+        now += 2 * run.config.system.stall_timeout_s  # the process is stopped
+        await run.deliver(range(5, 6), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 2)
+        await run.deliver(range(6, 8), oldest=1)
+        await task
+    assert run.loop.version == 2
+
+
+async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop._limit_s = 0.05
+    run.loop._collector.silent.add(0)
+    with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
+        await run.loop.run()
+
+
 async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
     run.workers.fail[RunCall] = RuntimeError("out of memory")
@@ -760,3 +811,125 @@ async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> Non
     await run.loop.run()
     kept = [request.keep for request in run.workers.requests(CollectWeights)]
     assert kept == [(0,), (0, 1), (0, 1, 2), (0, 2, 3)]
+
+
+async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    await first.deliver(range(12), oldest=1)
+    first.manager.give_up("e0-20", "zero_variance")
+    async with running(first) as task:  # killed in step 4
+        await until(lambda: first.loop.version == 2)
+        first.manager.give_up("e0-21", "failed")
+        await until(lambda: first.loop.version == 3)
+        task.cancel()
+    assert first.workers.stored is not None
+
+    second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
+    async with running(second):
+        await until(lambda: second.board.data_state is not None)
+    used = UsedPrompts.read(tmp_path / "data_state.json")
+    assert "e0-20" in used
+    assert "e0-8" not in used
+    assert len(used) in (9, 10), "of the second nobody may have heard before the checkpoint"
+
+
+async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    await first.deliver(range(4), oldest=0)
+    for prompt in ("e0-20", "e0-21"):
+        first.manager.give_up(prompt, "zero_variance")
+    async with running(first) as task:
+        await until(lambda: first.workers.saved() == [1])
+        task.cancel()
+
+    config = make_config(total_train_steps=2, rollout__filters=[ChoiceConfig("zero_variance")])
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    async with running(second) as task:
+        await until(lambda: second.board.data_state is not None)
+        assert second.board.dropped == {"zero_variance": 2}
+        known = json.loads((tmp_path / "books.json").read_text())
+        assert known["step"] == 1
+        assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"zero_variance": 2})
+        second.manager.submitted, second.manager.trained = 6, 4
+        second.manager.dropped = dict(second.board.dropped)  # as the gate counts from there on
+        await second.deliver(range(4, 8), oldest=1)
+        await task
+    assert second.rows()[-1]["filter/dropped_groups"] == 0, "what the first launch dropped is in no row of the second"
+    assert second.summary()["books"]["dropped"] == {"zero_variance": 2}
+
+
+async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(checkpoint__interval=1))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.workers.saved() == [1])
+        run.manager.give_up("e0-20")
+        run.stop.set()
+        await task
+    assert run.workers.saved() == [1, 1]
+    assert run.workers.stored is not None
+    assert "e0-20" in UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
+
+
+async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
+    """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
+    run = Run(tmp_path, make_config(checkpoint__interval=1))
+    run.loop._limit_s = 0.05
+    await run.deliver(range(4))
+    run.manager.give_up("e0-20")
+    async with running(run) as task:
+        await until(lambda: run.workers.saved() == [1])
+        run.manager.give_up("e0-21")
+        with pytest.raises(Stalled):
+            await task
+    assert run.workers.stored is not None
+    used = UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
+    assert {"e0-20", "e0-21"} <= set(used)
+    assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
+
+
+async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=3))
+    run.workers.filtered_in_graph = 2.0
+    await run.deliver(range(8), oldest=1)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 2)
+        await run.deliver(range(8, 9), oldest=0, tag="late")
+        await run.deliver(range(9, 13), oldest=2)
+        await task
+    assert sorted(run.loop.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
+
+
+async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+
+    def known() -> tuple[int, dict[str, Any]]:
+        value = json.loads((tmp_path / "books.json").read_text())
+        return value["step"], value["books"]
+
+    async with running(run):
+        await until(lambda: run.board.data_state is not None)
+        assert known() == (0, run_books(0, 0))
+        await run.deliver(range(7))
+        await until(lambda: len(run.rows()) == 1 and known()[0] == 1)
+        assert known() == (1, run_books(7, 4) | {"running": 3})
+
+
+def run_books(submitted: int, trained: int) -> dict[str, Any]:
+    return {"dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0} | {
+        "submitted": submitted,
+        "trained": trained,
+    }
+
+
+async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        run.manager.dead = True
+        run.stop.set()
+        with pytest.raises(ConnectionError):
+            await task
+    assert run.workers.saved() == [1]
+    assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4

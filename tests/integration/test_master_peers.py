@@ -63,10 +63,11 @@ def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
         board = NameBoard(resolver)
         board.announce_version(3, "/w/v3")
         board.announce_version(4, "/w/v4")
-        board.announce_data_state(Path("/run/data_state.json"))
+        board.announce_data_state(Path("/run/data_state.json"), {"failed": 2})
         published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
         assert (published.version, published.path) == (4, "/w/v4")
-        assert names.DataState.decode(resolver.get(names.DATA_STATE_KEY)).path == "/run/data_state.json"
+        state = names.DataState.decode(resolver.get(names.DATA_STATE_KEY))
+        assert (state.path, state.dropped) == ("/run/data_state.json", {"failed": 2})
 
 
 def placed(grid: WorkerGrid) -> tuple[dict[str, list[int]], tuple[int, ...]]:

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any, cast
 
+from asyncrl.comm import awake
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
@@ -59,6 +60,7 @@ class RequestClient:
         self._max_bytes = max_bytes
         self._calls: dict[int, tuple[asyncio.Future[Reply], type[Request[Any]]]] = {}
         self._unsent: deque[tuple[int, list[bytes]]] = deque()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
@@ -78,7 +80,8 @@ class RequestClient:
 
         Raises:
             RemoteError: the handler raised, the server does not know the call, or it found a field wrong.
-            RequestTimeout: no answer within `timeout_s` seconds, though the connection stands.
+            RequestTimeout: no answer within `timeout_s` seconds in which this process ran, though the connection
+                stands.
             PeerGone: the connection broke, could not be made within `timeout_s`, or the client was closed.
             MessageError: the request cannot be encoded, or the reply is not of its type.
         """
@@ -90,11 +93,12 @@ class RequestClient:
         answer: asyncio.Future[Reply] = self._loop.create_future()
         self._calls[call] = answer, type(request)
         self._flush()
-        timer = self._loop.call_later(timeout_s, self._time_out, call, timeout_s)
+        self._set_timer(call, timeout_s, timeout_s)
         try:
             return cast(R, await answer)
         finally:
-            timer.cancel()
+            if (timer := self._timers.pop(call, None)) is not None:
+                timer.cancel()
             self._forget(call)
 
     def close(self) -> None:
@@ -133,6 +137,14 @@ class RequestClient:
             answer.set_exception(RemoteError(self._peer, request.verb, reply))
         else:
             answer.set_result(reply)
+
+    def _set_timer(self, call: int, left_s: float, timeout_s: float) -> None:
+        """In slices, so that a pause of this process is not taken for the server's silence (`asyncrl.comm.awake`)."""
+        if left_s <= 0:
+            self._time_out(call, timeout_s)
+            return
+        slice_s = min(left_s, awake.SLICE_S)
+        self._timers[call] = self._loop.call_later(slice_s, self._set_timer, call, left_s - slice_s, timeout_s)
 
     def _time_out(self, call: int, timeout_s: float) -> None:
         answer, request = self._calls[call]

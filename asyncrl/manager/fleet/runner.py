@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
@@ -46,6 +46,7 @@ class FleetRunner:
         transport: how they get weights.
         config: time between two health checks of a server, limit of an update.
         checks: what a server has to pass after each update.
+        clock: seconds in which this process ran; limits of updates are measured with it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class FleetRunner:
         config: ManagerConfig,
         checks: Sequence[UpdateCheck] = (),
         log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
         self._service = service
@@ -66,6 +68,7 @@ class FleetRunner:
         self._config = config
         self._checks = checks
         self._log = log
+        self._clock = clock
         self._changed = Signal()
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
@@ -81,7 +84,7 @@ class FleetRunner:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            if self._decisions.register(index, url, version, time.monotonic()):
+            if self._decisions.register(index, url, version, self._clock()):
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
@@ -125,7 +128,7 @@ class FleetRunner:
     async def _follow_orders(self) -> None:
         while True:
             running = {view.index: view.sequences for view in self._service.router.servers}
-            for order in self._decisions.poll(time.monotonic(), running):
+            for order in self._decisions.poll(self._clock(), running):
                 match order:
                     case BeginUpdate():
                         self._end_late_check(order.server)
@@ -140,7 +143,7 @@ class FleetRunner:
     async def _wait_for_change(self) -> None:
         """Until something changed, the next deadline, or (while a server is drained) a request ended."""
         due = self._decisions.next_due()
-        limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - time.monotonic()))
+        limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
         changes = {self._changed.next()}
         if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
             changes.add(self._service.progress.next())
@@ -149,18 +152,18 @@ class FleetRunner:
             waiter.cancel()
 
     async def _update(self, order: BeginUpdate) -> None:
-        began = time.monotonic()
+        began = self._clock()
         client = GenerationServerClient(self._http, order.url)
         try:
             checks = () if order.keeps_requests else self._checks
             limit_s = self._config.update_timeout_s
             await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks)
         except HttpError as error:
-            if self._decisions.failed(order.server, order.attempt, str(error), time.monotonic()):
+            if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         else:
             if self._decisions.succeeded(order.server, order.attempt):
-                took_ms = 1e3 * (time.monotonic() - began)
+                took_ms = 1e3 * (self._clock() - began)
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
@@ -177,7 +180,7 @@ class FleetRunner:
         except HttpTimeout as error:
             self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
         except HttpError as error:
-            if self._decisions.contradicted(order.server, order.attempt, str(error), time.monotonic()):
+            if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._show()
                 self._changed.notify()
@@ -214,7 +217,7 @@ class FleetRunner:
                 raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")
         except HttpError as error:
             gone = isinstance(error, (HttpUnreachable, WeightsChanged))
-            if self._decisions.unhealthy(server, url, str(error), time.monotonic(), gone=gone):
+            if self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
                 self._log.warning("generation server %d gets no requests for now: %s", server, error)
         else:
             if self._decisions.healthy(server, url):

@@ -50,6 +50,7 @@ def test_a_held_out_share_splits_the_prompts_without_overlap(tmp_path: Path) -> 
         (b'{"prompt": 3}', "prompt, question, problem: add one"),
         (b'{"prompt": ""}', "prompt, question, problem: add one"),
         (b'{"prompt": "caf\xe9"}', "save the file as UTF-8"),
+        (b'{"prompt": "caf\\ud83d?"}', "half of a pair of surrogates, after 'caf'; write the whole character"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number_with_what_to_do(tmp_path: Path, line: bytes, advice: str) -> None:

@@ -156,6 +156,16 @@ def test_a_resumed_run_starts_at_its_version() -> None:
     assert gate.books().balanced
 
 
+def test_what_was_dropped_up_to_the_checkpoint_stays_in_the_books_and_takes_no_room() -> None:
+    gate = StalenessGate(2, 1)
+    gate.resume(3, {"failed": 2, "zero_variance": 1})
+    gate.advance(3)
+    books = gate.books()
+    assert (books.submitted, books.trained, books.dropped) == (9, 6, {"failed": 2, "zero_variance": 1})
+    assert books.balanced
+    assert gate.capacity == 4
+
+
 def test_resuming_after_the_first_start_is_refused() -> None:
     gate = StalenessGate(batch_size=2, max_staleness=0)
     start(gate, "a")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asyncrl.comm.request_reply import Done
+from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.collector import Collector
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
@@ -52,6 +53,18 @@ def record(order: int, worker: int = 0) -> RolloutRecord:
     return RolloutRecord(
         f"r{order}", f"e0-{order}", order, worker, 0, {0: 4}, (4, 4), (2, 2), (0.0, 1.0), (False, True)
     )
+
+
+class Silent(Worker):
+    """Does not answer the first calls in time."""
+
+    failures = 2
+
+    async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> PolledBuffer | Done:
+        if self.failures:
+            self.failures -= 1
+            raise RequestTimeout("no answer")
+        return await super().call(request, timeout_s=timeout_s)
 
 
 async def rounds(number: int = 20) -> None:
@@ -134,3 +147,21 @@ async def test_a_worker_that_is_gone_fails_whoever_waits(wait: str) -> None:
         await (collector.changed() if wait == "changed" else collector.refresh())
     await collector.close()
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_worker_that_is_silent_for_a_while_is_asked_again() -> None:
+    workers, buffer = Workers(1), SampleBuffer(1, 0, "drop")
+    workers.received[0].append(record(0))
+    collector = Collector([Silent(workers, 0)], buffer)  # type: ignore[list-item]
+    collector.start()
+    try:
+        waiting = asyncio.create_task(collector.refresh())
+        await rounds(3)
+        assert collector.silent == {0}
+        async with asyncio.timeout(5):
+            await waiting
+        assert len(buffer) == 1
+        assert collector.silent == set()
+        collector.check()
+    finally:
+        await collector.close()

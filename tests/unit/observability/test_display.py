@@ -92,6 +92,21 @@ def test_a_failed_evaluation_is_said() -> None:
     assert said in out.getvalue()
 
 
+def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
+    rows = [ROW | {"step": float(step), "rollout/dropped_reward_failed": float(step)} for step in (0, 1, 2)]
+    said = "2 rollouts failed in the reward function, 3 since the start; the rollout_workers' logs say why"
+    shown, out = console()
+    display = PlainDisplay(shown, total_steps=10)
+    for row in rows:
+        display.row(row)
+    assert said in out.getvalue()
+    assert out.getvalue().count("rollouts failed") == 2
+    text = panel(*rows)
+    assert said in text.replace("\n", " ")
+    assert "3 reward_failed" in text
+    assert "failed" not in panel(ROW)
+
+
 def test_markup_in_a_remark_is_shown_as_it_is() -> None:
     shown, out = console()
     PlainDisplay(shown, 1).note("log [/red] line")

@@ -25,6 +25,7 @@ from asyncrl.api import (
 from asyncrl.api.generation import Completion
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -38,7 +39,7 @@ from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code import Plugins, RewardFailed
 
 GROUP = 2
 
@@ -247,6 +248,60 @@ async def test_a_prompt_that_cannot_be_made_fails_its_rollout_alone() -> None:
     await run(gate, agent, train_prompt=damaged_once)
     assert [ended.reason for ended in gate.finished.values()].count("failed") == 1
     assert sum(ended.accepted for ended in gate.finished.values()) == 2
+
+
+async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
+    gate = FakeGate(admit=3)
+
+    def too_long(ref: PromptRef) -> Prompt:
+        if ref.order == 1:
+            raise BadPrompt("row 7 is too long")
+        return FakePlugins(always()).train_prompt(ref)
+
+    await run(gate, always(1.0, 0.0), train_prompt=too_long)
+    (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
+    assert (dropped.reason, dropped.return_prompt) == ("bad_prompt", False)
+
+
+async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
+    """They fail at once, one after the other; the good ones take their time."""
+    gate = FakeGate(admit=100)
+    failed = asyncio.Event()
+
+    def first_are_bad(ref: PromptRef) -> Prompt:
+        if 4 <= ref.order < 4 + MAX_FAILURES_IN_A_ROW + 4:
+            raise BadPrompt(f"row {ref.row} is too long")
+        return FakePlugins(always()).train_prompt(ref)
+
+    async def slow(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        if not failed.is_set() and len(gate.finished) < MAX_FAILURES_IN_A_ROW + 4:
+            await failed.wait()
+        return await answer(request, rollout_id)
+
+    original = gate.finish
+
+    def finish(rollouts: Sequence[FinishedRollout]) -> None:
+        original(rollouts)
+        if len(gate.finished) == MAX_FAILURES_IN_A_ROW + 4:
+            failed.set()
+
+    gate.finish = finish  # type: ignore[method-assign]
+    config = RolloutConfig(max_concurrent=64)
+    pushed = await run(gate, always(1.0, 0.0), config=config, generate=slow, train_prompt=first_are_bad)
+    assert len(pushed) == 100 - MAX_FAILURES_IN_A_ROW - 4
+
+
+async def test_a_reward_that_raises_is_told_from_other_failures() -> None:
+    class Scoring(EchoAgent):
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+            if prompt.order == 0:
+                raise RewardFailed("reward.path='mine.py:score' raised KeyError: 'answer'")
+            return await super().run(prompt, env, client)
+
+    gate = FakeGate(admit=2)
+    await run(gate, Scoring(lambda _: [1.0, 0.0]))
+    (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
+    assert (dropped.reason, dropped.return_prompt) == ("reward_failed", True)
 
 
 async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:

@@ -131,6 +131,43 @@ def test_only_the_newest_are_kept(config: ExperimentConfig, make_rank: MakeRank,
         prune(tmp_path, 0)
 
 
+def write_checkpoint(root: Path, version: int) -> Path:
+    """One without tensors."""
+    directory = atomic_dir.begin(root / f"v{version}")
+    atomic_dir.write_file(directory / "state.json", b'{"version": %d}' % version)
+    write_manifest(directory, Manifest("checkpoint", version, {"state.json": file_entry(directory / "state.json")}))
+    atomic_dir.commit(root / f"v{version}")
+    return root / f"v{version}"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * len('{"version": 20}')], ids=["torn", "lost blocks"])
+@pytest.mark.parametrize(("keep", "damaged"), [(1, [20]), (2, [20]), (2, [20, 30])])
+def test_damaged_ones_do_not_count_among_those_that_are_kept(
+    keep: int, damaged: list[int], damage: bytes, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, 10)
+    for version in damaged:
+        (write_checkpoint(tmp_path, version) / "state.json").write_bytes(damage)
+    resumed = latest(tmp_path)
+    assert resumed is not None
+    assert resumed.name == "v10"
+    for version in (12, 25, 40)[: keep + 1]:  # before, between and beyond the numbers of what is damaged
+        written = write_checkpoint(tmp_path, version)
+        prune(tmp_path, keep)
+        assert latest(tmp_path) == written
+        assert len(versions_in(tmp_path)) == keep
+    assert verify(tmp_path / f"v{versions_in(tmp_path)[0]}")
+
+
+def test_what_was_torn_since_it_was_written_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10)
+    (write_checkpoint(tmp_path, 20) / "state.json").unlink()
+    write_checkpoint(tmp_path, 30)
+    assert prune(tmp_path, 2) == []
+    write_checkpoint(tmp_path, 40)
+    assert prune(tmp_path, 2) == [10, 20]
+
+
 @pytest.mark.parametrize(
     ("every", "scores", "undecided", "kept"),
     [

@@ -1,0 +1,63 @@
+"""Time that this process lived through, by which it may judge the silence of others.
+
+A process that was stopped (SIGSTOP, a migrated virtual machine, a laptop's lid) finds on its return that a minute has
+passed in which nobody spoke to it. They may have spoken all the time; it did not listen. So a limit on the silence of
+others is a limit on time in which this process could have heard them: gaps in which it did not run itself are left out.
+
+`AwakeClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
+`GAP_S` between two looks is one that the process was not there for. `awake_wait` is for a single wait: it is cut into
+slices, each of which counts for its own length at most, however long it took.
+
+    time      0   1   2   3 ................ 63  64  65
+    looks     x   x   x   x    (stopped)      x   x   x
+    clock     0   1   2   3                   3   4   5
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+TICK_S = 0.25
+GAP_S = 1.0
+"""Four times as long: a loop that is merely busy looks late, and its time counts."""
+SLICE_S = 1.0
+
+
+class AwakeClock:
+    """Seconds, ascending, without the gaps in which this process's event loop did not run. Call it for the time.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._missed = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        if now - self._last > GAP_S:
+            self._missed += now - self._last
+        self._last = now
+        return now - self._missed
+
+    async def keep(self) -> None:
+        """Look at the clock until cancelled; without it every second passes for a gap."""
+        while True:
+            self()
+            await asyncio.sleep(TICK_S)
+
+
+async def awake_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
+    """Wait until one of `tasks` is done, or for `limit_s` seconds in which this process ran."""
+    left_s = max(0.0, limit_s)
+    while True:
+        slice_s = min(left_s, SLICE_S)
+        done, _ = await asyncio.wait(tasks, timeout=slice_s, return_when=asyncio.FIRST_COMPLETED)
+        left_s -= slice_s
+        if done or left_s <= 0:
+            return

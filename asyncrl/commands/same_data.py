@@ -1,0 +1,34 @@
+"""A trial goes on with the data that it began with, or not at all."""
+
+from __future__ import annotations
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.record import DataRecord
+from asyncrl.rollout.user_code import load_train_set
+from asyncrl.runtime.resume import ADVICE, TrialError, newest_progress
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
+
+
+def check_same_data(config: ExperimentConfig) -> None:
+    """Compare the training data with what the trial began with, if there is a checkpoint to go on from.
+
+    Raises:
+        TrialError: it is other data; the message names the file and the first line that differs.
+    """
+    file = run_dir_of(config) / DATA_RECORD_FILE
+    if newest_progress(run_dir_of(config)) is None or not file.is_file():
+        return
+    difference = DataRecord.read(file).difference(load_train_set(config), config.dataset.path)
+    if difference is not None:
+        raise TrialError(
+            f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "
+            f"with other rows: put the data back as it was, {ADVICE}"
+        )
+
+
+def keep_data_record(config: ExperimentConfig) -> None:
+    """Write down what the training data is, unless the trial goes on from a checkpoint and has that written down."""
+    run_dir = run_dir_of(config)
+    file = run_dir / DATA_RECORD_FILE
+    if newest_progress(run_dir) is None or not file.is_file():
+        DataRecord.of(load_train_set(config)).write(file)

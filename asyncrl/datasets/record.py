@@ -1,0 +1,65 @@
+"""What a trial's training data was when it began, so that a launch which continues it notices that it is other data.
+
+A prompt id names a row by its number. If rows go, come or change places, the ids of used prompts name others: some rows
+would be trained twice and some never, without a word. So the first launch writes down how many rows there are, and of a
+file a checksum of each line, which tells the line that is not what it was.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.datasets import Dataset
+from asyncrl.datasets.jsonl import JsonlDataset
+
+
+class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows of a dataset: their number, and CRC-32 of each one's line where there are lines (base64 of uint32)."""
+
+    rows: int
+    line_sums: str | None = None
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> DataRecord:
+        """The record of `dataset`."""
+        if not isinstance(dataset, JsonlDataset):
+            return cls(len(dataset))
+        return cls(len(dataset), base64.b64encode(dataset.line_sums.astype("<u4").tobytes()).decode())
+
+    @classmethod
+    def read(cls, file: Path) -> DataRecord:
+        """The record that `write` left in `file`."""
+        return msgspec.json.decode(file.read_bytes(), type=cls)
+
+    def write(self, file: Path) -> None:
+        """Write it to `file`, at once or not at all."""
+        aside = file.with_suffix(".tmp")
+        aside.write_bytes(msgspec.json.encode(self))
+        aside.replace(file)
+
+    def difference(self, dataset: Dataset, path: str) -> str | None:
+        """How `dataset`, of the setting `dataset.path`, differs from what was recorded; None where it does not."""
+        now = len(dataset)
+        if self.line_sums is None or not isinstance(dataset, JsonlDataset):
+            return None if now == self.rows else f"{path!r} has {now} rows; this trial began with {self.rows}"
+        before = np.frombuffer(base64.b64decode(self.line_sums), "<u4")
+        common = min(now, self.rows)
+        differing = np.flatnonzero(before[:common] != dataset.line_sums[:common])
+        if len(differing):
+            row = int(differing[0])
+            return (
+                f"{path}:{dataset.line_numbers[row]} is not what it was when this trial began (row {row}; {now} rows "
+                f"now, {self.rows} then)"
+            )
+        if now < self.rows:
+            last = dataset.line_numbers[-1]
+            return (
+                f"{path}:{last} is the last line with a row of training; this trial began with {self.rows - now} more"
+            )
+        if now > self.rows:
+            return f"{path}:{dataset.line_numbers[common]} is new; this trial began with the {self.rows} rows before it"
+        return None

@@ -1,0 +1,84 @@
+"""A process that did not run does not take that for the silence of others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from asyncrl.comm import awake
+from asyncrl.comm.awake import GAP_S, TICK_S, AwakeClock, awake_wait
+
+
+class Raw:
+    """The clock of the wall."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pass_time(clock: AwakeClock, raw: Raw, seconds: float) -> None:
+    """While the process runs, and looks at the clock."""
+    for _ in range(round(seconds / TICK_S)):
+        raw.now += TICK_S
+        clock()
+
+
+def test_time_passes_while_the_process_runs_even_if_it_looks_late() -> None:
+    raw = Raw()
+    clock = AwakeClock(raw)
+    begun = clock()
+    pass_time(clock, raw, 10.0)
+    raw.now += GAP_S
+    assert clock() - begun == pytest.approx(10.0 + GAP_S)
+
+
+def test_a_gap_is_left_out_from_the_first_look_on() -> None:
+    raw = Raw()
+    clock = AwakeClock(raw)
+    begun = clock()
+    pass_time(clock, raw, 5.0)
+    raw.now += 60.0
+    assert clock() - begun == pytest.approx(5.0)
+    assert clock() - begun == pytest.approx(5.0)
+    pass_time(clock, raw, 5.0)
+    assert clock() - begun == pytest.approx(10.0)
+
+
+def test_it_never_goes_back() -> None:
+    raw = Raw()
+    clock, seen = AwakeClock(raw), [0.0]
+    for step in (0.1, 0.9, 1.0, 1.1, 70.0, 0.0, 0.3):
+        raw.now += step
+        seen.append(clock())
+        assert seen[-1] >= seen[-2]
+
+
+async def test_the_ticker_keeps_time_passing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "TICK_S", 0.0)
+    raw = Raw()
+    clock = AwakeClock(raw)
+    begun = clock()
+    ticking = asyncio.create_task(clock.keep())
+    for _ in range(8):
+        raw.now += 0.5
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    ticking.cancel()
+    assert clock() - begun == pytest.approx(4.0)
+
+
+async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "SLICE_S", 0.02)
+    answer = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(awake_wait(answer, limit_s=0.2))
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251  # the process is stopped, twice as long as the limit
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "nobody else was silent"
+    await waiting
+    assert not answer.done(), "and silence has its limit all the same"
