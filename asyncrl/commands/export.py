@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, versions_in
@@ -22,6 +25,7 @@ from asyncrl.weights.canary import CANARY_FILE
 from asyncrl.weights.checkpoints import read_state
 from asyncrl.weights.distributed_checkpoint import StoredTensors
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, TensorEntry, verify
+from asyncrl.weights.model_folder import FolderTensor, folder_tensors
 from asyncrl.weights.published import TensorSpec
 from asyncrl.weights.publishing import write_model
 from asyncrl.weights.tensor_file import DTYPE_NAMES
@@ -74,7 +78,7 @@ def export(run: Path, step: int | None, out: Path) -> int:
         model = _Stored(verify(template), _from_folder(template))
     else:
         template = _any_version(published)
-        model = _Stored(verify(template), _from_checkpoint(saved / f"v{step}", _from_folder(template)))
+        model = _Stored(verify(template), _from_checkpoint(saved / f"v{step}", template))
     beside = [path for path in sorted(template.iterdir()) if not _is_ours(path)]
     write_model(model, out, beside, Ranks())
     return step
@@ -107,16 +111,30 @@ def _from_folder(folder: Path) -> _Read:
     return read
 
 
-def _from_checkpoint(checkpoint: Path, other: _Read) -> _Read:
+def _from_checkpoint(checkpoint: Path, template: Path) -> _Read:
     verify(checkpoint)
     read_state(checkpoint)
-    stored = StoredTensors(checkpoint)
+    stored, other = StoredTensors(checkpoint), _from_folder(template)
+
+    parts = {part.name: part for part in _parts_in(template)}
+    parameter = lru_cache(maxsize=1)(stored.read)  # of which the next tensor may be a part too
 
     def read(name: str, entry: TensorEntry) -> Tensor:
-        key = f"{ACTOR}.weights.{name}"
-        return stored.read(key).to(_DTYPES[entry.dtype]) if key in stored.shapes else other(name, entry)
+        part = parts.get(name)
+        key = f"{ACTOR}.weights.{name if part is None else part.parameter}"
+        if key not in stored.shapes:
+            return other(name, entry)
+        whole = parameter(key)
+        return (whole if part is None else part.of(whole)).to(_DTYPES[entry.dtype]).contiguous()
 
     return read
+
+
+def _parts_in(folder: Path) -> list[FolderTensor]:
+    """Where the tensors of the model in `folder` lie in the parameters that a checkpoint has."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
+    return folder_tensors(model)
 
 
 def _any_version(published: Path) -> Path:

@@ -26,6 +26,7 @@ from asyncrl.weights.published import TensorSpec
 
 _ALL = "all-linear"
 _ADAPTER = ".default"
+_NAMES_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 BASE_LAYER = ".base_layer"
 """In the name of a parameter of the base, which a model folder does not know."""
 
@@ -48,6 +49,12 @@ def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -
                 f"model.lora.targets={config.targets}: no layer is called {target!r}; there are "
                 f"{', '.join(sorted(kinds))}, or {_ALL}"
             )
+    beside = sorted({name.rsplit(".", 1)[-1] for name in names} & _NAMES_OF_EXPERTS)
+    if beside and any(name.endswith(".experts") for name, _ in trunk.named_modules()):
+        raise ValueError(
+            f"model.lora.targets={config.targets}: in a mixture of experts peft takes {', '.join(beside)} for the "
+            f"experts', which have no adapters; name others of {', '.join(sorted(kinds - _NAMES_OF_EXPERTS))}"
+        )
     inject_adapter_in_model(peft_config(config, names), trunk)
     for name, parameter in trunk.named_parameters():
         parameter.requires_grad_(is_adapter(name))

@@ -3,8 +3,8 @@
 A tensor slice has whole attention heads: the query heads are dealt out evenly. Key and value heads are dealt out too,
 or, where there are fewer of them than slices, each is held by several slices; then every slice must need one of them
 only. Rows of the vocabulary and of a dense feed-forward need not divide (torch's ceil(n / t) each), but no slice of the
-vocabulary may be empty. Experts must divide. A pipeline stage has at least one layer. Tied embeddings are no obstacle:
-first and last stage each hold the matrix.
+vocabulary may be empty. Experts are dealt out whole, as many to each slice. A pipeline stage has at least one layer.
+Tied embeddings are no obstacle: first and last stage each hold the matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelShape:
 
     Attributes:
         query_heads, key_value_heads: of an attention layer; None: there is no attention.
-        even: sizes, by their names in `config.json`, that the number of tensor slices must divide.
+        experts: of a layer; 0: it is no mixture of experts.
         linked: why layers cannot be on different stages; empty: they can.
     """
 
@@ -37,7 +37,7 @@ class ModelShape:
     query_heads: int | None
     key_value_heads: int | None
     vocabulary: int | None
-    even: tuple[tuple[str, int], ...] = ()
+    experts: int = 0
     linked: str = ""
 
     @classmethod
@@ -46,11 +46,6 @@ class ModelShape:
         text = described.get("text_config") or described
         model_type = str(text.get("model_type", described.get("model_type", "")))
         heads = _number(text, *_HEADS)
-        experts = _number(text, *_EXPERTS) or 0
-        feed_forward = _number(text, "intermediate_size")
-        even = [(name, size) for name in ("moe_intermediate_size",) if (size := _number(text, name))]
-        if feed_forward and experts and not even:
-            even.append(("intermediate_size", feed_forward))
         shared = _number(text, "num_kv_shared_layers")
         return cls(
             model_type=model_type,
@@ -58,7 +53,7 @@ class ModelShape:
             query_heads=heads,
             key_value_heads=_number(text, "num_key_value_heads") or heads,
             vocabulary=_number(text, "vocab_size"),
-            even=tuple(even),
+            experts=_number(text, *_EXPERTS) or 0,
             linked=f"{shared} layers take their keys and values from layers before them" if shared else "",
         )
 
@@ -110,9 +105,8 @@ def _reasons(tensor: int, shape: ModelShape) -> Iterator[str]:
         yield f"{tensor} does not divide its {shape.query_heads} query heads"
     if shape.key_value_heads % tensor and tensor % shape.key_value_heads:
         yield f"{tensor} neither divides nor is a multiple of its {shape.key_value_heads} key-value heads"
-    for name, size in shape.even:
-        if size % tensor:
-            yield f"{tensor} does not divide its {name} {size}"
+    if shape.experts % tensor:
+        yield f"{tensor} does not divide its {shape.experts} experts"
     if shape.vocabulary is not None and -(-shape.vocabulary // tensor) * (tensor - 1) >= shape.vocabulary:
         yield f"of a vocabulary of {shape.vocabulary} the last slice would have nothing"
 

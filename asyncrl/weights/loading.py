@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.weights.model_folder import folder_views, held_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -59,12 +62,23 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (parameter of the model, its new value), checked to be complete and of the right shapes.
+def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a folder's tensors are copied into, by all names that they may have there.
 
-    `targets` are the model's parameters and buffers by name, as its `state_dict(keep_vars=True)` gives them. Tied
-    parameters appear under several names; one of them in the checkpoint is enough, and all that are there must agree in
-    shape.
+    Raises:
+        FolderFormatError: see `asyncrl.weights.model_folder.folder_tensors`.
+    """
+    views, parameters = folder_views(model), held_tensors(model)
+    aliases = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return views | aliases
+
+
+def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (parameter of the model, or part of one, and its new value), checked to be complete and of right shapes.
+
+    `targets` are the model's parameters and buffers, or views of them, by their names in a folder (`load_targets`).
+    Tied parameters may appear under several names; one of them in the checkpoint is enough, and all that are there must
+    agree in shape.
 
     Raises:
         WeightUpdateError: the checkpoint does not fit the model; nothing was changed.

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.weights.model_folder import folder_tensors, held_tensors
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -43,21 +45,21 @@ class Published(Protocol):
 class WholeModel:
     """The tensors of a `model` that every rank holds whole: nothing is exchanged, and nothing copied.
 
-    They are what a Hugging Face folder of it holds: parameters and persistent buffers, tied ones once.
+    They are what a Hugging Face folder of it holds: parameters and persistent buffers, tied ones once; of a mixture of
+    experts each expert's.
+
+    Raises:
+        FolderFormatError: see `asyncrl.weights.model_folder.folder_tensors`.
     """
 
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:
         self._model, self._worker = model, worker
+        self._folder = folder_tensors(model)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, in the model's order."""
-        tensors: dict[str, Tensor] = dict(self._model.named_parameters())
-        seen = {parameter.data_ptr() for parameter in tensors.values()}
-        for name, tensor in self._model.state_dict().items():
-            if name not in tensors and tensor.data_ptr() not in seen:
-                tensors[name] = tensor
-                seen.add(tensor.data_ptr())
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        held = held_tensors(self._model)
+        return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self._folder}
 
     def published_specs(self) -> list[TensorSpec]:
         """See `Published`."""
@@ -65,4 +67,6 @@ class WholeModel:
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """See `Published`."""
-        return ((name, tensor) for name, tensor in self.tensors().items() if owners.get(name) == self._worker)
+        for name, tensor in self.tensors().items():
+            if owners.get(name) == self._worker:
+                yield name, tensor.contiguous()

@@ -38,7 +38,7 @@ from asyncrl.inference.embedded.types import (
     Job,
 )
 from asyncrl.inference.messages import PauseMode
-from asyncrl.weights.loading import WeightUpdateError, apply_weights, stage_weights
+from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class GenerationEngine:
         self.max_running_requests = max_running_requests
         self.model_path = model_path
         self.model = model
-        self._weights = model.state_dict(keep_vars=True)
+        self._weights = load_targets(model)
         runner = ModelRunner(model, self.max_total_tokens)
         self._limits = RequestLimits(
             runner.vocab_size, self.max_model_len, self.max_total_tokens, reads_text=detokenize is not None

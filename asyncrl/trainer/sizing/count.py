@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from asyncrl.trainer.sizing.model import ModelSizes, Parameter, SizedModel
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+EXPERTS = "grouped_gemm"
+"""transformers' style of a layer's experts in one parameter, which are dealt out."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -93,11 +95,10 @@ def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
 
 
 class _Cuts:
-    """Along which dimension each parameter is cut into tensor slices: by transformers' own plan of the model."""
+    """Along which dimension each parameter is cut into tensor slices: by transformers' own plans of the model."""
 
     def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
-        plan = cast(Mapping[str, str] | None, model.tp_plan)
-        self._plan = {"lm_head": "colwise", **(plan or {})}
+        self._plan = {"lm_head": "colwise", **(model.tp_plan or {}), **(model.ep_plan or {})}
         self._sizes = sizes
 
     def described(self, name: str, parameter: nn.Parameter, layer: int | None, *, last: bool) -> Parameter:
@@ -105,13 +106,9 @@ class _Cuts:
         module, _, kind = name.rpartition(".")
         style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
         cut: int | None = None
-        if "embedding_rowwise" in style or (style.startswith("colwise") and kind in ("weight", "bias")):
+        if style in ("embedding_rowwise", EXPERTS) or (style.startswith("colwise") and kind in ("weight", "bias")):
             cut = 0
-        elif "packed_colwise" in style:
-            cut = parameter.dim() - (1 if kind.endswith("bias") else 2)
-        elif (style.startswith(("rowwise", "packed_rowwise")) and not kind.endswith("bias")) or style.startswith(
-            "embedding_colwise"
-        ):
+        elif (style.startswith("rowwise") and kind != "bias") or style.startswith("embedding_colwise"):
             cut = parameter.dim() - 1
         heads = self._sizes.key_value_heads if module.endswith(("k_proj", "v_proj")) else None
         return Parameter(name, tuple(parameter.shape), layer, last, cut, heads)

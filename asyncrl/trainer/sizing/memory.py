@@ -136,7 +136,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     """What autograd keeps of one decoder layer, per token, on one of `tensor` slices.
 
     A norm keeps its input (in fp32) and its normalised input, a linear layer its input, SwiGLU gate, silu(gate), up and
-    their product, attention queries, keys, values and output.
+    their product, attention queries, keys, values and output. Experts are taken to be chosen equally often.
     """
     value = work.bytes
     norm = 4 + value  # per element: fp32 input, normalised input
@@ -154,8 +154,8 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
         kept += heads * work.longest * (4 + value)  # the softmax, in fp32 and in the values' type
     kept += 4 * value * (sizes.feed_forward if not sizes.experts else sizes.shared_feed_forward) // tensor
     if sizes.experts:
-        each = 2 * sizes.hidden + 4 * sizes.feed_forward // tensor
-        kept += sizes.experts_per_token * each * value + 2 * 4 * sizes.experts
+        each = 2 * sizes.hidden + 4 * sizes.feed_forward
+        kept += sizes.experts_per_token * each * value // tensor + 2 * 4 * sizes.experts
     return kept
 
 

@@ -54,18 +54,29 @@ def make_run(
     return make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("qwen_dir", "float32"), ("qwen_dir", "bfloat16"), ("moe_dir", "float32")]
+)
 def test_what_is_exported_from_a_checkpoint_is_what_was_published(
-    dtype: str, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str,
+    dtype: str,
+    make_run: MakeRun,
+    config: ExperimentConfig,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    config.model.path = str(request.getfixturevalue(model))
     run = make_run(dtype)
     expected = read_checkpoint(run / "weights" / "actor" / "v1")
     shutil.rmtree(run / "weights" / "actor" / "v1")
     assert main(["export", str(run), "--step", "1", str(tmp_path / "out")]) == 0
     assert "the policy after 1 steps" in capsys.readouterr().out
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    assert all(loaded[name].dtype == tensor.dtype for name, tensor in expected.items())
+    exported = read_checkpoint(tmp_path / "out")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    assert all(exported[name].dtype == tensor.dtype for name, tensor in expected.items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     newest = read_checkpoint(run / "weights" / "actor" / "v2")
     assert any(not torch.equal(newest[name], tensor) for name, tensor in expected.items()), "two different versions"
     AutoTokenizer.from_pretrained(tmp_path / "out")

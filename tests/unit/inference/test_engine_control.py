@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.types import (
     SamplingSpec,
 )
 from asyncrl.inference.messages import PauseMode
-from asyncrl.weights.loading import WeightUpdateError, stage_weights
+from asyncrl.weights.loading import WeightUpdateError, load_targets, stage_weights
 
 LIMIT_S = 60.0
 
@@ -190,7 +190,7 @@ def test_staging_touches_nothing_and_names_what_does_not_fit(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     for folder, message in (("fewer", r"lacks 'model\.layers\.1"), ("more", "does not have"), ("empty", "holds no")):
         with pytest.raises(WeightUpdateError, match=message):
-            stage_weights(model.state_dict(keep_vars=True), tmp_path / folder)
+            stage_weights(load_targets(model), tmp_path / folder)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

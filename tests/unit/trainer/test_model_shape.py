@@ -45,10 +45,10 @@ def test_what_fits(layout: str) -> None:
         ("p25", {}, "24 layers are fewer than the 25 stages; use p24 or less"),
         (
             "t2",
-            {"num_experts": 8, "moe_intermediate_size": 31},
-            "2 does not divide its moe_intermediate_size 31; use t1",
+            {"num_experts": 5, "moe_intermediate_size": 32},
+            "2 does not divide its 5 experts; use t1",
         ),
-        ("t2", {"num_local_experts": 8, "intermediate_size": 33}, "2 does not divide its intermediate_size 33"),
+        ("t2", {"num_local_experts": 3}, "2 does not divide its 3 experts"),
         ("t14", {"vocab_size": 17}, "of a vocabulary of 17 the last slice would have nothing; use t1 or t2"),
         ("t2", {"num_attention_heads": None}, "its config.json names no attention heads; use t1"),
         ("p2", {"num_kv_shared_layers": 10}, "qwen2 cannot be cut into stages: 10 layers take their keys and values"),
@@ -73,8 +73,8 @@ def test_what_need_not_divide(layout: str, changes: dict[str, Any]) -> None:
 
 
 def test_several_reasons_are_told_in_one_message() -> None:
-    message = told("t4", num_experts=2, moe_intermediate_size=6)
-    assert "14 query heads, 4 does not divide its moe_intermediate_size 6; use t1 or t2" in message
+    message = told("t4", num_experts=2)
+    assert "14 query heads, 4 does not divide its 2 experts; use t1 or t2" in message
 
 
 def test_the_sizes_that_fit_do_fit() -> None:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.engines.sharded.gathering import own_parts
 from asyncrl.trainer.engines.sharded.stage import (
     EMBEDDING,
     LAYERS,
@@ -38,6 +39,7 @@ from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_lay
 from asyncrl.trainer.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
+from asyncrl.weights.model_folder import FolderTensor, folder_tensors
 from asyncrl.weights.published import TensorSpec
 
 _TRUNK = "trunk."
@@ -89,6 +91,7 @@ class Built:
         buffers: persistent ones of this stage, by their names in a model folder.
         published: of a policy, all tensors of its model folder in the model's order; the same on all ranks.
         stages: the pipeline stage of each of these.
+        folder: by these names, which part of which parameter each is; empty where adapters are published.
         model: the part as transformers knows it.
         embeddings: names of the embeddings' weights among `names`.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
@@ -100,6 +103,7 @@ class Built:
     model: PreTrainedModel
     published: list[TensorSpec] = field(default_factory=list)
     stages: dict[str, int] = field(default_factory=dict)
+    folder: dict[str, FolderTensor] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
     tied: str | None = None
 
@@ -112,12 +116,13 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         OSError: `path` holds no model.
     """
     model = _on_meta(AutoModelForCausalLM, path, plan)
+    folder = folder_tensors(model)
     place, tensor = plan.stage, plan.mesh["tensor"]
     trunk = cast(PreTrainedModel, model.base_model)
     if plan.lora is not None:
         model.requires_grad_(False)
         add_adapters(trunk, plan.lora)
-    published = _published(model, plan.dtype) if plan.lora is None else published_adapters(model, plan.dtype)
+    published = _published(model, folder, plan.dtype) if plan.lora is None else published_adapters(model, plan.dtype)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     if tied and not isinstance(head, nn.Linear):
@@ -145,11 +150,12 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         model,
         published,
         {spec.name: _stage_of(spec.name, layers, place.stages) for spec in published},
+        {part.name: part for part in folder if plan.lora is None},
         frozenset(names[name] for name in embedding_names(stage)),
         f"{model.base_model_prefix}.{EMBEDDING}.weight" if tied else None,
     )
     _shard(built, plan)
-    _materialise(built, path, plan, names)
+    _materialise(built, path, plan, names, folder)
     return built
 
 
@@ -177,6 +183,7 @@ def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
 
 
 def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan) -> Built:
+    folder = folder_tensors(model)
     place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
     hidden = trunk.config.get_text_config().hidden_size
     bias = head is None or head.bias is not None
@@ -190,7 +197,7 @@ def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | Non
     built = Built(stage, names, _buffers(stage, model), model, embeddings=embedding_names(stage))
     _shard(built, plan)
     untrained = () if head is not None else ("head.weight", "head.bias")
-    _materialise(built, path, plan, _names(stage, model, tied=False), untrained)
+    _materialise(built, path, plan, _names(stage, model, tied=False), folder, untrained)
     return built
 
 
@@ -202,13 +209,11 @@ def _on_meta(kind: Any, path: str | Path, plan: BuildPlan) -> PreTrainedModel:
     return model
 
 
-def _published(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
-    """The tensors of a model folder: parameters and persistent buffers, tied ones once."""
-    parameters = dict(model.named_parameters())
-    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    buffers = {name: t for name, t in model.state_dict().items() if name not in parameters and name not in tied}
-    specs = [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in parameters.items()]
-    return specs + [TensorSpec(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
+def _published(model: PreTrainedModel, folder: list[FolderTensor], dtype: torch.dtype) -> list[TensorSpec]:
+    """The tensors of a model folder: parameters in `dtype` and persistent buffers."""
+    buffers = dict(model.named_buffers())
+    types = {tensor.name: buffers[tensor.parameter].dtype for tensor in folder if tensor.parameter in buffers}
+    return [TensorSpec(tensor.name, tensor.shape, types.get(tensor.name, dtype)) for tensor in folder]
 
 
 def _stage_of(name: str, layers: int, stages: int) -> int:
@@ -231,7 +236,8 @@ def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
     if mesh.size() == 1:
         return
     prefix = f"{model.base_model_prefix}."
-    trunk_plan = {name.removeprefix(prefix): style for name, style in model.tp_plan.items() if name.startswith(prefix)}
+    styles = {**model.tp_plan, **model.ep_plan}
+    trunk_plan = {name.removeprefix(prefix): style for name, style in styles.items() if name.startswith(prefix)}
     cut_layers(stage.trunk, trunk_plan, model.config.get_text_config(), mesh)
     if isinstance(stage, PolicyStage) and stage.lm_head is not None:
         cut_output_embedding(stage.lm_head, mesh)
@@ -276,9 +282,19 @@ def _shard(built: Built, plan: BuildPlan) -> None:
 
 
 def _materialise(
-    built: Built, path: str | Path, plan: BuildPlan, names: dict[str, str], untrained: tuple[str, ...] = ()
+    built: Built,
+    path: str | Path,
+    plan: BuildPlan,
+    names: dict[str, str],
+    folder: list[FolderTensor],
+    untrained: tuple[str, ...] = (),
 ) -> None:
-    """Give the stage memory on the device and fill it from the folder, where its parameters have other `names`."""
+    """Give the stage memory on the device and fill it from the model's folder.
+
+    Args:
+        names: of the model's parameters, by name in the stage.
+        folder: where these lie there.
+    """
     stage = built.stage
     stage.to_empty(device=plan.device)
     place = stage.place
@@ -296,26 +312,34 @@ def _materialise(
         if name not in untrained and not is_adapter(name)
     }
     initialise(((names[name], parameter) for name, parameter in stage.named_parameters()), plan.seed)
-    _read(Path(path).expanduser(), wanted | built.buffers, f"{built.model.base_model_prefix}.")
+    parts: dict[str, list[FolderTensor]] = {name: [] for name in wanted | built.buffers}
+    for part in folder:
+        if part.parameter in parts:
+            parts[part.parameter].append(part)
+    _read(Path(path).expanduser(), wanted | built.buffers, parts, f"{built.model.base_model_prefix}.")
     for tensor in stage.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     stage.trunk.initialize_weights()  # type: ignore[no-untyped-call]  # fills what no file holds: buffers like the rotary embedding's
 
 
-def _read(folder: Path, wanted: dict[str, Tensor], prefix: str) -> None:
-    """Fill `wanted` with this rank's slices; `no_dist`: nothing is planned together, and so nothing pickled."""
+def _read(folder: Path, wanted: dict[str, Tensor], parts: dict[str, list[FolderTensor]], prefix: str) -> None:
+    """Fill `wanted` with this rank's slices, one tensor of `folder` after the other.
+
+    `no_dist`: nothing is planned together, and so nothing pickled.
+    """
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     found: dict[str, Tensor] = {}
     for name, tensor in wanted.items():
-        short = name.removeprefix(prefix)  # a folder of a trunk alone has no prefix
-        key = name if name in stored else short if short in stored else None
-        if key is None:
-            raise LayoutError(
-                f"{folder} has no tensor {name!r} in a safetensors file; save the model with transformers' "
-                "save_pretrained, or use trainer.engine=flat"
-            )
-        found[key] = tensor
+        for part, target in own_parts(tensor, parts[name]):
+            short = part.name.removeprefix(prefix)  # a folder of a trunk alone has no prefix
+            key = part.name if part.name in stored else short if short in stored else None
+            if key is None:
+                raise LayoutError(
+                    f"{folder} has no tensor {part.name!r} in a safetensors file; save the model with transformers' "
+                    "save_pretrained, or use trainer.engine=flat"
+                )
+            found[key] = target
     dcp.load(  # type: ignore[attr-defined]
         found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
     )

@@ -262,7 +262,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         self._temperature = temperature
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
         mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
-        self._gathering = Gathering(built.published, built.stages, mine, self._place, plan.device)
+        self._gathering = Gathering(built.published, built.stages, built.folder, mine, self._place, plan.device)
 
     @property
     def model_config(self) -> PretrainedConfig:

@@ -1,9 +1,13 @@
-"""Bringing a tensor that is spread over ranks whole to the one that wants it, one tensor at a time."""
+"""Tensors that are spread over ranks, and what a model folder has of them.
+
+`own_parts` says what a rank reads of a folder. `Gathering` brings each tensor of a folder whole to the rank that wants
+it, one parameter at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.worker_grid import Coordinates
+from asyncrl.weights.model_folder import FolderTensor
 from asyncrl.weights.published import TensorSpec
 
 
@@ -25,6 +30,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_parts(tensor: Tensor, parts: Sequence[FolderTensor]) -> Iterator[tuple[FolderTensor, Tensor]]:
+    """Those of a parameter's `parts` that this rank has something of, each with where it belongs.
+
+    A part that is all of the parameter belongs to `tensor`, whatever this rank has of it; any other to a view of this
+    rank's memory, which has all of it or nothing: ranks share a parameter of many parts by its first dimension.
+    """
+    for part in parts:
+        if part.is_whole:
+            yield part, tensor
+            continue
+        first = 0
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            first = int(chunk.offsets[0])
+        mine = local(tensor)
+        if mine.shape[1:] != tensor.shape[1:] or part.size[0] != 1:
+            raise NotImplementedError(f"{part.name!r} is cut across its dimensions")
+        if first <= part.start[0] < first + mine.shape[0]:
+            yield part, replace(part, start=(part.start[0] - first, *part.start[1:])).of(mine)
+
+
 @dataclass(frozen=True)
 class Gathering:
     """The published tensors of one role.
@@ -32,11 +58,13 @@ class Gathering:
     Attributes:
         specs: of the whole model, in its order.
         stages: by name, the pipeline stage that has the tensor.
-        mine: those of this rank's stage; parts of them.
+        folder: by name, where the tensor lies in a parameter; what is not in it is a parameter by that name.
+        mine: the parameters and buffers of this rank's stage; parts of them.
     """
 
     specs: Sequence[TensorSpec]
     stages: Mapping[str, int]
+    folder: Mapping[str, FolderTensor]
     mine: Mapping[str, Tensor]
     place: Place
     device: torch.device
@@ -44,18 +72,24 @@ class Gathering:
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """See `asyncrl.trainer.engines.base.PolicyEngine.gather`."""
         here, grid = self.place.coordinates.pipeline, self.place.grid
+        parameter, gathered = "", torch.empty(0)  # the one at hand: the next tensor may be a part of it too
         for spec in self.specs:
             if spec.name not in owners:
                 continue
             owner, stage = owners[spec.name], self.stages[spec.name]
             tensor = None
             if stage == here:
-                tensor = whole(self.mine[spec.name].detach()).to(spec.dtype)
+                part = self.folder.get(spec.name)
+                name = spec.name if part is None else part.parameter
+                if name != parameter:
+                    parameter, gathered = name, torch.empty(0)  # given up before the next needs room
+                    gathered = whole(self.mine[name].detach().to(spec.dtype))
+                tensor = (gathered if part is None else part.of(gathered)).contiguous()
             sender = grid.worker_at(Coordinates(stage, 0, 0))
             if grid.coordinates(owner).pipeline != stage:
                 if self.place.worker == sender:
                     assert tensor is not None
-                    dist.send(tensor.contiguous(), owner)
+                    dist.send(tensor, owner)
                 elif self.place.worker == owner:
                     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                     dist.recv(tensor, sender)

@@ -11,10 +11,12 @@ whole on all ranks too: clipping and the optimizer then see one kind.
     rowwise_split_input              as rowwise, on an input that is whole
     embedding_rowwise                vocabulary cut
     replicated_with_grad_allreduce   whole, but each rank sees its own heads only: gradients are summed
+    ep_dispatch_experts              experts dealt to the ranks (`experts`)
     (not in the plan)                whole, computed alike on all ranks
 
 The output embedding is cut by vocabulary and its logits stay slices (`vocab_parallel`). Keys and values of fewer heads
-than ranks stay whole; each rank takes the heads that its queries look at.
+than ranks stay whole; each rank takes the heads that its queries look at. Experts are never cut: each tensor-parallel
+rank has some of a layer's whole (expert parallelism), which keeps matrices large and their places in a parameter boxes.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from asyncrl.trainer.engines.sharded.collectives import enter, gather, leave, sp
 
 Forward = Callable[..., Tensor]
 
+DEALT_EXPERTS = "ep_dispatch_experts"
+"""transformers' style of a module of experts, in `PreTrainedModel.ep_plan`."""
+
 
 class LayoutError(ValueError):
     """A model that this engine cannot spread over ranks in the layout asked for."""
@@ -45,7 +50,7 @@ def cut_layers(model: nn.Module, plan: dict[str, str], config: PretrainedConfig,
     """Make every parameter of `model` (on any device) a DTensor on `mesh`, and its layers compute on their parts.
 
     Args:
-        plan: style by module name, `*` for any layer number, as `PreTrainedModel.tp_plan` has it.
+        plan: style by module name, `*` for any layer number, as `PreTrainedModel.tp_plan` and `ep_plan` have it.
 
     Raises:
         LayoutError: the plan has a style, or is for a kind of module, that is not known here; or it names no layer.
@@ -222,6 +227,42 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, grad: Placement) -> None:
     _replace_forward(module, forward)
 
 
+def _deal_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has a run of the experts, and computes of every token what these add to it.
+
+    The module is called with hidden states [T, H], and of each token the chosen experts and their weights [T, k]. Only
+    the pairs of a token and an expert of this rank are computed, each as a token of its own with one expert.
+    """
+    total, group = int(cast(Any, module).num_experts), mesh.get_group()
+    if total % mesh.size():
+        raise LayoutError(f"{total} experts cannot be dealt to {mesh.size()} ranks; lower t")
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.shape[0] != total:
+            raise LayoutError(f"{type(module).__name__}.{name} is not by expert, so it cannot be dealt; use d or p")
+        _distribute(module, name, mesh, Shard(0))
+    count = total // mesh.size()
+    first = mesh.get_local_rank() * count
+    module.num_experts = cast(Any, count)
+    original = cast(Forward, module.forward)
+
+    def forward(hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        hidden_TH, weights_TK = enter(hidden_TH, group), enter(weights_TK, group)
+        tokens, choices = chosen_TK.shape
+        local_P = chosen_TK.flatten() - first
+        mine_P = (local_P >= 0) & (local_P < count)
+        pairs_M = mine_P.nonzero()[:, 0]
+        if len(pairs_M) == 0:  # a pair that adds nothing, so that every rank has a gradient for every parameter
+            pairs_M = pairs_M.new_zeros(1)
+        expert_M = torch.where(mine_P, local_P, 0)[pairs_M]
+        weight_M = torch.where(mine_P, weights_TK.flatten(), 0.0)[pairs_M]
+        with _local_parameters(module, None):
+            out_MH = original(hidden_TH[pairs_M // choices], expert_M[:, None], weight_M[:, None])
+        out_PH = out_MH.new_zeros(tokens * choices, out_MH.shape[-1]).index_copy(0, pairs_M, out_MH)
+        return leave(out_PH.view(tokens, choices, -1).sum(1), group)
+
+    _replace_forward(module, forward)
+
+
 def _repeat_heads(module: nn.Module, heads: _Heads, mesh: DeviceMesh) -> None:
     """Keys or values of fewer heads than ranks: whole weights, the rank's own head of the output."""
     linear, group = _linear(module), mesh.get_group()
@@ -255,5 +296,6 @@ _STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "rowwise_split_input": _row_split,
     "embedding_rowwise": _embedding,
     "replicated_with_grad_allreduce": _whole_of_own_heads,
+    DEALT_EXPERTS: _deal_experts,
     "whole": keep_whole,
 }

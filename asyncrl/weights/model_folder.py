@@ -1,0 +1,169 @@
+"""How the tensors of a Hugging Face folder lie in the parameters of transformers' modules.
+
+Mostly a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder has a tensor
+for each expert and projection, which is what every other program reads, and the module has those of a layer in one.
+
+    model.layers.0.block_sparse_moe.experts.3.w1.weight    is    model.layers.0.mlp.experts.gate_up_proj[3, :I]
+
+transformers knows how to save each architecture; what it would do is found out on small tensors of numbers, each of
+which tells where in which parameter it stood. So nothing here is written down for any one architecture.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+_PROBE_SIZES = (4, 2, 1)
+"""A probe's dimension has the first of these that divides the parameter's: enough for halves and for what is turned."""
+
+
+class FolderFormatError(ValueError):
+    """A model whose folder is no cut of its parameters: transformers computes one from the other in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTensor:
+    """A tensor of a model folder: a box in a parameter, or all of it.
+
+    Attributes:
+        name, shape: in the folder.
+        parameter: the parameter's name in the module (or a persistent buffer's).
+        whole: the parameter's shape.
+        start, size: of the box, by dimension of the parameter; `shape` is `size`, with or without the first dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the parameter as it is."""
+        return self.shape == self.whole
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The tensor as a view of its parameter."""
+        if self.is_whole:
+            return parameter
+        box = tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+        return parameter[box].view(self.shape)
+
+
+def held_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a folder of `model` tells of: parameters, tied ones once, then persistent buffers; their own storage."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    aliases = dict(model.named_parameters(remove_duplicate=False)).keys()
+    return parameters | {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+
+
+def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
+    """The tensors of a folder of `model`, in the order of its parameters.
+
+    `model` is looked at for its class and configuration alone.
+
+    Raises:
+        FolderFormatError: it is saved in a way that is more than names, cutting and joining.
+    """
+    with torch.device("meta"):
+        bare = type(model)(deepcopy(model.config))  # one that was loaded would be saved as its own folder was
+    shapes = {name: tuple(tensor.shape) for name, tensor in held_tensors(bare).items()}
+    probes = _Probes(shapes)
+    try:
+        saved: Mapping[str, Tensor] = revert_weight_conversion(bare, dict(probes.tensors))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FolderFormatError(f"{type(model).__name__} is saved in an unknown way: {error!r}") from error
+    found = []
+    for name, numbers in saved.items():
+        tensor = probes.locate(name, numbers)
+        if tensor is None:
+            raise FolderFormatError(
+                f"{type(model).__name__} is saved in an unknown way: {name!r} of its folder is no part of a parameter"
+            )
+        found.append(tensor)
+    covered: Counter[str] = Counter()
+    for tensor in found:
+        covered[tensor.parameter] += prod(tensor.shape)
+    for name, shape in shapes.items():
+        if covered[name] != prod(shape):
+            raise FolderFormatError(f"{type(model).__name__} is saved in an unknown way: not all of {name!r} is saved")
+    order = {name: number for number, name in enumerate(shapes)}
+    return sorted(found, key=lambda tensor: (order[tensor.parameter], tensor.start))
+
+
+def folder_views(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Views of the parameters and persistent buffers of `model` by their names in its folder; tied ones once.
+
+    Raises:
+        FolderFormatError: see `folder_tensors`.
+    """
+    held = held_tensors(model)
+    return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in folder_tensors(model)}
+
+
+class _Probes:
+    """Small stand-ins for parameters of `shapes`, whose values are all different."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes, self._names = shapes, list(shapes)
+        self._first: list[int] = []
+        self.tensors: dict[str, Tensor] = {}
+        begin = 0
+        for name, shape in shapes.items():
+            small = _small(shape)
+            self.tensors[name] = torch.arange(begin, begin + prod(small), device="cpu").view(small)
+            self._first.append(begin)
+            begin += prod(small)
+
+    def locate(self, name: str, numbers: Tensor) -> FolderTensor | None:
+        """The tensor `name`, whose probe came out as `numbers`, in its parameter; None where it is no box in one."""
+        if numbers.numel() == 0:
+            return None
+        first, last = int(numbers.flatten()[0]), int(numbers.flatten()[-1])
+        owner = bisect_right(self._first, first) - 1
+        parameter, begin = self._names[owner], self._first[owner]
+        probe, whole = self.tensors[parameter], self._shapes[parameter]
+        if last - begin >= probe.numel():
+            return None
+        start, end = _unravel(first - begin, probe.shape), _unravel(last - begin, probe.shape)
+        box = probe[tuple(slice(low, high + 1) for low, high in zip(start, end, strict=True))]
+        if not torch.equal(box.flatten(), numbers.flatten()):
+            return None
+        scale = [size // small for size, small in zip(whole, probe.shape, strict=True)]
+        size = tuple(n * factor for n, factor in zip(box.shape, scale, strict=True))
+        if numbers.shape == box.shape:
+            shape = size
+        elif numbers.shape == box.shape[1:] and size[0] == 1:
+            shape = size[1:]
+        else:
+            return None
+        start = tuple(low * factor for low, factor in zip(start, scale, strict=True))
+        return FolderTensor(name, shape, parameter, whole, start, size)
+
+
+def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a probe: what has three dimensions and more keeps its first, that of experts."""
+    return tuple(
+        size if index == 0 and len(shape) > 2 else next(n for n in _PROBE_SIZES if size % n == 0)
+        for index, size in enumerate(shape)
+    )
+
+
+def _unravel(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        offset, place = divmod(offset, size)
+        index.append(place)
+    return tuple(reversed(index))
