@@ -123,6 +123,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a random Mixtral: four experts, two of which each token goes through."""
+    import torch
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from asyncrl.datasets.tokenizers import CharTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny_moe")
+    tokenizer = CharTokenizer()
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    tokenizer.save(folder)
+    return folder
+
+
 class Run:
     """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
 

@@ -177,3 +177,25 @@ def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, t
     assert "FAILED: rollout_worker/0" in run.output
     assert "no such column" in run.output
     assert run.survivors() == []
+
+
+@pytest.mark.parametrize(("engine", "parallel"), [("flat", "d1"), ("sharded", "d2")])
+def test_a_mixture_of_experts_is_served_as_it_is_trained(
+    engine: str, parallel: str, start_run: Any, tiny_moe: Path
+) -> None:
+    """What a server has read of experts after an update is what the trainer has: every weight is 1."""
+    run = start_run(
+        model__path=str(tiny_moe),
+        trainer__engine=engine,
+        trainer__parallel=parallel,
+        max_head_offpolicyness=0,
+        optimizer__lr=0.01,
+        total_train_steps=3,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3]
+    for row in run.rows():
+        assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
+    names = json.loads((run.run_dir / "weights" / "actor" / "v3" / "manifest.json").read_text())["tensors"]
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
@@ -61,22 +61,6 @@ def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     return save_model(tmp_path_factory.mktemp("qwen"), config)
-
-
-@pytest.fixture(scope="session")
-def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of four experts, two of which each token goes through."""
-    config = MixtralConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        vocab_size=VOCABULARY,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return save_model(tmp_path_factory.mktemp("moe"), config)
 
 
 @pytest.fixture(scope="session")

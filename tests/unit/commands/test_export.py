@@ -55,7 +55,7 @@ def make_run(
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("qwen_dir", "float32"), ("qwen_dir", "bfloat16"), ("moe_dir", "float32")]
+    ("model", "dtype"), [("qwen_dir", "float32"), ("qwen_dir", "bfloat16"), ("tiny_moe", "float32")]
 )
 def test_what_is_exported_from_a_checkpoint_is_what_was_published(
     model: str,
