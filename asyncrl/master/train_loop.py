@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ from asyncrl.master.run_files import BooksError, check_books, checkpoint_root, w
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -155,16 +156,15 @@ class TrainLoop:
         trained = perf_counter()
         path = await self._publish(to_disk=self._complete or self._wants_folder)
         published = perf_counter()
-        await self._announcer.published(self.version, path)
-        announced = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {
             "time/wait_data_s": has_data - begun,
             "time/train_s": trained - has_data,
             "time/publish_s": published - trained,
-            "time/wait_eval_s": announced - published,
         }
-        try:
+        try:  # a version that is to be evaluated waits for the evaluation before it, which has a limit of its own
+            await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
+            times["time/wait_eval_s"] = perf_counter() - published
             await self._report()
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
@@ -250,13 +250,14 @@ class TrainLoop:
     async def _finish(self) -> None:
         if self._complete:
             await self.peers.manager.close_gate()
-            await self._last_evaluation()
         else:
             await self._announcer.close()
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
         if self._saved_version != self.version:
             await self._save()
+        if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
+            await self._last_evaluation()
         books = await self._last_books()
         write_summary(self.run_dir, self.version, self.config.total_train_steps, books, self._journal)
         check_books(books, self._trained_before + self.buffer.trained)
@@ -330,11 +331,25 @@ class TrainLoop:
             raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Await `waiting` for as long as a step may take; `what` names what is waited for."""
+        """Await `waiting` for as long as a step may take; `what` names what is waited for.
+
+        An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come.
+        """
+        task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
         try:
-            return await or_stop(waiting, self.stop, self._journal.last_row_at + self._limit_s - perf_counter())
-        except TimeoutError as error:
-            raise Stalled(await self._diagnosis(what)) from error
+            while (left_s := self._stalls_at() - perf_counter()) > 0:
+                await asyncio.wait({task, stopping}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
+                if stopping.done():
+                    raise StopRequested
+            raise Stalled(await self._diagnosis(what))
+        finally:
+            await cancel(task, stopping)
+
+    def _stalls_at(self) -> float:
+        """When it is too long ago that a step was complete or an evaluation ended; one under way ends now."""
+        return max(self._journal.last_row_at, self._announcer.free_since) + self._limit_s
 
     async def _diagnosis(self, what: str) -> str:
         try:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
+from time import perf_counter
 
 from asyncrl.rollout.messages import EvaluationResult
 
@@ -43,6 +45,12 @@ class VersionAnnouncer:
         self._on_end = on_end
         self._put_off: tuple[int, str] | None = None
         self._running: asyncio.Task[None] | None = None
+        self._ended_at = -math.inf
+
+    @property
+    def free_since(self) -> float:
+        """Since when no evaluation pins a version, in seconds of `perf_counter`; now, while one does."""
+        return self._ended_at if self._running is None else perf_counter()
 
     @property
     def put_off(self) -> tuple[int, ...]:
@@ -84,7 +92,7 @@ class VersionAnnouncer:
             _log.warning("the evaluation of version %d failed", version, exc_info=error)
             outcome = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
-            self._running = None
+            self._running, self._ended_at = None, perf_counter()
             self._on_end(version, outcome)
             if self._put_off is not None:
                 self._announce(*self._put_off)

@@ -28,7 +28,7 @@ class FakeGenerationServer:
     - `hold_after`: samples stop after so many tokens of a call until `release()`, an abort or a pause.
     - `busy`: new requests wait in the queue instead of running.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
-    - `hang`: nothing is answered any more.
+    - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
     - `flushed`: whether each update emptied the cache.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
@@ -42,7 +42,7 @@ class FakeGenerationServer:
         self.hold_after: int | None = None
         self.busy = False
         self.update = "ok"
-        self.hang = False
+        self.hang = self.deaf = False
         self.logprobs: dict[str, list[float]] = {}
         self.stale: str | None = None
         self.paused = False
@@ -131,7 +131,7 @@ class FakeGenerationServer:
                 return web.json_response({"status": "ok", "message": "Generation continued successfully."})
             case "abort_request":
                 prefix = (await request.json())["rid"]
-                self._aborted |= {rid for rid in self.running if rid.startswith(prefix)}
+                self._aborted |= {rid for rid in self.running if rid.startswith(prefix) and not self.deaf}
                 await self._notify()
                 return web.Response()
             case "flush_cache":

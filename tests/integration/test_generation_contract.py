@@ -13,10 +13,11 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -24,15 +25,18 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.api.generation import SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
@@ -46,6 +50,8 @@ ENDLESS = 3500
 """Tokens of an answer that nobody waits for: it is still being written whatever the test does first."""
 LONG = 1200
 """Tokens of an answer that is still being written when the test does something to it, and then read to its end."""
+SHORT_S = 0.5
+"""A limit of one request that is over many times before a `LONG` answer is."""
 PROMPT = (5, 6, 7, 8)
 
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON", "")
@@ -489,6 +495,53 @@ async def test_a_prefix_in_the_cache_changes_no_logprob(
     longer = [*PROMPT, *first["output_ids"]]
     again = await server.generate(input_ids=longer, sampling_params=params)
     assert_close(logprobs_of(again), reference(models, "base", again["output_ids"], prompt=longer))
+
+
+# ---- answers longer than a request
+
+
+class OneServer:
+    """The manager of a run with one server, as a `RolloutClient` asks it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route:
+        return Route(self._url, 0)
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    async def lost_servers(self, after: int, timeout_s: float) -> LostServersReply:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
+    server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_new_tokens=LONG, top_p=0.9, seed=5)
+    generate, calls = GenerationServerClient.generate, Counter[float]()
+
+    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float) -> list[Completion]:
+        calls[timeout_s] += 1
+        return await generate(self, *args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(GenerationServerClient, "generate", counted)
+    whole: dict[float, tuple[Completion, ...]] = {}
+    for limit_s in (LIMIT_S, SHORT_S):
+        manager = cast("ManagerClient", OneServer(server.backend.url))
+        settings: Json = {"token": server.backend.token, "max_concurrent": 1, "request_timeout_s": limit_s}
+        async with RolloutClient(manager, **settings) as client:
+            whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, 2, sampling))).completions
+    assert calls[LIMIT_S] == 1
+    assert calls[SHORT_S] > 2
+    for completion in whole[SHORT_S]:
+        assert len(completion.token_ids) == LONG
+        assert completion.finish_reason == "length"
+        assert completion.versions == [0] * LONG
+        assert_close(completion.logprobs, reference(models, "base", completion.token_ids, sampling))
+    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+        assert [made.token_ids for made in whole[SHORT_S]] == [made.token_ids for made in whole[LIMIT_S]]
 
 
 # ---- aborts
