@@ -22,6 +22,11 @@ class DropReason(StrEnum):
     """Its RolloutWorker is gone."""
 
 
+def given_up(reason: str) -> str:
+    """The reason of a group that a filter rejected for `reason`, whose prompt it would return once too often."""
+    return f"{reason}_given_up"
+
+
 _OWN = frozenset(DropReason)
 
 

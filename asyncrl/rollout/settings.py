@@ -62,6 +62,12 @@ class RolloutConfig:
     filters: list[ChoiceConfig] = setting(
         help="group filters, in order; a rejected group is counted by reason", factory=list
     )
+    filter_tries: int = setting(
+        3,
+        "how often a prompt is tried that a filter returns (`return_prompt`), each time with other random numbers and "
+        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_given_up`",
+        minimum=1,
+    )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
