@@ -16,7 +16,7 @@ An answer may take as long as it wants, a server may not be silent. A round that
 on from there, at the same server. So short answers are one call, and a long one costs a prefill (of what the server
 has not cached) every so often. A server that gives no answer for the other half either is silent, which is a failure.
 As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
-many tokens.
+many tokens, and later ones for more again.
 
 A draft's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
 numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
@@ -108,7 +108,7 @@ class _Draft:
 @dataclass(slots=True)
 class _Work:
     """A request under way: the id by which the manager knows it, what it asks for, a draft per sample, and the most
-    tokens that a round asks for.
+    tokens that a round asks for, now and where all goes well.
     """
 
     own_id: str
@@ -117,6 +117,7 @@ class _Work:
     min_version: int | None
     drafts: list[_Draft]
     most: int
+    chunk: int
 
     @property
     def open_drafts(self) -> dict[int, _Draft]:
@@ -133,8 +134,12 @@ class _Work:
         return min(self.request.sampling.max_new_tokens - len(draft.token_ids), self.most)
 
     def ask_for_less(self) -> None:
-        """Half of what the last round asked for."""
+        """Half of what the last round asked for, as it was not answered."""
         self.most = max(1, max(map(self.wanted, self.open_drafts.values())) // 2)
+
+    def ask_for_more(self) -> None:
+        """Twice as much as before, as the last round was answered quickly."""
+        self.most = min(2 * self.most, self.chunk)
 
 
 class RolloutClient:
@@ -218,7 +223,7 @@ class RolloutClient:
         most = self._chunk or request.sampling.max_new_tokens
         async with self._slots:
             try:
-                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most), route)
+                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
             finally:
                 self._manager.release(own_id)
         return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
@@ -253,6 +258,8 @@ class RolloutClient:
             moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
             if moved and took_long:  # it goes on where its prefix may be cached, and under the weights it began with
                 route = structs.replace(server, expires_at=math.inf)
+            if moved and not took_long:
+                work.ask_for_more()
             idle = 0 if moved or took_long else idle + 1
             if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
