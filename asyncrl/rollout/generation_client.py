@@ -309,10 +309,11 @@ class RolloutClient:
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
         try:
-            limit_s = self._timeout_s / 2
-            while not (await asyncio.wait({call}, timeout=limit_s))[0]:
-                self._in_background(self._abort(server, items))
-                limit_s = self._timeout_s / 2 / _ABORTS
+            half_s = self._timeout_s / 2
+            await asyncio.wait({call}, timeout=half_s)
+            while not call.done():
+                self._in_background(self._abort(server, items, half_s))
+                await asyncio.wait({call}, timeout=half_s / _ABORTS)
             return call.result()
         except HttpTimeout:
             self._in_background(self._abort(server, items))
@@ -345,11 +346,13 @@ class RolloutClient:
                 for call in list(self._calls_to.get(url.rstrip("/"), ())):
                     call.cancel()
 
-    async def _abort(self, server: GenerationServerClient, items: Sequence[GenerateItem]) -> None:
+    async def _abort(
+        self, server: GenerationServerClient, items: Sequence[GenerateItem], limit_s: float = _ABORT_LIMIT_S
+    ) -> None:
         """Best effort: where the server is gone there is nothing to abort. Each by its whole id: SGLang takes prefixes
         only where the prefix is a live id too."""
         try:
-            async with asyncio.timeout(_ABORT_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(server.abort(item.rid) for item in items))
         except (HttpError, TimeoutError) as error:
             _log.info("%s could not be asked to abort: %s", server.url, error)
