@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -159,6 +160,16 @@ class Run:
 
     def wait_for_step(self, step: int, limit_s: float = 90.0) -> None:
         self.wait_for_line(f"step {step}/", limit_s)
+        self.remember_processes()
+
+    def wait_for_file(self, name: str, limit_s: float = 90.0) -> None:
+        """Wait until there is a file or folder `name` in the run's folder."""
+        pause = threading.Event()
+        deadline = time.monotonic() + limit_s
+        while not (self.run_dir / name).exists():
+            if self._ended or time.monotonic() > deadline:
+                pytest.fail(f"no {name} with:\n{self.output}")
+            pause.wait(0.05)
         self.remember_processes()
 
     def wait(self, limit_s: float = 150.0) -> int:

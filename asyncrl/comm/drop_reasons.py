@@ -33,6 +33,13 @@ FAILURES = {
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
 }
 """Reasons that somebody has to look into, and how a person is told of them: so many rollouts failed ..."""
+
+
+def given_up(reason: str) -> str:
+    """The reason of a group that a filter rejected for `reason`, whose prompt it would return once too often."""
+    return f"{reason}_given_up"
+
+
 _OWN = frozenset(DropReason)
 
 

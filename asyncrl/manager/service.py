@@ -257,16 +257,21 @@ class ManagerService:
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
-    def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> Ticket | None:
+    def _drop(
+        self, rollout_id: str, reason: str, return_prompt: bool, *, as_next_attempt: bool = False
+    ) -> Ticket | None:
         ticket = self.gate.drop(rollout_id, reason)
-        self._left(rollout_id, ticket, return_prompt)
+        self._left(rollout_id, ticket, return_prompt, as_next_attempt=as_next_attempt)
         return ticket
 
-    def _left(self, rollout_id: str, ticket: Ticket | None, return_prompt: bool) -> None:
+    def _left(
+        self, rollout_id: str, ticket: Ticket | None, return_prompt: bool, *, as_next_attempt: bool = False
+    ) -> None:
         """The rollout has left the count; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
         if ticket is not None and return_prompt:
-            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order)
+            attempt = ticket.attempt + as_next_attempt
+            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
             self._room.notify()
 
     def _admit(self) -> None:
@@ -301,7 +306,7 @@ class ManagerService:
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return
-        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order))
+        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
         assert version is not None, "admitted without room"
         route = None
         if first is not None and self._place_first:
@@ -348,7 +353,8 @@ class ManagerService:
         """A rollout ended: the trainer has it, or it is dropped."""
         rollout_id = finished.rollout_id
         if not finished.accepted:
-            ticket = self._drop(rollout_id, finished.reason or "rejected", finished.return_prompt)
+            reason, again = finished.reason or "rejected", finished.as_next_attempt
+            ticket = self._drop(rollout_id, reason, finished.return_prompt, as_next_attempt=again)
             if ticket is not None and not finished.return_prompt:
                 self.given_up.add(ticket.prompt_id)
             return

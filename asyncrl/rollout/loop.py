@@ -4,7 +4,8 @@ Life of a rollout here
 
 1. `allocate`: the staleness gate admits it; until then its prompt waits.
 2. `run_episode`: the agent acts in its environment; the policy answers.
-3. Filters may reject the group; it leaves the count with its reason, its prompt goes back where the filter says so.
+3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt goes back, to
+   be tried with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
@@ -25,13 +26,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
-from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.drop_reasons import DropReason, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import FinishedRollout, RequestSize, Route, WantedRollout
+from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig
@@ -55,6 +57,12 @@ class _Candidate:
     ref: PromptRef
     prompt: Prompt | Exception
     route: Route | None = None
+
+    @property
+    def wanted(self) -> WantedRollout:
+        """What the gate is asked for."""
+        ref = self.ref
+        return WantedRollout(self.rollout_id, ref.prompt_id, ref.order, self.first, ref.attempt)
 
     @property
     def first(self) -> RequestSize | None:
@@ -128,12 +136,12 @@ class RolloutLoop:
             self._candidates.append(self._next_candidate())
         asked = self._candidates[: self._free]
         reply = await self._gate.allocate(
-            [WantedRollout(item.rollout_id, item.ref.prompt_id, item.ref.order, item.first) for item in asked],
+            [item.wanted for item in asked],
             timeout_s=ALLOCATE_WAIT_S,
             returned_ack=self._returned_ack,
         )
         for returned in reply.returned:
-            self._take_back(returned.seq, returned.prompt_id)
+            self._take_back(returned)
         routes = {grant.rollout_id: grant.route for grant in reply.granted}
         settled = routes.keys() | set(reply.gone)
         self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
@@ -151,14 +159,14 @@ class RolloutLoop:
             prompt = error
         return _Candidate(uuid.uuid4().hex, ref, prompt)
 
-    def _take_back(self, seq: int, prompt_id: str) -> None:
-        if seq <= self._returned_ack:
+    def _take_back(self, returned: ReturnedPrompt) -> None:
+        if returned.seq <= self._returned_ack:
             return
-        self._returned_ack = seq
+        self._returned_ack = returned.seq
         try:
-            self._stream.give_back(prompt_id)
+            self._stream.give_back(returned.prompt_id, returned.attempt)
         except ValueError:  # handed out by this worker's predecessor: the new stream comes to it by itself
-            _log.info("prompt %s came back and was not out", prompt_id)
+            _log.info("prompt %s came back and was not out", returned.prompt_id)
 
     async def _roll_out(self, candidate: _Candidate) -> None:
         limit = asyncio.timeout(self._config.rollout_timeout_s)
@@ -188,11 +196,18 @@ class RolloutLoop:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
-            back = verdict.return_prompt
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=verdict.reason, return_prompt=back)
+            return self._rejection(candidate, verdict)
         await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shape(samples, self._shapings)))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
+
+    def _rejection(self, candidate: _Candidate, verdict: Verdict) -> FinishedRollout:
+        """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
+        again = verdict.return_prompt and candidate.ref.attempt + 1 < self._config.filter_tries
+        reason = given_up(verdict.reason) if verdict.return_prompt and not again else verdict.reason
+        return FinishedRollout(
+            candidate.rollout_id, accepted=False, reason=reason, return_prompt=again, as_next_attempt=again
+        )
 
     def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:
         prompt_id = candidate.ref.prompt_id

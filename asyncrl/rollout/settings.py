@@ -49,12 +49,24 @@ class RolloutConfig:
     new_tokens_per_chunk: int = setting(
         0, "ask for so many tokens at a time; 0: the whole answer", unit="tokens", minimum=0
     )
-    request_timeout_s: float = setting(120.0, "limit of one generation request", unit="s", minimum=1.0)
+    request_timeout_s: float = setting(
+        120.0,
+        "longest silence of a server; what it has of an answer that takes longer than half of it is kept, and the "
+        "answer goes on in another request",
+        unit="s",
+        minimum=1.0,
+    )
     rollout_timeout_s: float = setting(
         600.0, "limit of one rollout; beyond it the rollout is dropped", unit="s", minimum=1.0
     )
     filters: list[ChoiceConfig] = setting(
         help="group filters, in order; a rejected group is counted by reason", factory=list
+    )
+    filter_tries: int = setting(
+        3,
+        "how often a prompt is tried that a filter returns (`return_prompt`), each time with other random numbers and "
+        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_given_up`",
+        minimum=1,
     )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -116,7 +116,7 @@ class Launcher:
     def _clear_names(self) -> None:
         """Forget what an earlier launch announced: its model version and data state are not this one's."""
         try:
-            with open_resolver(self.config, self.run_dir) as resolver:
+            with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
                 resolver.clear_subtree()
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error

@@ -55,14 +55,16 @@ class WorkerSpec:
         return f"{self.kind}/{self.index}"
 
 
-def open_resolver(config: ExperimentConfig, run_dir: Path) -> NameResolver:
-    """Name resolution of the run in `run_dir`, as `config.system` says."""
+def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float | None = None) -> NameResolver:
+    """Name resolution of the run in `run_dir`, as `config.system` says; with `patience_s` less patient."""
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
+    patience_s = system.name_resolve_patience_s if patience_s is None else patience_s
+    root, address = str(run_dir / NAMES_DIR), ""
     if system.name_resolve == NameBackend.etcd3:
-        return make_resolver(NameBackend.etcd3, f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
-    if system.name_resolve_root:  # which other trials may share
-        return make_resolver(NameBackend.file, str(Path(system.name_resolve_root).expanduser() / trial))
-    return make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
+        root, address = f"/asyncrl/{trial}", system.name_resolve_root
+    elif system.name_resolve_root:  # which other trials may share
+        root = str(Path(system.name_resolve_root).expanduser() / trial)
+    return make_resolver(system.name_resolve, root, etcd_address=address, patience_s=patience_s)
 
 
 class Worker(ABC):
@@ -113,6 +115,7 @@ class Worker(ABC):
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
         self.stop_requested.set()
+        self.resolver.hurry()
 
     def _on_sigterm(self, *_: object) -> None:
         self.request_stop()

@@ -13,10 +13,11 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -24,15 +25,18 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.api.generation import SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
@@ -489,6 +493,55 @@ async def test_a_prefix_in_the_cache_changes_no_logprob(
     longer = [*PROMPT, *first["output_ids"]]
     again = await server.generate(input_ids=longer, sampling_params=params)
     assert_close(logprobs_of(again), reference(models, "base", again["output_ids"], prompt=longer))
+
+
+# ---- answers longer than a request
+
+
+class OneServer:
+    """The manager of a run with one server, as a `RolloutClient` asks it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route:
+        return Route(self._url, 0)
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    async def lost_servers(self, after: int, timeout_s: float) -> LostServersReply:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
+    server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, short_s, whole_s = 600, 0.4 if server.backend.kind == "embedded" else 1.0, 600.0
+    sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
+    generate, calls = GenerationServerClient.generate, Counter[float]()
+
+    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float) -> list[Completion]:
+        calls[timeout_s] += 1
+        return await generate(self, *args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(GenerationServerClient, "generate", counted)
+    whole: dict[float, tuple[Completion, ...]] = {}
+    for limit_s in (whole_s, short_s):
+        manager = cast("ManagerClient", OneServer(server.backend.url))
+        settings: Json = {"token": server.backend.token, "max_concurrent": 1, "max_failures": 100}
+        async with RolloutClient(manager, request_timeout_s=limit_s, **settings) as client:
+            whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
+    assert calls[whole_s] == 1
+    assert calls[short_s] >= 2
+    for completion in whole[short_s]:
+        stopped = EOS in completion.token_ids
+        assert len(completion.token_ids) == (completion.token_ids.index(EOS) + 1 if stopped else tokens)
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert completion.versions == [0] * len(completion.token_ids)
+        assert_close(completion.logprobs, reference(models, "base", completion.token_ids, sampling))
+    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+        assert [made.token_ids for made in whole[short_s]] == [made.token_ids for made in whole[whole_s]]
 
 
 # ---- aborts

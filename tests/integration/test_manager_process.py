@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,32 @@ async def test_a_registered_server_serves_and_is_brought_to_each_published_versi
     assert run.manager._service.gate.version == 1
     run.publish(4)
     await run.until(serving(4, 0))
+
+
+async def test_name_resolution_that_is_away_ends_neither_the_manager_nor_what_it_follows(
+    run: Run, start_fake_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 0
+
+    def stale_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal failures
+            if failures < 8 and str(run.dir / "name_resolve") in str(path):
+                failures += 1
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return call(path, *args, **kwargs)
+
+        return wrapped
+
+    for owner, name in ((os, "listdir"), (Path, "open")):
+        monkeypatch.setattr(owner, name, stale_at_first(getattr(owner, name)))
+    server = await start_fake_server()
+    await asyncio.to_thread(run.register, 0, server)
+    await run.until(serving(0, 0))
+    await asyncio.to_thread(run.publish, 1)
+    await run.until(serving(1, 0))
+    assert failures == 8
+    assert not run.task.done()
 
 
 async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: Run, start_fake_server: Any) -> None:

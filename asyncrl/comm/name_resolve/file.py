@@ -25,13 +25,15 @@ from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.comm.name_resolve.base import NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError
+from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
+_REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What is no matter of time."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,15 +47,15 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FileResolver(NameResolver):
     """Resolver over the directory `root`, which is made if it does not exist."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(os.fspath(root))
+    def __init__(self, root: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
+        super().__init__(os.fspath(root), patience_s)
         self._dir = Path(root)
         self._dir.mkdir(parents=True, exist_ok=True)
         self._owner = uuid.uuid4().hex
         self._clock = _FileSystemClock(self._dir)
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._locked():
+        with self._translated(), self._locked():
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
@@ -61,19 +63,21 @@ class FileResolver(NameResolver):
             aside.replace(self._path(name))
 
     def _read(self, name: str) -> str | None:
-        try:
-            with self._path(name).open("rb") as file:
-                record = _load(file)
-                return record.value if self._is_living(record, file) else None
-        except FileNotFoundError:
-            return None
+        with self._translated():
+            try:
+                with self._path(name).open("rb") as file:
+                    record = _load(file)
+                    return record.value if self._is_living(record, file) else None
+            except FileNotFoundError:
+                return None
 
     def _read_subtree(self, root: str) -> dict[str, str]:
-        values = {name: self._read(name) for name in self._names(root)}
+        with self._translated():
+            values = {name: self._read(name) for name in self._names(root)}
         return {name: value for name, value in values.items() if value is not None}
 
     def _remove(self, name: str, only_own: bool = False) -> bool:
-        with self._locked():
+        with self._translated(), self._locked():
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
@@ -86,19 +90,30 @@ class FileResolver(NameResolver):
             return living
 
     def _remove_subtree(self, root: str) -> None:
-        with self._locked():
+        with self._translated(), self._locked():
             for name in self._names(root):
                 self._path(name).unlink(missing_ok=True)
 
     def _renew(self, name: str) -> bool:
+        with self._translated():
+            try:
+                with self._path(name).open("rb+") as file:
+                    if _load(file).owner != self._owner:
+                        return False
+                    os.utime(file.fileno())
+                    return True
+            except FileNotFoundError:
+                return False
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The operating system's errors as NameResolveError: another attempt may help but where it is refused."""
         try:
-            with self._path(name).open("rb+") as file:
-                if _load(file).owner != self._owner:
-                    return False
-                os.utime(file.fileno())
-                return True
-        except FileNotFoundError:
-            return False
+            yield
+        except OSError as error:
+            refused = isinstance(error, _REFUSALS)
+            kind = NameResolveError if refused else NameResolveUnavailable
+            raise kind(f"name resolution in {self.root!r} failed: {error}") from error
 
     def _path(self, name: str) -> Path:
         return self._dir / (name.replace("/", "+") + _SUFFIX)
@@ -122,7 +137,7 @@ class FileResolver(NameResolver):
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise NameResolveError(
+                        raise NameResolveUnavailable(
                             f"lock {file.name!r} was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds it "
                             "(find it with 'fuser'), or the file system does not support flock"
                         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,21 +21,25 @@ from asyncrl.api import (
     Prompt,
     Sample,
     SamplingParams,
+    Tokenizer,
     Trajectory,
 )
 from asyncrl.api.generation import Completion
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt
+from asyncrl.datasets.prompts import BadPrompt, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
+    AllocateRequest,
     FinishedRollout,
     GrantedRollout,
     ReturnedPrompt,
     Route,
     WantedRollout,
 )
+from asyncrl.manager.service import ManagerService
 from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
@@ -204,6 +209,94 @@ async def test_a_filter_rejects_a_group_with_its_reason_and_nothing_is_pushed() 
     config = RolloutConfig(filters=[ChoiceConfig(name="zero_variance", params={"return_prompt": True})])
     assert await run(gate, always(1.0, 1.0), config=config) == []
     assert {(e.accepted, e.reason, e.return_prompt) for e in gate.finished.values()} == {(False, "zero_variance", True)}
+
+
+class ServiceGate:
+    """The manager's own state machines, as the loop's gate. One RolloutWorker, one server at version 0."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.service = ManagerService(batch_size=batch_size, max_staleness=1, routing="least_requests", lease_s=60.0)
+        self.service.router.update(0, "http://server", 0, True)
+        self.service.routes_changed(0)
+        self.service.begin(0)
+        self.ended: list[FinishedRollout] = []
+        self.seen: list[str] = []
+
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+        ended, self.ended = self.ended, []
+        request = AllocateRequest(
+            worker="w", rollouts=list(wanted), timeout_s=0.01, returned_ack=returned_ack, finished=ended
+        )
+        reply = await self.service.allocate_rollout(request)
+        granted = {grant.rollout_id for grant in reply.granted}
+        self.seen += [each.prompt_id for each in wanted if each.rollout_id in granted]
+        return reply
+
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        self.ended += rollouts
+
+
+class Judged(Agent):
+    """A group whose seed is `flat` has no variance."""
+
+    def __init__(self, flat: Callable[[int], bool]) -> None:
+        self._flat = flat
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        assert prompt.sampling.seed is not None
+        rewards = (0.0, 0.0) if self._flat(prompt.sampling.seed) else (0.0, 1.0)
+        return [sample(reward, Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")) for reward in rewards]
+
+
+async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: int, flat: Callable[[int], bool]) -> None:
+    """Run the loop on `rows` prompts, with a filter that returns the prompts of groups without variance."""
+    agent = Judged(flat)
+    tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_id=0)
+    dataset = SimpleNamespace(row=lambda row: {"prompt": str(row)})
+
+    class Prompts(FakePlugins):
+        def train_prompt(self, ref: PromptRef) -> Prompt:
+            return make_prompt(ref, cast(Dataset, dataset), cast(Tokenizer, tokenizer), GROUP, SamplingParams(), 1)
+
+    async def push(trajectory: Trajectory) -> None:
+        """Nobody trains it."""
+
+    config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
+    plugins, manager = cast(Plugins, Prompts(agent)), cast(ManagerClient, gate)
+    loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
+    working = asyncio.create_task(loop.run())
+    try:
+        async with asyncio.timeout(5):
+            while not enough():  # noqa: ASYNC110  # what is waited for is the loop itself
+                await asyncio.sleep(0)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_prompts_that_a_filter_returns_do_not_take_every_place_for_ever() -> None:
+    """Nine in ten groups have no variance, and no newer version comes before a batch is full."""
+    gate = ServiceGate(batch_size=8)
+    books = gate.service.gate.books
+    await roll_out_until(lambda: books().finished_untrained >= 8, gate, 1000, lambda seed: seed % 10 > 0)
+
+
+async def test_a_prompt_that_a_filter_returns_is_tried_with_other_seeds_and_dropped_by_name_at_last() -> None:
+    gate = ServiceGate(batch_size=64)
+    seeds: list[int] = []
+
+    def note(seed: int) -> bool:
+        seeds.append(seed)
+        return True
+
+    await roll_out_until(lambda: len(seeds) >= 80, gate, 10, note)
+    assert len(set(seeds)) == len(seeds)
+    stream = PromptStream(10, seed=1)
+    assert gate.seen[:10] == [stream.next().prompt_id for _ in range(10)], "once each, before any is tried again"
+    tries = Counter(gate.seen)
+    assert tries[gate.seen[0]] == max(tries.values()) == RolloutConfig().filter_tries
+    dropped = gate.service.gate.books().dropped
+    assert dropped.keys() == {"zero_variance", "zero_variance_given_up"}
 
 
 async def test_shaping_changes_the_rewards_that_are_trained() -> None:
