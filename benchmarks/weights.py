@@ -41,6 +41,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.trainer.parallel import Ranks
@@ -133,7 +134,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str
     token = RunSecret.create(run_dir / SECRET_FILE).token
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
-        server = subprocess.Popen([*argv, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
+        server = subprocess.Popen(kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
     resolver = make_resolver("file", str(run_dir / "name_resolve"))
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, token

@@ -10,7 +10,8 @@ Life cycle of a worker process
    (SIGTERM).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
-A worker never outlives the launcher that started it: the kernel kills it when its parent dies (`die_with_parent`).
+A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
+to that (`asyncrl.runtime.keeper`).
 """
 
 from __future__ import annotations

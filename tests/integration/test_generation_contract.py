@@ -33,6 +33,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
@@ -118,9 +119,10 @@ def backend(
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
-    argv += ["--parent-pid", str(os.getpid())]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from types import TracebackType
 from typing import Self
 
@@ -118,14 +119,18 @@ class NameResolver(ABC):
         if not self._remove(name):
             raise NameEntryNotFound(name, self.root)
 
-    def clear_subtree(self, root: str = "") -> None:
-        """Remove every entry at or below `root` ("" is everything), whoever owns them."""
+    def delete_value(self, name: str, value: str) -> bool:
+        """Remove the entry if it has this very value, whoever owns it; whether this call did."""
+        return self._remove_value(check_name(name), value)
+
+    def clear_subtree(self, root: str = "", *, keep: Collection[str] = ()) -> None:
+        """Remove every entry at or below `root` ("" is everything) but those named `keep`, whoever owns them."""
         if root:
             check_name(root)
         for name in self._keeper.names():
-            if is_below(name, root):
+            if is_below(name, root) and name not in keep:
                 self._keeper.forget(name)
-        self._remove_subtree(root)
+        self._remove_subtree(root, keep)
 
     def close(self) -> None:
         """Stop renewing and remove the leased entries of this resolver; entries without a lease stay."""
@@ -179,8 +184,12 @@ class NameResolver(ABC):
         """Remove the entry (with `only_own`: unless it is another owner's); True if a living entry was removed."""
 
     @abstractmethod
-    def _remove_subtree(self, root: str) -> None:
-        """Remove all entries at or below `root`."""
+    def _remove_value(self, name: str, value: str) -> bool:
+        """Remove the entry if its value is `value`, in one step; True if it was removed."""
+
+    @abstractmethod
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        """Remove all entries at or below `root` but `keep`."""
 
     @abstractmethod
     def _renew(self, name: str) -> bool:

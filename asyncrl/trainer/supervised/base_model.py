@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from asyncrl.comm.private_files import NotPrivate, make_private_folder
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch")
@@ -55,11 +56,14 @@ def ensure_base_model(config: SFTConfig) -> Path:
     """The folder of `config`'s model; trains it, with progress shown, where it is not there yet.
 
     Raises:
-        BaseModelError: training failed.
+        BaseModelError: training failed, or the folder cannot be used.
     """
     folder = base_model_dir(config)
     if not _is_model(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private_folder(folder.parent)  # who can open it can hold its lock
+        except (NotPrivate, OSError) as error:
+            raise BaseModelError(f"fileroot={config.fileroot!r}: {error}") from error
         with _only_one(folder.parent):
             if not _is_model(folder):  # else another launch has made it meanwhile
                 _make(config, folder)
