@@ -126,7 +126,7 @@ class ModelWorker(Worker):
         self._to_servers = TrainerEnd()
         if self._place.publishes:
             transport = weight_transport(self.config.manager.weight_transport)
-            self._to_servers = transport.trainer_end(self.config, self.token, self._device)
+            self._to_servers = transport.trainer_end(self.config, self.http_security, self._device)
             self._open.callback(self._close_connections)
         receive = partial(self._inbox.put, timeout_s=_ROOM_S)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=receive)

@@ -28,7 +28,7 @@ from asyncrl.api.generation import SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
@@ -65,7 +65,7 @@ class Backend:
 
     kind: str
     url: str
-    token: str
+    security: HttpSecurity
     models: Mapping[str, Path]
 
 
@@ -127,7 +127,7 @@ def backend(
     try:
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))
         paths = {name: path for name, (path, _) in models.items()}
-        yield Backend(request.param, registration.url, secret.token, paths)
+        yield Backend(request.param, registration.url, secret.http(), paths)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
     finally:
         process.terminate()
@@ -230,9 +230,9 @@ class Stream:
 @pytest_asyncio.fixture
 async def server(backend: Backend) -> AsyncIterator[Server]:
     """The server, serving the initial model as version 0 with nothing running."""
-    headers = {"Authorization": f"Bearer {backend.token}"}
+    headers = {"Authorization": f"Bearer {backend.security.token}"}
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=backend.security.client_context())
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
@@ -246,7 +246,7 @@ async def server(backend: Backend) -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationServerClient]:
-    http = JsonHttp(backend.token)
+    http = JsonHttp(backend.security)
     yield GenerationServerClient(http, backend.url)
     await http.close()
 
@@ -819,7 +819,7 @@ async def test_weights_from_memory_are_those_from_disk(
     client: GenerationServerClient,
     models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)  # some 20 buckets
     await channel.open()
     stream = await server.start(LONG)
@@ -844,7 +844,7 @@ async def test_weights_from_memory_are_those_from_disk(
 async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_so(
     transport: Callable[[JsonHttp, int], ServerConnection], server: Server, client: GenerationServerClient
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)
     await channel.open()
     weights = Qwen2ForCausalLM.from_pretrained(server.backend.models["next"]).state_dict()
