@@ -105,9 +105,10 @@ class HttpServer:
         )
         self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        limit = {} if self._tls is None else {"ssl_handshake_timeout": HANDSHAKE_LIMIT_S}
-        # not aiohttp's TCPSite, which leaves a handshake a minute
-        self._server = await asyncio.get_running_loop().create_server(server, host, port, ssl=self._tls, **limit)
+        limit_s = None if self._tls is None else HANDSHAKE_LIMIT_S  # aiohttp's TCPSite leaves a handshake a minute
+        self._server = await asyncio.get_running_loop().create_server(
+            server, host, port, ssl=self._tls, ssl_handshake_timeout=limit_s
+        )
         scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
         return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
 

@@ -401,7 +401,8 @@ async def test_an_id_in_use_is_refused(server: Server) -> None:
 
 
 async def test_everything_but_health_wants_the_token(backend: Backend) -> None:
-    async with aiohttp.ClientSession() as stranger:
+    trusting = aiohttp.TCPConnector(ssl=backend.security.client_context())
+    async with aiohttp.ClientSession(connector=trusting) as stranger:
         for path in ("/health", "/ready"):
             async with stranger.get(backend.url + path) as reply:
                 assert reply.status == 200
