@@ -39,24 +39,20 @@ class ArrivalCheck:
             InvalidTrajectory: it cannot; the message names what is wrong.
             NameResolveError: it cannot be told now.
         """
-        samples = trajectory.samples
+        samples, name = trajectory.samples, f"{trajectory.rollout_id!r:.80}"
         prompt, rest = (samples.prompt, samples.rest) if isinstance(samples, SharedPrompt) else (None, samples)
         columns = SampleColumns.join(rest)
         highest = int(np.maximum.reduce(columns.tokens, initial=-1))
         highest = highest if prompt is None else int(np.maximum.reduce(prompt, initial=highest))
         if highest >= self._vocab_size:
-            raise InvalidTrajectory(
-                f"{trajectory.rollout_id!r:.80} holds token {highest}, vocabulary {self._vocab_size}"
-            )
+            raise InvalidTrajectory(f"{name} holds token {highest}, the vocabulary has {self._vocab_size}")
         generated = columns.loss_mask.astype(bool)
         if np.minimum.reduce(columns.versions, where=generated, initial=0) < 0:
-            raise InvalidTrajectory(f"{trajectory.rollout_id!r:.80} holds a generated token without a version")
+            raise InvalidTrajectory(f"{name} holds a generated token without a version")
         if (high := np.maximum.reduce(columns.behave_logprobs, where=generated, initial=0.0)) > MAX_LOGPROB:
-            raise InvalidTrajectory(f"{trajectory.rollout_id!r:.80} holds the log-probability {high:g}, above 0")
+            raise InvalidTrajectory(f"{name} holds the log-probability {high:g}, above 0")
         version = int(np.maximum.reduce(columns.versions, initial=-1))
         if version > self._newest:
             self._newest = max(self._newest, self._announced_version())
             if version > self._newest:
-                raise InvalidTrajectory(
-                    f"{trajectory.rollout_id!r:.80} holds tokens of version {version}, the newest is {self._newest}"
-                )
+                raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")

@@ -43,7 +43,7 @@ def test_what_can_be_trained_is_taken(shared: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"tokens": [17, 2, 0, 16]}, "token 17, vocabulary 17"),
+        ({"tokens": [17, 2, 0, 16]}, "token 17, the vocabulary has 17"),
         ({"tokens": [16, 2, 1 << 30, 16]}, "token 1073741824"),
         ({"versions": [-1, -1, -1, 3]}, "without a version"),
         ({"versions": [-1, 0, -1, 4]}, "version 4, the newest is 3"),
