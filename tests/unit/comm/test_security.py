@@ -41,8 +41,7 @@ def test_the_certificate_lies_with_the_secret_and_is_the_runs_own(tmp_path: Path
     assert "PRIVATE" not in made.certificate
     assert made.token not in repr(made)
     assert made.server_context().minimum_version == ssl.TLSVersion.TLSv1_3
-    (trusted,) = made.client_context().get_ca_certs()
-    assert trusted["notAfter"].split()[3] == "9999"
+    assert made.client_context().cert_store_stats()["x509"] == 1  # and none of the machine's authorities
     urls = ["http://a:1", "http://a:1/generate", "http://a:12", "http://a:1.evil"]
     assert [made.is_adopted(url) for url in urls] == [True, True, False, False]
 
