@@ -56,7 +56,12 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
     child = _start(command)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, pass_on)
     status = None
     while status is None:
         readable, _, _ = select.select([0, woken], [], [])

@@ -11,11 +11,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.display import Display
+from asyncrl.runtime.claim import TrialClaim
 from asyncrl.runtime.keeper import Identity, identity_of, kill
+from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.process_tree import end_launch, kept, mark_of
 
 LIMIT_S = 20.0
@@ -126,6 +131,38 @@ def test_a_killed_keeper_takes_its_worker_along_and_the_next_start_finds_the_res
         if bystander is not None:
             bystander.kill()
             bystander.wait()
+
+
+class Notes:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_the_next_launch_of_a_trial_ends_what_a_killed_one_left(tmp_path: Path) -> None:
+    config, notes = ExperimentConfig(fileroot=str(tmp_path)), Notes()
+    killed = TrialClaim.take(config)
+    worker = Kept(environment=mark_of(killed.holder.launch))
+    try:
+        worker.keeper.kill()  # and the launcher at the same moment
+        killed.release()
+        worker.keeper.wait(LIMIT_S)
+        launcher = Launcher(config, cast(Display, notes))
+        launcher.prepare()
+        worker.assert_nothing_is_left()
+        (line,) = notes.lines
+        assert line.startswith("ended what an earlier launch left running: pid ")
+        launcher.release()
+        again = Launcher(config, cast(Display, notes))
+        again.prepare()
+        again.release()
+        assert len(notes.lines) == 1
+    finally:
+        worker.end()
 
 
 def test_a_process_is_known_by_its_start_time_not_by_its_id_alone() -> None:
