@@ -17,6 +17,8 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from asyncrl.comm.security import HttpSecurity, RunSecret
+
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
@@ -122,6 +124,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
     tokenizer.save(folder)
     return folder
+
+
+@pytest.fixture
+def http_security(tmp_path: Path) -> HttpSecurity:
+    """Token and certificate of a run of this test's own."""
+    return RunSecret.create(tmp_path / "secret").http()
 
 
 class Run:

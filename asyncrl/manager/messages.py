@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
-Name = Annotated[str, Meta(min_length=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class BadRequest(ValueError):

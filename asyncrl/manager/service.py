@@ -113,6 +113,8 @@ class ManagerService:
 
         A call that finds the gate closed is held like any other, or workers would ask again without a pause.
         """
+        for rollout in request.rollouts:
+            self._was_given_up(rollout.rollout_id)  # a refused call changes nothing
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
@@ -155,7 +157,15 @@ class ManagerService:
         return m.Done()
 
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up."""
+        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up.
+
+        Raises:
+            BadRequest: the report is of a version that cannot have been trained: what is admitted while version v is
+                served suffices for v + η + 1 steps.
+        """
+        newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
+        if request.version > newest:
+            raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for dropped in request.dropped:
             self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
         for rollout_id in request.trained:

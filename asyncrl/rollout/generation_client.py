@@ -50,6 +50,7 @@ from msgspec import structs
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
@@ -147,7 +148,7 @@ class RolloutClient:
 
     Args:
         manager: chooses the servers.
-        token: bearer token of the servers; None where the run has no secret.
+        security: token and certificate of the servers; None where the run has no secret.
         max_concurrent: requests under way at a time.
         request_timeout_s: longest silence of a server, and limit of one HTTP call to it; an answer may take longer.
         new_tokens_per_chunk: ask for so many tokens per round; 0: for all.
@@ -159,7 +160,7 @@ class RolloutClient:
         self,
         manager: ManagerClient,
         *,
-        token: str | None,
+        security: HttpSecurity | None,
         max_concurrent: int,
         request_timeout_s: float,
         new_tokens_per_chunk: int = 0,
@@ -167,7 +168,7 @@ class RolloutClient:
         vocab_size: int | None = None,
     ) -> None:
         self._manager = manager
-        self._http = JsonHttp(token)
+        self._http = JsonHttp(security)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk

@@ -48,7 +48,7 @@ class SystemConfig:
         unit="s",
         minimum=0.0,
     )
-    encrypt: bool = setting(True, "CURVE on every ZMQ socket and a bearer token on every HTTP request")
+    encrypt: bool = setting(True, "CURVE on every ZMQ socket; TLS and a bearer token on every HTTP request")
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
     heartbeat_s: float = setting(

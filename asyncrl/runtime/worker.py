@@ -10,7 +10,8 @@ Life cycle of a worker process
    (SIGTERM).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
-A worker never outlives the launcher that started it: the kernel kills it when its parent dies (`die_with_parent`).
+A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
+to that (`asyncrl.runtime.keeper`).
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Worker(ABC):
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
-        self.token = None if secret is None else secret.token
-        """Bearer token of the run's HTTP interfaces; None where the run has no secret."""
+        self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
+        """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
         self.security = None if secret is None else secret.sockets()
         """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,10 +85,19 @@ class MemoryResolver(NameResolver):
             self._store.entries.pop(self._prefix + name, None)
             return entry is not None
 
-    def _remove_subtree(self, root: str) -> None:
+    def _remove_value(self, name: str, value: str) -> bool:
+        with self._store.lock:
+            entry = self._living(name)
+            if entry is None or entry.value != value:
+                return False
+            del self._store.entries[self._prefix + name]
+            return True
+
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
         with self._store.lock:
             for key in list(self._store.entries):
-                if key.startswith(self._prefix) and is_below(key.removeprefix(self._prefix), root):
+                name = key.removeprefix(self._prefix)
+                if key.startswith(self._prefix) and is_below(name, root) and name not in keep:
                     del self._store.entries[key]
 
     def _renew(self, name: str) -> bool:
@@ -179,8 +188,20 @@ def test_a_subtree_holds_the_entry_itself_and_what_is_below_but_no_lookalikes(ma
     assert list(resolver.get_subtree()) == ["w", "w/0", "w/1/x", "w2", "w2/0"]
     resolver.clear_subtree("w")
     assert list(resolver.get_subtree()) == ["w2", "w2/0"]
+    resolver.clear_subtree(keep=["w2/0"])
+    assert list(resolver.get_subtree()) == ["w2/0"]
     resolver.clear_subtree()
     assert resolver.get_subtree() == {}
+
+
+def test_a_value_is_deleted_by_one_of_many_and_only_where_it_is_still_there(make: MakeResolver) -> None:
+    resolvers = [make() for _ in range(4)]
+    resolvers[0].add("a", "old")
+    assert not resolvers[1].delete_value("a", "other")
+    with ThreadPoolExecutor(4) as pool:
+        deleted = list(pool.map(lambda resolver: resolver.delete_value("a", "old"), resolvers))
+    assert sorted(deleted) == [False, False, False, True]
+    assert resolvers[0].get_subtree() == {}
 
 
 def test_waiting_ends_when_the_entry_appears(make: MakeResolver) -> None:

@@ -29,7 +29,7 @@ from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
 from asyncrl.manager.client import ManagerClient
@@ -37,6 +37,7 @@ from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
@@ -68,7 +69,7 @@ class Backend:
 
     kind: str
     url: str
-    token: str
+    security: HttpSecurity
     models: Mapping[str, Path]
 
 
@@ -122,14 +123,15 @@ def backend(
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
-    argv += ["--parent-pid", str(os.getpid())]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))
         paths = {name: path for name, (path, _) in models.items()}
-        yield Backend(request.param, registration.url, secret.token, paths)
+        yield Backend(request.param, registration.url, secret.http(), paths)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
     finally:
         process.terminate()
@@ -232,9 +234,9 @@ class Stream:
 @pytest_asyncio.fixture
 async def server(backend: Backend) -> AsyncIterator[Server]:
     """The server, serving the initial model as version 0 with nothing running."""
-    headers = {"Authorization": f"Bearer {backend.token}"}
+    headers = {"Authorization": f"Bearer {backend.security.token}"}
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=backend.security.client_context())
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
@@ -248,7 +250,7 @@ async def server(backend: Backend) -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationServerClient]:
-    http = JsonHttp(backend.token)
+    http = JsonHttp(backend.security)
     yield GenerationServerClient(http, backend.url)
     await http.close()
 
@@ -403,7 +405,8 @@ async def test_an_id_in_use_is_refused(server: Server) -> None:
 
 
 async def test_everything_but_health_wants_the_token(backend: Backend) -> None:
-    async with aiohttp.ClientSession() as stranger:
+    trusting = aiohttp.TCPConnector(ssl=backend.security.client_context())
+    async with aiohttp.ClientSession(connector=trusting) as stranger:
         for path in ("/health", "/ready"):
             async with stranger.get(backend.url + path) as reply:
                 assert reply.status == 200
@@ -870,7 +873,7 @@ async def test_weights_from_memory_are_those_from_disk(
     client: GenerationServerClient,
     models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)  # some 20 buckets
     await channel.open()
     stream = await server.start(LONG)
@@ -895,7 +898,7 @@ async def test_weights_from_memory_are_those_from_disk(
 async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_so(
     transport: Callable[[JsonHttp, int], ServerConnection], server: Server, client: GenerationServerClient
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)
     await channel.open()
     weights = Qwen2ForCausalLM.from_pretrained(server.backend.models["next"]).state_dict()

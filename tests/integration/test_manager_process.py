@@ -183,7 +183,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: 
     run.manager._service.gate.batch_size = 6
     granted = await client.allocate([WantedRollout(f"r{i}", f"p{i}", i) for i in range(12)], timeout_s=10)
     assert len(granted.granted) == 12
-    settings: dict[str, Any] = {"token": None, "max_concurrent": 12, "request_timeout_s": 600.0}
+    settings: dict[str, Any] = {"security": None, "max_concurrent": 12, "request_timeout_s": 600.0}
     async with RolloutClient(client, **settings) as rollouts:
         calls = [asyncio.create_task(rollouts.generate(request_of(f"q{i}"), f"r{i}")) for i in range(12)]
         for server in (killed, hanging, refusing):
@@ -308,7 +308,7 @@ async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path
     server.hold_after = 2
     run.register(0, server)
     await run.until(serving(0, 0))
-    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(client, security=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q")))
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
@@ -333,7 +333,7 @@ async def test_running_requests_are_kept_on_their_server_across_an_update(
     server.hold_after = 2
     run.register(0, server)
     await run.until(serving(0, 0))
-    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(client, security=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q")))
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
@@ -382,7 +382,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
     await run.until(serving(0, 0, 1))
     request = GenerationRequest("q", (1, 2, 3), 4, SamplingParams(max_new_tokens=300, seed=3))
     run.clients[0].schedule = Mock(wraps=run.clients[0].schedule)  # type: ignore[method-assign]
-    async with RolloutClient(run.clients[0], token=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(run.clients[0], security=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
         (expected,) = await asyncio.gather(rollouts.generate(request))
         calls = [asyncio.create_task(rollouts.generate(request)) for _ in range(8)]
         for version in range(1, 6):

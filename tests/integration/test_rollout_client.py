@@ -40,7 +40,7 @@ class FixedManager:
 
 @asynccontextmanager
 async def client_of(manager: FixedManager, **settings: Any) -> AsyncIterator[RolloutClient]:
-    settings = {"token": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
+    settings = {"security": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
     async with RolloutClient(manager, **settings) as client:
         yield client
 

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -158,14 +158,18 @@ class NameResolver(ABC):
         if not self._patiently("delete", self._remove, name):
             raise NameEntryNotFound(name, self.root)
 
-    def clear_subtree(self, root: str = "") -> None:
-        """Remove every entry at or below `root` ("" is everything), whoever owns them."""
+    def delete_value(self, name: str, value: str) -> bool:
+        """Remove the entry if it has this very value, whoever owns it; whether this call did."""
+        return self._patiently("delete", self._remove_value, check_name(name), value)
+
+    def clear_subtree(self, root: str = "", *, keep: Collection[str] = ()) -> None:
+        """Remove every entry at or below `root` ("" is everything) but those named `keep`, whoever owns them."""
         if root:
             check_name(root)
         for name in self._keeper.names():
-            if is_below(name, root):
+            if is_below(name, root) and name not in keep:
                 self._keeper.forget(name)
-        self._patiently("delete", self._remove_subtree, root)
+        self._patiently("delete", self._remove_subtree, root, keep)
 
     def hurry(self) -> None:
         """The process was asked to stop: from now on an outage may last `HURRY_S` only."""
@@ -250,8 +254,12 @@ class NameResolver(ABC):
         """Remove the entry (with `only_own`: unless it is another owner's); True if a living entry was removed."""
 
     @abstractmethod
-    def _remove_subtree(self, root: str) -> None:
-        """Remove all entries at or below `root`."""
+    def _remove_value(self, name: str, value: str) -> bool:
+        """Remove the entry if its value is `value`, in one step; True if it was removed."""
+
+    @abstractmethod
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        """Remove all entries at or below `root` but `keep`."""
 
     @abstractmethod
     def _renew(self, name: str) -> bool:

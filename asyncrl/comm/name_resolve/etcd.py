@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,18 @@ class EtcdResolver(NameResolver):
                 return own is not None
             return bool(self._client.delete(self._prefix + name))
 
-    def _remove_subtree(self, root: str) -> None:
+    def _remove_value(self, name: str, value: str) -> bool:
+        key, transactions = self._prefix + name, self._client.transactions
+        with self._translated():
+            same = [transactions.value(key) == value]
+            removed, _ = self._client.transaction(compare=same, success=[transactions.delete(key)], failure=[])
+            return bool(removed)
+
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        if keep:
+            for name in self._read_subtree(root).keys() - set(keep):
+                self._remove(name)
+            return
         with self._translated():
             if root:
                 self._client.delete(self._prefix + root)

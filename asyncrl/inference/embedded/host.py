@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -37,11 +38,11 @@ class EmbeddedHost:
 
     Args:
         config: the experiment, `model.path` resolved.
-        token: bearer token that clients must send; None for none.
+        security: the token that clients must send, and TLS; None where the run has no secret.
     """
 
-    def __init__(self, config: ExperimentConfig, *, token: str | None) -> None:
-        self._config, self._token = config, token
+    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None) -> None:
+        self._config, self._security = config, security
         self._engine: GenerationEngine | None = None
         self._server: Server | None = None
 
@@ -59,7 +60,8 @@ class EmbeddedHost:
         except TimeoutError:
             raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
         self._engine.start()
-        self._server = await serve(self._engine, host=self._config.system.host, token=self._token)
+        token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
+        self._server = await serve(self._engine, host=self._config.system.host, token=token, tls=tls)
         return Served(self._server.url, os.getpid())
 
     def _load(self) -> GenerationEngine:
