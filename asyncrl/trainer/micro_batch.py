@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.architectures.transformers_internals import packing_arguments
 from asyncrl.trainer.micro_batch_layout import AttentionKind, Ints, cut
 from asyncrl.trainer.packed_attention import attention_blocks
 
@@ -108,7 +109,11 @@ def micro_batches(
 def _lay_out(
     tokens_T: Tensor, sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints, kind: AttentionKind
 ) -> tuple[dict[str, Any], Ints]:
-    """The trunk's keyword arguments, and where each input token's output lies in its flattened result."""
+    """The trunk's keyword arguments, and where each input token's output lies in its flattened result.
+
+    A packed one is told where sequences end in all the ways that transformers has, for linear attention and
+    convolutions too.
+    """
     device = tokens_T.device
     if kind == AttentionKind.padded:
         width = int(lengths.max())
@@ -122,10 +127,8 @@ def _lay_out(
         "input_ids": tokens_T[torch.from_numpy(sources_I).to(device)][None],
         "position_ids": torch.from_numpy(offsets_I).to(device)[None],
     }
+    ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
+    inputs |= packing_arguments(ends, int(lengths.max()), torch.from_numpy(rows_I).to(device, torch.int32))
     if kind == AttentionKind.packed:
         inputs["attention_blocks"] = attention_blocks(lengths.tolist(), device)
-    else:
-        ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
-        longest = int(lengths.max())
-        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs, np.arange(len(sources_I))

@@ -15,20 +15,14 @@ from transformers import (
 )
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer import packed_attention
 from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.proof import first_layout
 from asyncrl.trainer.settings import AttentionImplementation
-
-_KINDS: dict[AttentionImplementation, AttentionKind] = {
-    AttentionImplementation.sdpa: AttentionKind.packed,
-    AttentionImplementation.flash_attention_2: AttentionKind.flash,
-    AttentionImplementation.eager: AttentionKind.padded,
-}
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """`model.attn_implementation` as what the engine must lay out: sdpa works packed, eager on padded rows."""
-    return _KINDS[attn_implementation]
+    """The layout that `model.attn_implementation` asks for; whether the model allows it, `proof` finds out."""
+    return first_layout(attn_implementation)[0]
 
 
 def load_causal_lm(
@@ -47,8 +41,7 @@ def load_causal_lm(
 
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
     """The model in `path` as transformers' auto class `kind` loads it."""
-    packed = attn_implementation == AttentionImplementation.sdpa
-    attention = packed_attention.PACKED if packed else str(attn_implementation)
+    attention = first_layout(attn_implementation)[1]
     return kind.from_pretrained(str(path), dtype=str(dtype), attn_implementation=attention)
 
 
