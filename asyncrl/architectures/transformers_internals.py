@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 
-CACHE_LAYER_METHODS = frozenset(
-    {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
-)
+CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """What a layer of a cache has to define: the embedded engine's slots do, and no model asks them for more."""
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -45,6 +43,12 @@ def text_settings(config: PretrainedConfig) -> dict[str, Any]:
     return settings
 
 
+def context_limit(config: PretrainedConfig) -> int | None:
+    """Positions that the model has, under whatever name its config gives them; None where it tells of no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)  # a property of some configs only
+    return None if limit is None else int(limit)
+
+
 def layer_types(config: PretrainedConfig) -> frozenset[str]:
     """Types of the layers, as transformers names them; empty where the config does not tell."""
     return frozenset(text_settings(config).get("layer_types") or ())
@@ -56,7 +60,8 @@ def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tenso
     factors = [(change, settings[name]) for name, change in _LOGIT_FACTORS.items() if settings.get(name) is not None]
 
     def logits_of(hidden_NH: Tensor) -> Tensor:
-        logits_NV: Tensor = head(hidden_NH)
+        weight = cast(Tensor, head.weight)
+        logits_NV: Tensor = head(hidden_NH.to(weight.dtype))  # Mamba's trunk ends in fp32, its head need not
         for change, value in factors:
             logits_NV = change(logits_NV, value)
         return logits_NV

@@ -22,20 +22,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.proof import (
-    Tokens,
-    UnsupportedModelError,
-    find_fault,
-    probe_for,
-    tolerance,
-)
+from asyncrl.architectures.proof import Tokens, UnsupportedModelError, find_difference, find_leak, probe_for, told
 from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
     TOKENWISE_LAYERS,
     layer_types,
     set_attention,
-    text_settings,
 )
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.packed_attention import PACKED
@@ -45,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class Provable(Protocol):
-    """An engine, as far as the proof asks it. Its `attention` is set by `settle_attention`."""
+    """An engine, as far as the proof asks it."""
 
     attention: AttentionKind
+    """How it lays out micro-batches; set by `settle_attention`."""
 
     @property
     def network(self) -> PreTrainedModel:
@@ -56,8 +50,8 @@ class Provable(Protocol):
     def plain(self, tokens: Tokens) -> Tensor:
         """What transformers' own forward gives of one sequence: log-probabilities, or hidden states of a trunk."""
 
-    def together(self, sequences: Sequence[Tokens]) -> list[Tensor]:
-        """The same as the engine computes it in training, of all `sequences` in one micro-batch."""
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
 
 
 class _Layout(NamedTuple):
@@ -65,7 +59,8 @@ class _Layout(NamedTuple):
     attention: str
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.attention})"
+        how = "on padded rows" if self.kind == AttentionKind.padded else "packed"
+        return f"{how} ({self.attention})"
 
 
 _LAYOUTS: dict[AttentionImplementation, tuple[_Layout, ...]] = {
@@ -87,7 +82,6 @@ def first_layout(setting: AttentionImplementation) -> tuple[AttentionKind, str]:
     return _LAYOUTS[setting][0]
 
 
-@torch.no_grad()
 def settle_attention(engine: Provable, setting: AttentionImplementation) -> None:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model.
 
@@ -95,19 +89,28 @@ def settle_attention(engine: Provable, setting: AttentionImplementation) -> None
         UnsupportedModelError: none is.
     """
     network = engine.network
-    sequences, vocabulary = probe_for(network), int(text_settings(network.config)["vocab_size"])
+    name, sequences = type(network).__name__, probe_for(network)
+    try:
+        plain = [engine.plain(tokens) for tokens in sequences]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        raise UnsupportedModelError(
+            f"{name} cannot be trained: transformers' own forward of it in {_dtype(network)} fails: {told(error)}. "
+            "Use another model.dtype, or another model"
+        ) from error
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
-        fault = _unseen_layers(network, layout) or _fault_of(engine, layout, sequences, vocabulary)
+        fault = _unseen_layers(network, layout) or _fault_of(engine, layout, sequences, plain)
         if fault is None:
             if faults:
-                logger.warning("%s is trained on %s: not %s", type(network).__name__, layout, "; not ".join(faults))
+                logger.warning("%s is trained %s, and not %s", name, layout, "; nor ".join(faults))
             return
         faults.append(f"{layout}: {fault}")
-    others = ", ".join(sorted(set(AttentionImplementation) - {setting}))
+    others = " or ".join(sorted(set(AttentionImplementation) - {setting}))
     raise UnsupportedModelError(
-        f"{type(network).__name__} cannot be trained with model.attn_implementation={str(setting)!r}; tried "
-        f"{'; '.join(faults)}. Use model.attn_implementation={others}, or another model"
+        f"{name} cannot be trained with model.attn_implementation={str(setting)!r}; tried {'; '.join(faults)}. Use "
+        f"model.attn_implementation={others}, or another model"
     )
 
 
@@ -122,20 +125,19 @@ def _unseen_layers(network: PreTrainedModel, layout: _Layout) -> str | None:
     return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
 
 
-def _fault_of(
-    engine: Provable, layout: _Layout, sequences: Sequence[Tokens], vocabulary: int
-) -> str | None:
+def _fault_of(engine: Provable, layout: _Layout, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> str | None:
+    network = engine.network
     try:
-        set_attention(engine.network, layout.attention)
+        set_attention(network, layout.attention)
         engine.attention = layout.kind
-        return find_fault(
-            sequences,
-            vocabulary,
-            plain=engine.plain,
-            engine=engine.together,
-            allowed=tolerance(engine.network.dtype),
-        )
+        with torch.no_grad():
+            fault = find_difference(plain, engine.together(sequences), network.dtype)
+        return fault or find_leak(network, sequences, engine.together)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
-        return f"its forward fails: {type(error).__name__}: {str(error):.300}"
+    except Exception as error:  # see `settle_attention`
+        return f"its forward fails: {told(error)}"
+
+
+def _dtype(network: PreTrainedModel) -> str:
+    return str(network.dtype).removeprefix("torch.")

@@ -201,12 +201,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @torch.no_grad()
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        packed = _one_micro_batch(sequences, self.attention, self._model.device, wanted=True)
-        hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
-        logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
-        logprobs_T = torch.zeros(sum(map(len, sequences)), device=logprobs_N.device)
-        logprobs_T[packed.targets_N] = logprobs_N
-        return [part.tolist() for part in logprobs_T.split([len(tokens) for tokens in sequences])]
+        return [[0.0, *logprobs.tolist()] for logprobs in self.together(sequences)]
 
     @property
     def network(self) -> PreTrainedModel:
@@ -215,9 +210,12 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_logprobs(self._model, tokens)
 
-    def together(self, sequences: Sequence[Tokens]) -> list[Tensor]:
-        device = self._model.device
-        return [torch.tensor(logprobs[1:], device=device) for logprobs in self.score_sequences(sequences)]
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        packed = _one_micro_batch(sequences, self.attention, self._model.device, wanted=True)
+        hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
+        logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
+        in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
+        return torch.split(in_order, [len(tokens) - 1 for tokens in sequences])
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
@@ -263,12 +261,11 @@ class FlatValueEngine(FlatEngine, ValueEngine):
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_hidden(self._critic.trunk, tokens)
 
-    def together(self, sequences: Sequence[Tokens]) -> list[Tensor]:
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         packed = _one_micro_batch(sequences, self.attention, self._critic.trunk.device, wanted=False)
-        hidden_IH = in_rms(self._hidden(packed).index_select(0, packed.places_I))
-        hidden_TH = torch.empty_like(hidden_IH)
-        hidden_TH[packed.sources_I] = hidden_IH
-        return list(hidden_TH.split([len(tokens) for tokens in sequences]))
+        hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
+        in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
+        return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
 
 
 def _one_micro_batch(
