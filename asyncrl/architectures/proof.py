@@ -114,7 +114,7 @@ def find_leak(
     finally:
         handle.remove()
     total = torch.stack([output.float().sin().sum() for output in outputs[1::2]]).sum()
-    gradients = torch.autograd.grad(total, [leaf for _, leaf in embedded])
+    gradients = torch.autograd.grad(total, [leaf for _, leaf in embedded], materialize_grads=True)
     own = torch.tensor(sorted({token for tokens in sequences[1::2] for token in tokens}), device=total.device)
     foreign, mine = 0.0, 0.0
     for (tokens_I, _), gradient in zip(embedded, gradients, strict=True):

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.proof import first_layout
@@ -40,9 +41,17 @@ def load_causal_lm(
 
 
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
-    """The model in `path` as transformers' auto class `kind` loads it."""
-    attention = first_layout(attn_implementation)[1]
-    return kind.from_pretrained(str(path), dtype=str(dtype), attn_implementation=attention)
+    """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
+
+    Packed attention is put in place after loading: models with an attention of their own know only transformers' names.
+    """
+    packed = attn_implementation == AttentionImplementation.sdpa
+    model = kind.from_pretrained(
+        str(path), dtype=str(dtype), attn_implementation=None if packed else str(attn_implementation)
+    )
+    if packed:
+        set_attention(model, first_layout(attn_implementation)[1])
+    return model
 
 
 class Critic(nn.Module):
