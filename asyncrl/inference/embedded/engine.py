@@ -86,9 +86,10 @@ class GenerationEngine:
     ) -> None:
         refuse_unserved(model)
         limit = context_limit(model.config)
-        if max_model_len is None and limit is None:
+        longest = limit if max_model_len is None else max_model_len
+        if longest is None:
             raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
-        self.max_model_len = max_model_len or limit or 0
+        self.max_model_len = longest
         for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -49,7 +50,7 @@ class EmbeddedHost:
         """Load the model and serve it on a free port.
 
         Raises:
-            EngineStartError: it was not loaded within `generation.start_timeout_s`.
+            EngineStartError: it was not loaded within `generation.start_timeout_s`, or is no model for this engine.
         """
         await self.stop()
         limit_s = self._config.generation.start_timeout_s
@@ -58,6 +59,8 @@ class EmbeddedHost:
                 self._engine = await asyncio.to_thread(self._load)
         except TimeoutError:
             raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
+        except UnsupportedModelError as error:
+            raise EngineStartError(str(error)) from error
         self._engine.start()
         self._server = await serve(self._engine, host=self._config.system.host, token=self._token)
         return Served(self._server.url, os.getpid())

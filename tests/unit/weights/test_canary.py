@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.models import attention_kind, load_causal_lm
+from asyncrl.trainer.packed_attention import attention_blocks
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
@@ -77,6 +79,27 @@ def test_the_trainer_scores_the_canary_as_transformers_does(
     for scored, each, all_LV in zip(engine.score_sequences(tokens), tokens, expected, strict=True):
         assert scored[0] == 0.0
         assert scored[1:] == pytest.approx([float(all_LV[t - 1, each[t]]) for t in range(1, len(each))], abs=1e-5)
+
+
+def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
+    qwen_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
+    engine = FlatPolicyEngine(
+        model,
+        temperature=1.0,
+        attention=attention_kind(AttentionImplementation.sdpa),
+        tokens_per_micro_batch=64,
+    )
+    tokens = canary_tokens(17, context=100)
+    right = engine.score_sequences(tokens)
+    monkeypatch.setattr(
+        "asyncrl.trainer.micro_batch.attention_blocks", lambda lengths, device: attention_blocks([sum(lengths)], device)
+    )
+    leaked = engine.score_sequences(tokens)
+    worst = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in zip(right, leaked, strict=True)]
+    assert worst[0] < 1e-5  # the first has none before it
+    assert min(worst[1:]) > FLOAT32_TOLERANCE
 
 
 def test_the_canary_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_dir: Path, tmp_path: Path) -> None:
