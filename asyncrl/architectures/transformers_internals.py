@@ -49,6 +49,21 @@ def context_limit(config: PretrainedConfig) -> int | None:
     return None if limit is None else int(limit)
 
 
+def batch_independent_limit(config: PretrainedConfig) -> int | None:
+    """Length beyond which one sequence of a batch changes the rotary positions of all others; None where none does.
+
+    So with `longrope` (Phi-3 and Phi-4 with 128k positions): its factors are chosen by the longest of the batch.
+    """
+    rope = text_settings(config).get("rope_parameters") or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type in some models
+    limits = [
+        int(kind["original_max_position_embeddings"])
+        for kind in kinds
+        if kind.get("rope_type") == "longrope" and kind.get("original_max_position_embeddings")
+    ]
+    return min(limits, default=None)
+
+
 def layer_types(config: PretrainedConfig) -> frozenset[str]:
     """Types of the layers, as transformers names them; empty where the config does not tell."""
     return frozenset(text_settings(config).get("layer_types") or ())

@@ -27,6 +27,7 @@ from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
     TOKENWISE_LAYERS,
+    batch_independent_limit,
     layer_types,
     set_attention,
 )
@@ -112,6 +113,25 @@ def settle_attention(engine: Provable, setting: AttentionImplementation) -> None
         f"{name} cannot be trained with model.attn_implementation={str(setting)!r}; tried {'; '.join(faults)}. Use "
         f"model.attn_implementation={others}, or another model"
     )
+
+
+def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences so long that they would change what is computed of the others of their micro-batch.
+
+    Args:
+        longest: tokens of the longest sequence of the run.
+
+    Raises:
+        UnsupportedModelError: the model has such a length, and it is below `longest`.
+    """
+    limit = batch_independent_limit(network.config)
+    if limit is not None and longest > limit:
+        raise UnsupportedModelError(
+            f"{type(network).__name__} cannot be trained on sequences of {longest} tokens: its rotary positions "
+            f"(longrope) change for all sequences of a batch once one is longer than {limit} tokens. Use at most {limit} "
+            "tokens as dataset.max_prompt_tokens + rollout.sampling.max_new_tokens (or generation.context_length), or "
+            "another model"
+        )
 
 
 def _unseen_layers(network: PreTrainedModel, layout: _Layout) -> str | None:

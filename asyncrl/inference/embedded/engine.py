@@ -84,12 +84,12 @@ class GenerationEngine:
         model_path: str = "",
         detokenize: Detokenize | None = None,
     ) -> None:
-        refuse_unserved(model)
         limit = context_limit(model.config)
         longest = limit if max_model_len is None else max_model_len
         if longest is None:
             raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
         self.max_model_len = longest
+        refuse_unserved(model, longest)
         for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

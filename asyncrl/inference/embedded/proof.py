@@ -24,6 +24,7 @@ from asyncrl.architectures.proof import (
 from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
     attention_is_replaceable,
+    batch_independent_limit,
     keeps_recurrent_state,
     layer_types,
 )
@@ -37,8 +38,8 @@ _LATE = 2
 _POSITIONS = len(LENGTHS) * (max(LENGTHS) + 2 * LENGTH_STEP)
 
 
-def refuse_unserved(model: PreTrainedModel) -> None:
-    """Refuse what slots of keys and values cannot hold.
+def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
+    """Refuse what slots of keys and values cannot hold, and what only sequences of up to `longest` tokens would show.
 
     Raises:
         UnsupportedModelError: the model has it.
@@ -49,6 +50,13 @@ def refuse_unserved(model: PreTrainedModel) -> None:
         raise _refusal(model, f"it carries a recurrent state from token to token{where}; slots hold keys and values")
     if unserved:
         raise _refusal(model, f"its layers {unserved} do not look at all keys or at the last of a window")
+    limit = batch_independent_limit(model.config)
+    if limit is not None and longest > limit:
+        raise _refusal(
+            model,
+            f"a context of {longest} tokens was asked for, and its rotary positions (longrope) change for all "
+            f"sequences of a batch once one is longer than {limit}. Use generation.context_length={limit} or less",
+        )
 
 
 def prove(runner: ModelRunner) -> None:

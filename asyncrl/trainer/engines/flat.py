@@ -20,6 +20,7 @@ from asyncrl.algorithms.stats import Stats
 from asyncrl.architectures.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import context_length
 from asyncrl.trainer.engines.base import (
     EngineLoader,
     PolicyEngine,
@@ -35,7 +36,7 @@ from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_length
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Ranks
-from asyncrl.trainer.proof import settle_attention
+from asyncrl.trainer.proof import refuse_longer_than_independent, settle_attention
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
@@ -284,7 +285,11 @@ def _one_micro_batch(
 
 
 class FlatLoader(EngineLoader):
-    """Loads whole models onto `device`, as `config` sets them; gradients are summed over `ranks`."""
+    """Loads whole models onto `device`, as `config` sets them; gradients are summed over `ranks`.
+
+    Each is proven before it is handed out (`asyncrl.trainer.proof`); `UnsupportedModelError` (a ValueError) is raised
+    for one that cannot be trained right.
+    """
 
     def __init__(self, config: ExperimentConfig, ranks: Ranks, device: torch.device) -> None:
         self._config, self._device = config, device
@@ -301,20 +306,25 @@ class FlatLoader(EngineLoader):
         temperature = self._config.rollout.sampling.temperature or 1.0
         made = None if optimizer is None else self._optimizer(model, optimizer)
         engine = FlatPolicyEngine(model, temperature=temperature, optimizer=made, **self._engine)
-        settle_attention(engine, self._attention)
+        self._prove(engine)
         return engine
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
         engine = FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
-        settle_attention(engine, self._attention)
+        self._prove(engine)
         return engine
 
     def reward_model(self, path: str) -> FlatValueEngine:
         model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
         engine = FlatValueEngine(model, **self._engine)
-        settle_attention(engine, self._attention)
+        self._prove(engine)
         return engine
+
+    def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
+        network = engine.network
+        refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
+        settle_attention(engine, self._attention)
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

@@ -134,7 +134,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM": ("stablelm", {"partial_rotary_factor": 0.5}),
     "Nemotron": ("nemotron", {}),
     "Falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None}),
-    "Falcon, alibi": ("falcon", {"new_decoder_architecture": False, "alibi": True, "head_dim": None}),
+    "Falcon (alibi)": ("falcon", {"new_decoder_architecture": False, "alibi": True, "head_dim": None}),
     "FalconH1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
     "Bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
     "MPT": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "expansion_ratio": 2}),

@@ -33,6 +33,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 8},
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+        "original_max_position_embeddings": 24,
+        "eos_token_id": 2,
+    },
 }
 SPREADS = (0.02, 0.25)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -273,6 +283,29 @@ def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
     engine = GenerationEngine(build("llama"))
     cache = engine._batch.runner.cache
     assert (cache.length, cache.tokens) == (0, 0)
+
+
+# What only long sequences show.
+
+
+def test_a_long_neighbour_changes_the_rotary_positions_of_longrope_so_that_it_is_refused() -> None:
+    model = build("phi3")
+    engine = FlatPolicyEngine(model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=99)
+    settle_attention(engine, AttentionImplementation.sdpa)  # short sequences do not show it
+    short, long = list(range(9)), [5] * 30
+    (alone,), (_, beside) = engine.score_sequences([short]), engine.score_sequences([long, short])
+    assert max(abs(a - b) for a, b in zip(alone, beside, strict=True)) > 0.01
+    proof.refuse_longer_than_independent(model, 24)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Phi3ForCausalLM cannot be trained on sequences of 25 .* Use at most 24"
+    ):
+        proof.refuse_longer_than_independent(model, 25)
+
+
+def test_the_embedded_engine_refuses_longrope_beyond_its_first_length() -> None:
+    GenerationEngine(build("phi3"), max_model_len=24)
+    with pytest.raises(UnsupportedModelError, match=r"Phi3ForCausalLM .* Use generation.context_length=24 or less"):
+        GenerationEngine(build("phi3"), max_model_len=25)
 
 
 # The comparison itself.
