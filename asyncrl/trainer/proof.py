@@ -128,9 +128,9 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
     if limit is not None and longest > limit:
         raise UnsupportedModelError(
             f"{type(network).__name__} cannot be trained on sequences of {longest} tokens: its rotary positions "
-            f"(longrope) change for all sequences of a batch once one is longer than {limit} tokens. Use at most {limit} "
-            "tokens as dataset.max_prompt_tokens + rollout.sampling.max_new_tokens (or generation.context_length), or "
-            "another model"
+            f"(longrope) change for all sequences of a batch once one is longer than {limit} tokens. Use at most "
+            f"{limit} tokens as dataset.max_prompt_tokens + rollout.sampling.max_new_tokens (or "
+            "generation.context_length), or another model"
         )
 
 
