@@ -291,7 +291,7 @@ class ModelWorker(Worker):
         tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
         if not tokens or self.config.manager.canary_tolerance == 0:
             return None
-        return Canary(tokens, tuple(policy.sequence_logprobs(tokens)))
+        return Canary.of(tokens, policy.score_sequences(tokens))
 
     def _collect_weights(self, request: CollectWeights) -> Done:
         if self._world.publishes:

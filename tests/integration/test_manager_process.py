@@ -352,7 +352,7 @@ async def test_a_canary_that_differs_later_takes_a_server_out_though_its_request
     run = Run(tmp_path, config_of(update_mode="retract"))
     await run.client()
     server = await start_fake_server()
-    server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+    server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
     run.register(0, server)
     run.publish(1, run.weights(1, canary=canary_of(1)))
     await run.until(serving(1, 0))
@@ -413,7 +413,11 @@ CANARY_IDS = tuple(range(6))
 
 
 def canary_of(version: int) -> Canary:
-    return Canary(CANARY_IDS, (0.0, *(-1.0 - 0.01 * version - 0.1 * place for place in range(5))))
+    return Canary.of([CANARY_IDS], [logprobs_of(version)])
+
+
+def logprobs_of(version: int) -> list[float]:
+    return [0.0, *(-1.0 - 0.01 * version - 0.1 * place for place in range(5))]
 
 
 async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the_trainer_does(
@@ -422,7 +426,7 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     """It names the new version all the time; the other server goes on."""
     stale, sound = await start_fake_server(), await start_fake_server()
     for index, server in enumerate((stale, sound)):
-        server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+        server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
         run.register(index, server)
     run.publish(1, run.weights(1, canary=canary_of(1)))
     await run.until(serving(1, 0, 1))
@@ -456,7 +460,7 @@ async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run,
     check = run.manager._canary
     assert check is not None
     assert check.alarms == 0
-    server.logprobs = {"1": list(canary_of(1).logprobs)}
+    server.logprobs = {"1": logprobs_of(1)}
     await run.until(serving(1, 0))
 
 
@@ -491,10 +495,11 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     for version in range(1, 11):
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-        canary = Canary(tokens, tuple(trainer.sequence_logprobs(tokens)))
+        canary = Canary.of(tokens, trainer.score_sequences(tokens))
+        logprobs = [value for each in canary.sequences for value in each.logprobs]
         if before:
-            assert max(abs(a - b) for a, b in zip(canary.logprobs, before, strict=True)) > 5 * bound
-        before = list(canary.logprobs)
+            assert max(abs(a - b) for a, b in zip(logprobs, before, strict=True)) > 5 * bound
+        before = logprobs
         folder = run.dir / "weights"
         shared, source = SharedFiles(model.config), WholeModel(model)
         published = publish(source, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)

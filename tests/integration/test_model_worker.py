@@ -231,10 +231,11 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         sharded = AutoModelForCausalLM.from_pretrained(published)
         canary = read_canary(Path(published))
         assert canary is not None
-        tokens = torch.tensor([canary.token_ids])
-        with torch.no_grad():
-            scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
-        np.testing.assert_allclose(canary.logprobs[1:], scored, rtol=0, atol=1e-5)
+        for each in canary.sequences:
+            tokens = torch.tensor([each.token_ids])
+            with torch.no_grad():
+                scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+            np.testing.assert_allclose(each.logprobs[1:], scored, rtol=0, atol=1e-5)
         for a, b in zip(single.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)  # AdamW turns a last-bit difference into part of a step
         assert await workers.all(CollectWeights("actor", ())) == [Done(), Done()]

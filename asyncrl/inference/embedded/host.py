@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
@@ -50,7 +51,7 @@ class EmbeddedHost:
         """Load the model and serve it on a free port.
 
         Raises:
-            EngineStartError: it was not loaded within `generation.start_timeout_s`.
+            EngineStartError: it was not loaded within `generation.start_timeout_s`, or is no model for this engine.
         """
         await self.stop()
         limit_s = self._config.generation.start_timeout_s
@@ -59,6 +60,8 @@ class EmbeddedHost:
                 self._engine = await asyncio.to_thread(self._load)
         except TimeoutError:
             raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
+        except UnsupportedModelError as error:
+            raise EngineStartError(str(error)) from error
         self._engine.start()
         token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
         self._server = await serve(self._engine, host=self._config.system.host, token=token, tls=tls)
