@@ -13,7 +13,7 @@ class DropReason(StrEnum):
     duplicate_prompt = auto()
     """Another rollout of the same prompt came first."""
     failed = auto()
-    """The agent, the environment or a server raised."""
+    """The agent, the environment or a server raised; see `failed_in`."""
     timeout = auto()
     """It took longer than `rollout.rollout_timeout_s`."""
     agent_rejected = auto()
@@ -25,6 +25,11 @@ class DropReason(StrEnum):
 _OWN = frozenset(DropReason)
 
 
+def failed_in(label: str | None) -> str:
+    """The reason of a rollout that failed, in users' code where that is known: `failed: reward my.py:score`."""
+    return DropReason.failed if label is None else f"{DropReason.failed}: {label}"
+
+
 def is_filter_reason(reason: str) -> bool:
     """Whether `reason` is one that a filter gave."""
-    return reason not in _OWN
+    return reason.partition(":")[0] not in _OWN

@@ -8,7 +8,8 @@ Life of a rollout here
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
-A rollout that fails (the agent, the environment or a server raised) is dropped as `failed` and its prompt tried again,
+A rollout that fails (the agent, the environment or a server raised) is dropped as `failed`, with the name of the
+user's code where it is that (`failed: reward my.py:score`), and its prompt tried again,
 `MAX_ATTEMPTS` times in all. When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success
 raise the last error.
 """
@@ -24,13 +25,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
-from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.drop_reasons import DropReason, failed_in
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.offload.errors import failed_label
+from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
@@ -72,7 +75,8 @@ class _RolloutPolicy:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
-        return await self.client.generate(request, self.rollout_id, route=route)
+        with timed(Activity.generate):
+            return await self.client.generate(request, self.rollout_id, route=route)
 
 
 class RolloutLoop:
@@ -180,14 +184,16 @@ class RolloutLoop:
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
-        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
+        with metered() as meter:
+            samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
             back = verdict.return_prompt
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=verdict.reason, return_prompt=back)
-        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shape(samples, self._shapings)))
+        shaped = shape(samples, self._shapings)
+        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, meter.metrics()))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
 
@@ -201,4 +207,5 @@ class RolloutLoop:
         again = self._attempts[prompt_id] < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.failed, return_prompt=again)
+        reason = failed_in(failed_label(error))
+        return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, Prompt, RewardFunction, SamplingParams
+from asyncrl.api import Agent, Environment, Prompt, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
@@ -17,6 +17,9 @@ from asyncrl.datasets import Dataset, load_dataset
 from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 
 
 class Plugins:
@@ -36,14 +39,26 @@ class Plugins:
         self.vocab_size: int | None = model_config.get("vocab_size")
         self.train_set = load_train_set(config)
         self.eval_set = load_eval_set(config)
-        self.agent: Agent = _built("agent", config.agent, Agent, tokenizer=self.tokenizer)
-        reward, args = _loaded("reward", config.reward), config.reward.args
-        self._reward: RewardFunction = functools.partial(reward, **args) if args else reward
-        _loaded("env", config.env)
+        self.offloader = Offloader(config.rollout.user_code)
+        """Runs the user's code; to be entered in the worker's event loop."""
+        rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
+        self._reward = AnswerReward(rewards)
+        self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
+        self._env_is_own = not is_built_in(_loaded("env", config.env))
+
+    def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
+        try:
+            return scored_agent(adapted_agent(agent, self.offloader), rewards, self.tokenizer)
+        except TypeError as error:
+            raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def make_env(self) -> Environment:
-        """A new environment, for one prompt."""
-        made: Environment = _built("env", self._config.env, Environment, reward=self._reward)
+        """A new environment, for one prompt. One of the user's own is made when it is first used, in a thread."""
+        config = self._config.env
+        make = functools.partial(_built, "env", config, Environment, reward=self._reward)
+        if self._env_is_own:
+            return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
+        made: Environment = make()
         return made
 
     def train_prompt(self, ref: PromptRef) -> Prompt:

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.user_code import Plugins
 
 MINE = """
@@ -51,9 +52,11 @@ def test_what_cannot_be_loaded_is_one_error(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
+async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = ExperimentConfig()
     config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:Choosy"
-    with pytest.raises(ConfigError, match=r"env\.path=.*LookupError: no table"):
-        Plugins(config).make_env()
+    plugins = Plugins(config)
+    async with plugins.offloader:
+        with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
+            await plugins.make_env().reset()
