@@ -21,6 +21,7 @@ from asyncrl.api import Agent, Environment, Episode, GenerationClient, Prompt, R
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter
@@ -74,9 +75,10 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     called = found.__call__ if inspect.isclass(found) else found
     place = _place(group, config, called, marked_run_in(found))
     function: Callable[..., Any] = found
-    if place != RunIn.process and inspect.isclass(found):
+    if inspect.isclass(found) and (place != RunIn.process or is_built_in(found)):
         try:
-            function = found(**config.args)
+            instance: Any = found(**config.args)
+            function = instance  # for one that runs in a process this was but the check of its arguments
         except Exception as error:  # a user's constructor may raise anything
             given = f"{group}.path={config.path!r}, {group}.args={config.args}"
             raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error

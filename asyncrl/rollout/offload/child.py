@@ -85,7 +85,8 @@ def _loaded(target: Target, loaded: dict[bytes, Callable[..., Any]]) -> Callable
     if key not in loaded:
         found: Any = load_plugin(target.path)
         if inspect.isclass(found):
-            loaded[key] = found(**target.args)
+            instance: Any = found(**target.args)
+            loaded[key] = instance
         else:
             loaded[key] = partial(found, **target.args)
     return loaded[key]
