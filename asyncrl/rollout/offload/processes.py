@@ -48,19 +48,18 @@ class _Process:
     tail: bytes = b""
     printing: asyncio.Task[None] | None = None
 
-    async def ask(self, call: Call | None) -> Reply:
-        """The reply to `call` (to the start, for None).
+    async def ask(self, call: bytes) -> Reply:
+        """The reply to `call`, packed (to the start, where it is empty).
 
         Raises:
-            ValueError: the call cannot travel.
             _Died: see there.
         """
         reader, writer = self.process.stdout, self.process.stdin
         assert reader is not None
         assert writer is not None
         try:
-            if call is not None:
-                writer.write(packed(call))
+            if call:
+                writer.write(call)
                 await writer.drain()
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if length > MAX_BYTES:
@@ -107,6 +106,10 @@ class ProcessPool:
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died.
         """
+        try:
+            packed_call = packed(Call(target, sees, arguments))
+        except ValueError as error:
+            raise UserCodeError(label, f"was given what {error}") from error
         async with self._slots:
             process = self._idle.pop() if self._idle else None
             reply = None
@@ -114,10 +117,8 @@ class ProcessPool:
                 if process is None:
                     process = await self._start(label)
                 await self._load(process, label, target)
-                reply = await self._limited(process, label, Call(target, sees, arguments), timeout_s)
+                reply = await self._limited(process, label, packed_call, timeout_s)
                 process.calls += 1
-            except ValueError as error:
-                raise UserCodeError(label, f"was given what {error}") from error
             finally:
                 if process is not None:
                     fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
@@ -150,7 +151,7 @@ class ProcessPool:
         process.printing = asyncio.create_task(process.drain_prints(2))
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await process.ask(None)
+                await process.ask(b"")
         except BaseException as error:
             await asyncio.shield(self._end(process))
             if isinstance(error, TimeoutError | _Died):
@@ -162,12 +163,12 @@ class ProcessPool:
         key = msgspec.msgpack.encode(target)
         if key in process.loaded:
             return
-        reply = await self._limited(process, label, Call(target, child.LOAD, []), START_LIMIT_S)
+        reply = await self._limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
         if reply.error:
             raise UserCodeError(label, f"cannot be loaded in a process: {reply.error}\n{reply.traceback}")
         process.loaded.add(key)
 
-    async def _limited(self, process: _Process, label: str, call: Call, timeout_s: float) -> Reply:
+    async def _limited(self, process: _Process, label: str, call: bytes, timeout_s: float) -> Reply:
         """The reply to `call` unless the process dies or exceeds a limit first."""
         asking = asyncio.create_task(process.ask(call))
         deadline = asyncio.get_running_loop().time() + timeout_s
