@@ -1,4 +1,4 @@
-"""Runs inside a new sandbox, before the program: builds its file system, gives up every right, becomes the program.
+"""Runs inside a new sandbox, before the program: builds its file system, gives up every right, starts the program.
 
     python -I -S inside.py FD                # FD: a JSON specification, see `Sandbox.run`
 
@@ -41,7 +41,23 @@ def main() -> None:
         number = getattr(resource, kind)
         resource.setrlimit(number, (limit, limit))
     os.closerange(3, 1 << 16)
+    _be_first_process()
     os.execve(spec["command"][0], spec["command"], {"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"})
+
+
+def _be_first_process() -> None:
+    """Go on in a child; here wait for its end, and end as it did, which ends every process of the namespace.
+
+    The first process of a namespace ignores signals and inherits orphans, which a program does not expect.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    ended, status = os.wait()
+    while ended != child:
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _build(spec: dict[str, object]) -> None:

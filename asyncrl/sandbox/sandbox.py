@@ -3,7 +3,7 @@
 Mechanism: Linux namespaces, through `unshare` of util-linux (which every distribution has). For an ordinary user the
 kernel has to allow user namespaces; where asyncrl runs as root the program runs as another user, one for each program
 under way. Inside, `inside.py` builds a file system of the interpreter (read-only) and one folder in memory, gives up
-every right and becomes the program. 40 to 80 ms a program.
+every right and starts the program. 40 to 80 ms a program.
 
 What holds:
 
@@ -52,7 +52,7 @@ class Limits:
         wall_s: from start to end.
         cpu_s: of each process, in whole seconds.
         memory_mb: address space of each process.
-        processes: at the same time, threads included.
+        processes: at the same time, threads included; two are the sandbox's own and the program.
         work_mb: its folder, which lies in memory.
         output_bytes: of its output and error stream each; what goes beyond ends it.
     """
@@ -70,7 +70,7 @@ class Ended:
     """How a program ended.
 
     Attributes:
-        exit_code: negative: killed by that signal.
+        exit_code: 128 and a signal's number where that killed it; negative where it was `stopped`.
         stdout, stderr: what it wrote, up to `output_bytes`.
         stopped: why it was killed from outside: `time`, `output`; empty where it ended by itself.
     """

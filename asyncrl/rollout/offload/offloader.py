@@ -111,8 +111,7 @@ class Offloader:
             run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
             return await self._awaiting(code, work, run)
         if code.run_in == RunIn.loop:
-            with self._told(code):
-                return _checked(code, work)
+            return self._on_this_loop(code, work)
         return await run_on(self._home, self._in_thread(code, work))
 
     def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +139,16 @@ class Offloader:
     async def at_home(self, work: Awaitable[Any]) -> Any:
         """What `work` returns, run on the worker's own loop; for the users' loop."""
         return await run_on(self._home, _awaited(work))
+
+    def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
+        begun = time.monotonic()
+        with self._told(code):
+            value = _checked(code, work)
+        if (held_s := time.monotonic() - begun) > HELD_S:
+            _log.warning(
+                "%s held an event loop for %.2g s; run it in a thread or a process (run_in)", code.label, held_s
+            )
+        return value
 
     async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
         assert code.target is not None, code.label
@@ -217,13 +226,12 @@ class Offloader:
             self._users.ping(answered)
             await asyncio.sleep(WATCH_EVERY_S)
             held_s = time.monotonic() - begun - WATCH_EVERY_S
-            if held_s > HELD_S:
-                names = ", ".join(sorted(set(list(self._running.values())))) or "no code of the user's"
+            if held_s > HELD_S and (running := sorted(set(list(self._running.values())))):
                 _log.warning(
                     "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
                     "holds the interpreter's lock: run it in a process (run_in: process)",
                     held_s,
-                    names,
+                    ", ".join(running),
                 )
             if not answered.is_set() and held_s < HELD_S:
                 if not users_told:

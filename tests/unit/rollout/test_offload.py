@@ -343,19 +343,18 @@ async def test_what_holds_the_loops_is_named(
 ) -> None:
     monkeypatch.setattr("asyncrl.rollout.offload.offloader.WATCH_EVERY_S", 0.05)
     monkeypatch.setattr("asyncrl.rollout.offload.offloader.HELD_S", 0.1)
-    told = asyncio.Event()
 
     async def sleeps_synchronously() -> None:
         while not any("held its event loop" in message for message in caplog.messages):
             time.sleep(0.05)  # noqa: ASYNC251
-        asyncio.get_running_loop().call_soon(told.set)
 
     async with Offloader(UserCodeConfig()) as watched:
         await watched.call(Code("env my.py:Env.step", Activity.env, 30.0, RunIn.auto), sleeps_synchronously)
         assert any("in sleeps_synchronously" in message for message in caplog.messages)
         holding = Code("reward my.py:holds", Activity.reward, 30.0, RunIn.loop)
+        await watched.call(holding, time.sleep, 0.2)
+        assert any(message.startswith("reward my.py:holds held an event loop for 0.2") for message in caplog.messages)
         while not any("these ran: reward my.py:holds" in message for message in caplog.messages):
-            await watched.call(holding, time.sleep, 0.3)
             slow = asyncio.create_task(watched.call(in_thread(label="reward my.py:holds"), time.sleep, 0.2))
             await asyncio.sleep(0)
             time.sleep(0.3)  # noqa: ASYNC251
