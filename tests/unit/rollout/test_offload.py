@@ -335,7 +335,7 @@ async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_part
     assert metrics["rollout/reward_s"] >= 0.25
     assert metrics["rollout/env_s"] >= 0.25
     assert metrics["reward/right"] == 0.5
-    assert any(message.startswith("reward my.py:score took 0.") for message in caplog.messages)
+    assert any(message.startswith("reward my.py:score took ") for message in caplog.messages)
 
 
 async def test_what_holds_the_loops_is_named(
@@ -353,7 +353,7 @@ async def test_what_holds_the_loops_is_named(
         assert any("in sleeps_synchronously" in message for message in caplog.messages)
         holding = Code("reward my.py:holds", Activity.reward, 30.0, RunIn.loop)
         await watched.call(holding, time.sleep, 0.2)
-        assert any(message.startswith("reward my.py:holds held an event loop for 0.2") for message in caplog.messages)
+        assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)
         while not any("these ran: reward my.py:holds" in message for message in caplog.messages):
             slow = asyncio.create_task(watched.call(in_thread(label="reward my.py:holds"), time.sleep, 0.2))
             await asyncio.sleep(0)
