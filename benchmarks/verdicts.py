@@ -4,7 +4,7 @@
 
 Answers are of three kinds: plain numbers, notations (units, fractions, percentages, LaTeX), and expressions that go
 through math-verify; right and wrong ones by turns. The target, 500 a second and core, is for a mix as GSM8K's: 90 %
-numbers, 8 % notations, 2 % expressions. `pool` is one process of the pool, asked one call after the other.
+numbers, 8 % notations, 2 % expressions. Through the pool one process is asked, call by call.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from uuid import uuid4
 from asyncrl.sandbox import Ended, Limits, Sandbox
 
 _BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+WALL_BY_CPU = 3.0
+"""A busy machine must not make a right program wrong."""
 _CASES, _ASSERTS = "tests", "test_code"
 
 
@@ -25,8 +28,10 @@ class CodeTestsReward:
 
     Args:
         all_or_nothing: 1 where every test passes, else 0.
-        timeout_s, memory_mb, processes: limits of one test, see `asyncrl.sandbox.Limits`. `reward.timeout_s` has to
-            allow for all tests of a row.
+        timeout_s: CPU time of one test, and a third of what it may take by the clock, as other programs run at the same
+            time. `reward.timeout_s` has to allow for all tests of a row and for a wait: as many programs as there are
+            cores run at a time.
+        memory_mb, processes: limits of one test, see `asyncrl.sandbox.Limits`.
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
@@ -35,8 +40,8 @@ class CodeTestsReward:
     def __init__(
         self, *, all_or_nothing: bool = True, timeout_s: float = 5.0, memory_mb: int = 512, processes: int = 16
     ) -> None:
-        cpu_s = max(1, round(timeout_s))
-        self._sandbox = Sandbox(Limits(timeout_s, cpu_s, memory_mb, processes))
+        cpu_s = max(1, math.ceil(timeout_s))
+        self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes))
         self._all_or_nothing = all_or_nothing
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float:

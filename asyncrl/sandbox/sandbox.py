@@ -86,13 +86,16 @@ class Sandbox:
 
     Args:
         limits: of each program.
+        parallel: programs that run at the same time, further ones wait; 0: as many as there are cores. More would take
+            each other's time, which is limited.
 
     Raises:
         SandboxUnavailable: tried once, a sandbox cannot be made here.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, parallel: int = 0) -> None:
         self.limits = limits or Limits()
+        self._places = threading.BoundedSemaphore(parallel or len(os.sched_getaffinity(0)))
         self._python = os.path.realpath(sys.executable)
         library = Path(os.__file__).resolve().parent
         folders = {Path("/usr"), Path("/lib"), Path("/lib64"), Path(self._python).parent.parent, library.parent.parent}
@@ -126,7 +129,7 @@ class Sandbox:
                 "RLIMIT_NPROC": limits.processes,
             },
         }
-        with _user() as uid, _specification(spec | {"uid": uid}) as fd:
+        with self._places, _user() as uid, _specification(spec | {"uid": uid}) as fd:
             isolated = ["--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"]
             isolated += ["--user", "--map-root-user"] if uid is None else []
             inside = [self._python, "-I", "-S", str(Path(__file__).with_name("inside.py")), str(fd)]
