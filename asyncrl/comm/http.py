@@ -58,13 +58,15 @@ class JsonHttp:
     """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
 
     Args:
-        security: the run's token and certificate; None where it has no secret.
+        security: the run's token and certificate; None where it has no secret, and for servers that are not the run's.
+        key: a bearer token for servers that are not the run's, which are proven by their own certificates.
     """
 
-    def __init__(self, security: HttpSecurity | None) -> None:
+    def __init__(self, security: HttpSecurity | None, *, key: str | None = None) -> None:
         self._security = security
         self._tls = None if security is None else security.client_context()
-        self._authorization = None if security is None else {"Authorization": f"Bearer {security.token}"}
+        token = key if security is None else security.token
+        self._authorization = None if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
 
     @overload
@@ -114,7 +116,9 @@ class JsonHttp:
         Raises:
             HttpUnreachable: it cannot.
         """
-        if self._security is None or self._tls is None or self._security.is_adopted(url):
+        if self._security is None or self._tls is None:
+            return True, self._authorization
+        if self._security.is_adopted(url):
             return True, None
         if not url.startswith("https://"):
             raise HttpUnreachable(f"{url} is no server of this run, which speak TLS: nothing is sent to it")

@@ -68,8 +68,7 @@ from asyncrl.trainer.messages import (
     Publish,
     SaveCheckpoint,
 )
-from asyncrl.trainer.settings import BestDirection, worker_grid
-from asyncrl.trainer.worker_grid import Placement
+from asyncrl.trainer.settings import BestDirection, Placement, worker_grid
 from asyncrl.weights.checkpoint_dir import which_to_keep
 from asyncrl.weights.transports import weight_transport
 

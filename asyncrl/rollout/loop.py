@@ -9,11 +9,11 @@ Life of a rollout here
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
-A rollout that fails (the agent, the environment or a server raised: `failed`; the reward: `reward_failed`) is dropped
-and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that makes no prompt would make none the next time
-either: it is dropped at once (`bad_prompt`). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures
-without a success, and more than rollouts are running, raise the last error. Fewer than those running may be a few bad
-rows, which fail at once while the good ones take their time.
+A rollout that fails (the agent, the environment or a server raised) is dropped as `failed`, with the name of the
+user's code where it is that (`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A
+row that makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything
+fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the
+last error. Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
-from asyncrl.comm.drop_reasons import DropReason, given_up
+from asyncrl.comm.drop_reasons import DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt
@@ -36,8 +36,10 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.offload.errors import failed_label
+from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins, RewardFailed
+from asyncrl.rollout.user_code import Plugins
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class _RolloutPolicy:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
-        return await self.client.generate(request, self.rollout_id, route=route)
+        with timed(Activity.generate):
+            return await self.client.generate(request, self.rollout_id, route=route)
 
 
 class RolloutLoop:
@@ -191,13 +194,15 @@ class RolloutLoop:
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
-        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
+        with metered() as meter:
+            samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
             return self._rejection(candidate, verdict)
-        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shape(samples, self._shapings)))
+        shaped = shape(samples, self._shapings)
+        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, meter.metrics()))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
 
@@ -223,8 +228,6 @@ class RolloutLoop:
         return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)
 
 
-def _reason(error: Exception) -> DropReason:
+def _reason(error: Exception) -> str:
     """Why a rollout that raised `error` is dropped."""
-    if isinstance(error, RewardFailed):
-        return DropReason.reward_failed
-    return DropReason.bad_prompt if isinstance(error, BadPrompt) else DropReason.failed
+    return DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(failed_label(error))

@@ -44,14 +44,17 @@ class RolloutWorker(AsyncWorker):
         rollout = self.config.rollout
         manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
         try:
-            async with RolloutClient(
-                manager,
-                security=self.http_security,
-                max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
-                request_timeout_s=rollout.request_timeout_s,
-                new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-                vocab_size=self._plugins.vocab_size,
-            ) as client:
+            async with (
+                self._plugins.offloader,
+                RolloutClient(
+                    manager,
+                    security=self.http_security,
+                    max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
+                    request_timeout_s=rollout.request_timeout_s,
+                    new_tokens_per_chunk=rollout.new_tokens_per_chunk,
+                    vocab_size=self._plugins.vocab_size,
+                ) as client,
+            ):
                 await self._run(manager, client)
         finally:
             await manager.close()

@@ -17,7 +17,8 @@ from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype, setting
 from asyncrl.runtime.hardware import count_gpus
 from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.worker_grid import Placement as Placement
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig

@@ -584,14 +584,14 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     async def status() -> GateStatus:
         step = run.loop.version
         dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1}
-        return GateStatus(0.0, frozenset(), "", dropped | {"reward_failed": step})
+        return GateStatus(0.0, frozenset(), "", dropped | {"failed: reward my.py:score": step})
 
     run.manager.status = status  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
     assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
-    assert [row["rollout/dropped_reward_failed"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_failed: reward my.py:score"] for row in run.rows()] == [1, 1, 1]
 
 
 async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.generation import Completion
+from asyncrl.comm.drop_reasons import is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
@@ -43,8 +44,10 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import current_meter
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins, RewardFailed
+from asyncrl.rollout.user_code import Plugins
 
 GROUP = 2
 
@@ -388,13 +391,13 @@ async def test_a_reward_that_raises_is_told_from_other_failures() -> None:
     class Scoring(EchoAgent):
         async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
             if prompt.order == 0:
-                raise RewardFailed("reward.path='mine.py:score' raised KeyError: 'answer'")
+                raise UserCodeError("reward my.py:score", "raised KeyError: 'answer'")
             return await super().run(prompt, env, client)
 
     gate = FakeGate(admit=2)
     await run(gate, Scoring(lambda _: [1.0, 0.0]))
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (dropped.reason, dropped.return_prompt) == ("reward_failed", True)
+    assert (dropped.reason, dropped.return_prompt) == ("failed: reward my.py:score", True)
 
 
 async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:
@@ -559,3 +562,30 @@ async def test_a_group_with_a_number_that_is_none_fails_before_it_is_pushed(
     gate = FakeGate(admit=2)
     assert await run(gate, always(*rewards), generate=respond) == []
     assert {ended.reason for ended in gate.finished.values()} == {"failed"}
+
+
+async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filters() -> None:
+    async def hang() -> None:
+        try:
+            raise UserCodeError("reward my.py:score", "did not return within 60 s")
+        except UserCodeError as error:
+            raise ExceptionGroup("of a group", [error]) from error
+
+    gate = FakeGate(admit=3)
+    await run(gate, Raising(hang), config=RolloutConfig(max_concurrent=1))
+    (failed,) = gate.outcome_of(gate.asked[0])
+    assert (failed.reason, failed.return_prompt) == ("failed: reward my.py:score", True)
+    assert not is_filter_reason(failed.reason)
+    assert is_filter_reason("zero_variance")
+
+
+class Measured(EchoAgent):
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        current_meter().add_reward("right", float(prompt.order))
+        return await super().run(prompt, env, client)
+
+
+async def test_a_trajectory_carries_the_times_and_rewards_of_its_own_rollout() -> None:
+    pushed = await run(FakeGate(admit=3), Measured(lambda _: [1.0, 0.0]))
+    assert [trajectory.metrics["reward/right"] for trajectory in pushed] == [t.order for t in pushed]
+    assert all(trajectory.metrics["rollout/generate_s"] > 0.0 for trajectory in pushed)
