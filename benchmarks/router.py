@@ -3,12 +3,12 @@
     python benchmarks/router.py [--quick] [--json PATH]
 
 The manager's HTTP server runs in a process of its own on one core, a load generator on another. A cycle is one
-rollout: one call to each of `/allocate_rollout`, `/schedule_request` and `/finish_rollout`, with the bearer token
-checked; "batch 8" carries eight rollouts in each call, as RolloutWorkers do. Finished rollouts are reported as
-trained every 256, so the gate's books move as in a run. Rates are given per second and per CPU second of the server,
-which is what a core of its own would do: on a machine whose cores are shared the former says more about the
-neighbours. Beside it, in the same run, what aiohttp itself can do: the same three calls to a handler that parses the
-body and answers `{}`.
+rollout: one call to each of `/allocate_rollout`, `/schedule_request` and `/finish_rollout`; "batch 8" carries eight
+rollouts in each call, as RolloutWorkers do. Finished rollouts are reported as trained every 256, so the gate's books
+move as in a run. Rates are given per second and per CPU second of the server, which is what a core of its own would do:
+on a machine whose cores are shared the former says more about the neighbours. Beside it, in the same run, what aiohttp
+itself can do: the same three calls to a handler that parses the body and answers `{}`. The last rows are with TLS and
+the token, as in a run with `system.encrypt`; the others without.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp
 from asyncrl.manager.messages import (
@@ -44,7 +46,6 @@ from asyncrl.manager.messages import (
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 
-TOKEN = "benchmark"
 CONNECTIONS = 16
 SERVERS = 4
 TRAINED_PER_REPORT = 256
@@ -77,7 +78,8 @@ class Row:
 class Load(asyncio.Protocol):
     """One connection that runs cycle after cycle; it writes the next call as soon as a reply is whole."""
 
-    def __init__(self, number: int, batch: int) -> None:
+    def __init__(self, number: int, batch: int, token: str) -> None:
+        self._token = token
         self._number, self._batch = number, batch
         self._cycle = 0
         self._step = 0
@@ -125,7 +127,7 @@ class Load(asyncio.Protocol):
         path, request = self._call()
         content = msgspec.json.encode(request)
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._token}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         self._transport.write(head.encode() + content)
@@ -145,13 +147,13 @@ class Load(asyncio.Protocol):
         return "/report_consumed", ConsumedReport(self._version, trained, [])
 
 
-def serve(core: int, plain: bool, report: Connection) -> None:
+def serve(core: int, plain: bool, security: HttpSecurity | None, report: Connection) -> None:
     """The server process: sends its port, runs until told, sends the CPU time it used between the two marks."""
     _pin(core)
-    uvloop.run(_serve(plain, report))
+    uvloop.run(_serve(plain, security, report))
 
 
-async def _serve(plain: bool, report: Connection) -> None:
+async def _serve(plain: bool, security: HttpSecurity | None, report: Connection) -> None:
     close: Callable[[], Any]
     if plain:
         server = web.Server(_answer_plainly, access_log=None)
@@ -165,7 +167,7 @@ async def _serve(plain: bool, report: Connection) -> None:
             service.router.update(index, f"http://server{index}", 0, True)
         service.begin(0)
         registry = manager_registry(service, FleetDecisions("interrupt", 60.0))
-        http = ManagerHttp(service.verbs(), token=TOKEN, registry=registry)
+        http = ManagerHttp(service.verbs(), security=security, registry=registry)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close
     report.send(port)
     began = await asyncio.to_thread(_mark, report)
@@ -188,17 +190,17 @@ async def _answer_plainly(request: web.BaseRequest) -> web.Response:
     return web.Response(body=b"{}", headers={"Content-Type": "application/json"})
 
 
-def measure(what: str, batch: int, seconds: float) -> Row:
+def measure(what: str, batch: int, seconds: float, security: HttpSecurity | None = None) -> Row:
     """One load against a fresh server."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     cores = sorted(os.sched_getaffinity(0))
-    server = context.Process(target=serve, args=(cores[0], what == PLAIN_AIOHTTP, theirs))
+    server = context.Process(target=serve, args=(cores[0], what == PLAIN_AIOHTTP, security, theirs))
     server.start()
     try:
         port = ours.recv()
         _pin(cores[-1])
-        return uvloop.run(_load(what, batch, seconds, port, ours))
+        return uvloop.run(_load(what, batch, seconds, security, port, ours))
     finally:
         os.sched_setaffinity(0, cores)
         server.join(10)
@@ -206,11 +208,14 @@ def measure(what: str, batch: int, seconds: float) -> Row:
             server.kill()
 
 
-async def _load(what: str, batch: int, seconds: float, port: int, server: Connection) -> Row:
+async def _load(
+    what: str, batch: int, seconds: float, security: HttpSecurity | None, port: int, server: Connection
+) -> Row:
     loop = asyncio.get_running_loop()
-    loads = [Load(number, batch) for number in range(CONNECTIONS)]
+    token, tls = ("", None) if security is None else (security.token, security.client_context())
+    loads = [Load(number, batch, token) for number in range(CONNECTIONS)]
     for load in loads:
-        await loop.create_connection(lambda load=load: load, "127.0.0.1", port)  # type: ignore[misc]
+        await loop.create_connection(lambda load=load: load, "127.0.0.1", port, ssl=tls)  # type: ignore[misc]
     await asyncio.sleep(0.2 * seconds)  # connections are up and the server is warm
     server.send("begin")
     cycles, calls = sum(load.cycles for load in loads), sum(load.calls for load in loads)
@@ -229,10 +234,14 @@ async def _load(what: str, batch: int, seconds: float, port: int, server: Connec
 def run(quick: bool) -> list[Row]:
     """All loads, one after the other."""
     seconds = 1.0 if quick else 5.0
+    with tempfile.TemporaryDirectory() as folder:
+        security = RunSecret.create(Path(folder) / "secret").http()
+        encrypted = [measure("with TLS", batch, seconds, security) for batch in (1, 8)]
     return [
         measure(PLAIN_AIOHTTP, 1, seconds),
         measure("gate + router", 1, seconds),
         measure("gate + router", 8, seconds),
+        *encrypted,
     ]
 
 

@@ -38,9 +38,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.trainer.parallel import Ranks
@@ -120,8 +121,8 @@ def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextmanager
-def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str]]:
-    """An embedded server of that model: its URL and token."""
+def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, HttpSecurity]]:
+    """An embedded server of that model: its URL, token and certificate."""
     config = ExperimentConfig()
     config.model.path = str(model_dir)
     config.generation.dtype = dtype
@@ -131,13 +132,13 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, str
     config.generation.max_total_tokens = 1024
     run_dir.mkdir()
     write_run_config(config, run_dir)
-    token = RunSecret.create(run_dir / SECRET_FILE).token
+    security = RunSecret.create(run_dir / SECRET_FILE).http()
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
-        server = subprocess.Popen([*argv, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
+        server = subprocess.Popen(kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
     resolver = make_resolver("file", str(run_dir / "name_resolve"))
     try:
-        yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, token
+        yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:
         server.terminate()
         server.wait()
@@ -184,8 +185,8 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
     model.save_pretrained(folder / "base")
     shared = SharedFiles(model.config, tokenizer_assets(folder / "base"))
     plains, serveds = [], []
-    with serve(folder / "base", dtype, folder / "run") as (url, token):
-        http = JsonHttp(token)
+    with serve(folder / "base", dtype, folder / "run") as (url, security):
+        http = JsonHttp(security)
         server = GenerationServerClient(http, url)
         for version in range(1, rounds + 2):
             for ours in (version % 2 == 0, version % 2 == 1):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, cast
 
 import psutil
 import pytest
+
+from asyncrl.comm.security import HttpSecurity, RunSecret
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
@@ -151,6 +154,12 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def http_security(tmp_path: Path) -> HttpSecurity:
+    """Token and certificate of a run of this test's own."""
+    return RunSecret.create(tmp_path / "secret").http()
+
+
 class Run:
     """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
 
@@ -187,6 +196,16 @@ class Run:
 
     def wait_for_step(self, step: int, limit_s: float = 90.0) -> None:
         self.wait_for_line(f"step {step}/", limit_s)
+        self.remember_processes()
+
+    def wait_for_file(self, name: str, limit_s: float = 90.0) -> None:
+        """Wait until there is a file or folder `name` in the run's folder."""
+        pause = threading.Event()
+        deadline = time.monotonic() + limit_s
+        while not (self.run_dir / name).exists():
+            if self._ended or time.monotonic() > deadline:
+                pytest.fail(f"no {name} with:\n{self.output}")
+            pause.wait(0.05)
         self.remember_processes()
 
     def wait(self, limit_s: float = 150.0) -> int:

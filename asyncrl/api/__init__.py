@@ -14,7 +14,7 @@ from asyncrl.api.generation import (
     SamplingParams,
 )
 from asyncrl.api.prompt import Prompt
-from asyncrl.api.reward import RewardFunction
+from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
 from asyncrl.api.tokenizer import Tokenizer
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
 
@@ -22,16 +22,22 @@ __all__ = [
     "Agent",
     "Completion",
     "Environment",
+    "Episode",
+    "EpisodeReward",
     "FinishReason",
     "GenerationClient",
     "GenerationRequest",
     "GenerationResult",
+    "GroupReward",
     "Prompt",
     "RewardFunction",
+    "RunIn",
     "Sample",
     "SampleColumns",
     "SamplingParams",
     "StepResult",
     "Tokenizer",
     "Trajectory",
+    "run_in",
+    "scored",
 ]

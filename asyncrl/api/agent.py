@@ -18,6 +18,9 @@ class Agent:
     `run` awaits the policy's answers where it needs them; choose it unless you have an agent in the form of
     `collect_trajectory`, which takes them from a queue: that form works too, and only one of the two is needed.
 
+    `run` may be a plain `def`: it then runs in a thread, where `client.generate`, `env.reset` and `env.step` are called
+    without `await`.
+
     The RolloutWorker passes the run's tokenizer as the keyword argument `tokenizer`. One instance serves all prompts of
     its worker, many at the same time: keep the state of an episode in local variables.
 

@@ -14,6 +14,11 @@ class Environment(ABC):
     """Subclass, implement `reset` and `step`, and name the class in `env.path`. `env.args` go to the constructor.
 
     One instance serves one prompt's group; `close` is called when the rollout ends, however it ends.
+
+    The methods may be plain `def`s: each call then runs in a thread, those of one instance after each other, and the
+    reward that the constructor is given is simply called. Write so whatever sleeps, computes or asks a service
+    synchronously; `async def`s share one event loop with all other asynchronous code of yours. A call that takes longer
+    than `env.timeout_s` fails its rollout.
     """
 
     @abstractmethod

@@ -1,14 +1,120 @@
-"""Rewards as plain functions."""
+"""Rewards as plain functions, what they see, and where they run.
+
+A reward is named by import path in `reward.path` (or in a list, `rewards`). What it sees is told by the name of its
+first parameter:
+
+| signature                              | called                                | returns                    |
+|----------------------------------------|---------------------------------------|----------------------------|
+| `score(data, completion) -> float`     | by the environment, for each answer   | the reward of the answer   |
+| `score(episode) -> float`              | once a sample is complete             | its reward                 |
+| `score(group) -> Sequence[float]`      | once the whole group is complete      | a reward for each sample   |
+
+`def` and `async def` both do. A class does too: `args` go to its constructor, and its instances are called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+_MARK = "__asyncrl_run_in__"
+
+
+class RunIn(StrEnum):
+    """Where a user's function runs, off the event loop or on it."""
+
+    auto = "auto"
+    """Where the function is marked to run (`run_in`); else `async def` on the users' event loop, `def` in a thread."""
+    loop = "loop"
+    """Where it is called: for what takes less than a millisecond, always."""
+    thread = "thread"
+    """For what waits, or computes in a library that lets go of the interpreter's lock. Not to be killed."""
+    process = "process"
+    """For what computes in Python, may hang, crash or want too much memory: it is killed, and nothing else is."""
 
 
 class RewardFunction(Protocol):
-    """Any callable with this signature; name it in `reward.path`. RolloutWorkers call it, training ranks never do."""
+    """Any callable with this signature; name it in `reward.path`. RolloutWorkers call it, training ranks never do.
 
-    def __call__(self, data: Mapping[str, Any], completion: str) -> float:
-        """The reward of answer text `completion` to dataset row `data`."""
+    The reward that an environment is given has this signature too; it is the weighted sum of all rewards of this form.
+    An environment with `async def step` awaits it, one with a plain `step`, which runs in a thread, gets the number.
+    """
+
+    def __call__(self, data: Mapping[str, Any], completion: str) -> float | Awaitable[float]:
+        """The reward of answer text `completion` to dataset row `data`, a finite number."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished sample as rewards see it: plain data, so that it can be scored in another process.
+
+    Attributes:
+        data: the dataset's row.
+        prompt: text of the tokens before the first generated one.
+        turns: text of each stretch of generated tokens; one for a single turn.
+        response: text of everything after the prompt, what environment and tools said included.
+        generated_tokens: number of tokens that the policy wrote.
+        truncated: the answer was cut off by a length limit.
+        reward: what the sample has earned before rewards of whole episodes and groups.
+    """
+
+    data: Mapping[str, Any]
+    prompt: str
+    turns: tuple[str, ...]
+    response: str
+    generated_tokens: int
+    truncated: bool
+    reward: float
+
+    @property
+    def completion(self) -> str:
+        """Text of the last turn: the answer."""
+        return self.turns[-1] if self.turns else ""
+
+
+class EpisodeReward(Protocol):
+    """A reward that sees a whole sample: all turns, its length, whether it was cut off."""
+
+    def __call__(self, episode: Episode) -> float | Awaitable[float]:
+        """The reward of `episode`, added to what its environment gave."""
+        ...
+
+
+class GroupReward(Protocol):
+    """A reward that compares a prompt's samples with each other."""
+
+    def __call__(self, group: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """A reward for each sample of `group`, in its order."""
+        ...
+
+
+async def scored(reward: RewardFunction, data: Mapping[str, Any], completion: str) -> float:
+    """What `reward` gives, whether it is awaited or not: for environments."""
+    value = reward(data, completion)
+    return float(await value if inspect.isawaitable(value) else value)
+
+
+def run_in(where: RunIn | str) -> Callable[[_T], _T]:
+    """Mark a reward function or class: `@run_in("process")`. The setting `run_in` of the reward wins over the mark.
+
+    Raises:
+        ValueError: `where` is no member of `RunIn`.
+    """
+    place = RunIn(where)
+
+    def mark(function: _T) -> _T:
+        setattr(function, _MARK, place)
+        return function
+
+    return mark
+
+
+def marked_run_in(function: object) -> RunIn:
+    """Where `function` is marked to run; `auto` if it is not."""
+    place = getattr(function, _MARK, RunIn.auto)
+    return RunIn(place)

@@ -13,9 +13,7 @@ class DropReason(StrEnum):
     duplicate_prompt = auto()
     """Another rollout of the same prompt came first."""
     failed = auto()
-    """The agent, the environment, the dataset or a server raised."""
-    reward_failed = auto()
-    """The reward function raised, or gave no finite number."""
+    """The agent, the environment, the dataset or a server raised; see `failed_in`."""
     bad_prompt = auto()
     """The row makes no prompt: it is empty, or longer than `dataset.max_prompt_tokens`."""
     timeout = auto()
@@ -26,16 +24,33 @@ class DropReason(StrEnum):
     """Its RolloutWorker is gone."""
 
 
-FAILURES = {
-    DropReason.reward_failed: "in the reward function",
+FAILURES: dict[str, str] = {
     DropReason.bad_prompt: "as their rows make no prompt",
     DropReason.failed: "in the agent, the environment, the dataset or a server",
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
 }
 """Reasons that somebody has to look into, and how a person is told of them: so many rollouts failed ..."""
+
+
+def failure(reason: str) -> str | None:
+    """How a person is told of rollouts that were dropped for `reason`; None where nobody has to look into them."""
+    own, _, label = reason.partition(": ")
+    return f"in {label}" if label and own == DropReason.failed else FAILURES.get(own)
+
+
+def given_up(reason: str) -> str:
+    """The reason of a group that a filter rejected for `reason`, whose prompt it would return once too often."""
+    return f"{reason}_given_up"
+
+
 _OWN = frozenset(DropReason)
+
+
+def failed_in(label: str | None) -> str:
+    """The reason of a rollout that failed, in users' code where that is known: `failed: reward my.py:score`."""
+    return DropReason.failed if label is None else f"{DropReason.failed}: {label}"
 
 
 def is_filter_reason(reason: str) -> bool:
     """Whether `reason` is one that a filter gave."""
-    return reason not in _OWN
+    return reason.partition(":")[0] not in _OWN

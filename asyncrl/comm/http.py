@@ -1,14 +1,23 @@
-"""JSON over HTTP with a bearer token, a time limit on every call and typed failures: under all HTTP clients here."""
+"""JSON over HTTP, a time limit on every call and typed failures: under all HTTP clients here.
+
+Where the run has a secret, a server is spoken to only if it proves by TLS that it is the run's; then it gets the token.
+"""
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from asyncrl.comm.security import HttpSecurity
+
 T = TypeVar("T")
+
+_JSON = {"Content-Type": "application/json"}
 
 KEEP_ALIVE_S = 4.0
 """An idle connection is closed before the server does it, which would break the next call; uvicorn does after 5 s."""
@@ -49,12 +58,15 @@ class JsonHttp:
     """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
 
     Args:
-        token: bearer token; None where the run has no secret.
+        security: the run's token and certificate; None where it has no secret, and for servers that are not the run's.
+        key: a bearer token for servers that are not the run's, which are proven by their own certificates.
     """
 
-    def __init__(self, token: str | None) -> None:
-        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._headers = {"Content-Type": "application/json"} | authorization
+    def __init__(self, security: HttpSecurity | None, *, key: str | None = None) -> None:
+        self._security = security
+        self._tls = None if security is None else security.client_context()
+        token = key if security is None else security.token
+        self._authorization = None if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
 
     @overload
@@ -73,8 +85,11 @@ class JsonHttp:
         """
         data = None if body is None else _encoder.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        tls, headers = self._proofs(url)
         try:
-            async with self._open().request(method, url, data=data, timeout=timeout) as answer:
+            async with self._open().request(
+                method, url, data=data, headers=headers, ssl=tls, timeout=timeout, allow_redirects=False
+            ) as answer:
                 content = await answer.read()
         except TimeoutError as error:
             raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
@@ -95,11 +110,25 @@ class JsonHttp:
             await self._session.close()
             self._session = None
 
+    def _proofs(self, url: str) -> tuple[ssl.SSLContext | bool, Mapping[str, str] | None]:
+        """How the server at `url` has to prove itself, and what it is sent in return.
+
+        Raises:
+            HttpUnreachable: it cannot.
+        """
+        if self._security is None or self._tls is None:
+            return True, self._authorization
+        if self._security.is_adopted(url):
+            return True, None
+        if not url.startswith("https://"):
+            raise HttpUnreachable(f"{url} is no server of this run, which speak TLS: nothing is sent to it")
+        return self._tls, self._authorization
+
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Unlimited: bounded by what its user sends at the same time.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._session = aiohttp.ClientSession(connector=connector, headers=_JSON)
         return self._session
 
 

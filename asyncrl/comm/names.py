@@ -2,6 +2,7 @@
 
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
+    run                             who has the trial: `TrialHolder`
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
@@ -40,6 +41,8 @@ GENERATION_SERVERS = "generation_servers"
 """Subtree of all generation servers."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
+TRIAL_KEY = "run"
+"""`TrialHolder`: the launch that has the trial and its names."""
 DATA_STATE_KEY = "data_state"
 """`DataState`: present once the RolloutWorkers may begin."""
 
@@ -60,6 +63,22 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(value, type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"name resolution holds {value!r:.200}, which is no {cls.__name__}: {error}") from error
+
+
+class TrialHolder(_Entry, frozen=True):
+    """The launcher that has a trial.
+
+    `launch` is random; `pid` and `started` (kernel ticks since boot) name its process, where `machine` is the reader's
+    too; `since` is for people.
+    """
+
+    launch: str
+    host: str
+    machine: str
+    pid: int
+    started: int
+    since: str
+    run_dir: str
 
 
 class WorkerAddress(_Entry, frozen=True):

@@ -1,10 +1,15 @@
-"""The run's secret and what comes from it: ZMQ CURVE keys and the HTTP bearer token.
+"""The run's secret and what comes with it: ZMQ CURVE keys, the HTTP bearer token, and a certificate.
 
 A run has one secret, 32 random bytes in a file that only its owner may read. Every process of the run reads it and
 derives the same keys with HMAC-SHA256 under distinct labels: one CURVE key pair of all servers, one of all clients, and
-the bearer token. So a process that knows the secret is a peer, and everybody else fails the handshake: without the
-server's public key, which is published nowhere, no handshake can even begin, and a client key that is not the run's is
-refused by the `PeerGate` (a ZAP handler). What is refused is counted, logged once per source, and changes nothing else.
+the bearer token. In the same file lie a private key and its self-signed certificate, made together with the secret: the
+run's HTTP servers speak TLS with them and its clients trust this one certificate and no other, whatever the address is.
+So a server proves that it is one of the run before it is sent the token or anything else, and an entry in name
+resolution that leads to a stranger leads nowhere.
+
+On ZMQ sockets a process that knows the secret is a peer, and everybody else fails the handshake: without the server's
+public key, which is published nowhere, no handshake can even begin, and a client key that is not the run's is refused
+by the `PeerGate` (a ZAP handler). What is refused is counted, logged once per source, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ import hashlib
 import hmac
 import os
 import secrets
+import ssl
 import stat
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,8 @@ from zmq.utils import z85
 
 SECRET_BYTES = 32
 _FILE_MODE = 0o600
+_MAX_FILE_BYTES = 1 << 14
+_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 
 class SecretError(Exception):
@@ -51,20 +60,57 @@ class SocketSecurity:
         socket.curve_secretkey = self.client_secret
 
 
+@dataclass(frozen=True, slots=True)
+class HttpSecurity:
+    """What the run's HTTP servers and clients hold.
+
+    Attributes:
+        token: the bearer token, which clients send to the run's servers alone.
+        file: PEM file with the servers' private key and certificate.
+        certificate: the certificate, PEM.
+        adopted: URLs of servers that are not the run's: they are spoken to as they are and never sent the token.
+    """
+
+    token: str = field(repr=False)
+    file: Path
+    certificate: str = field(repr=False)
+    adopted: frozenset[str] = frozenset()
+
+    def server_context(self) -> ssl.SSLContext:
+        """TLS of a server of the run."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.file)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """TLS of a client that trusts the run's certificate alone, and asks for no name in it: it is the identity."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.load_verify_locations(cadata=self.certificate)
+        return context
+
+    def is_adopted(self, url: str) -> bool:
+        """Whether `url` is of a server that is not the run's, and that the settings name."""
+        return any(url == base or url.startswith(f"{base}/") for base in self.adopted)
+
+
 class RunSecret:
     """The secret of one run. `repr` does not show it."""
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, file: Path | None = None, certificate: str = "") -> None:
         if len(value) != SECRET_BYTES:
             raise ValueError(f"a run's secret has {len(value)} bytes, expected {SECRET_BYTES}")
         self._value = value
+        self._file, self._certificate = file, certificate
 
     def __repr__(self) -> str:
         return "RunSecret(...)"
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunSecret:
-        """A new secret, written to `path` with mode 0600.
+        """A new secret and certificate, written to `path` with mode 0600.
 
         The file appears whole (written aside, then linked), so of several creators one wins and all can load.
 
@@ -73,16 +119,16 @@ class RunSecret:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        value = secrets.token_bytes(SECRET_BYTES)
+        value, (key, certificate) = secrets.token_bytes(SECRET_BYTES), _make_certificate()
         aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
         try:
             with os.fdopen(descriptor, "w") as file:
-                file.write(value.hex())
+                file.write(f"{value.hex()}\n{key}{certificate}")
             os.link(aside, path)
         finally:
             aside.unlink()
-        return cls(value)
+        return cls(value, path, certificate)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunSecret:
@@ -109,7 +155,8 @@ class RunSecret:
                     f"makes a new one with mode {_FILE_MODE:04o}"
                 )
             try:
-                return cls(bytes.fromhex(file.read(4 * SECRET_BYTES)))
+                value, _, pem = file.read(_MAX_FILE_BYTES).partition("\n")
+                return cls(bytes.fromhex(value), Path(path), pem[pem.find(_CERTIFICATE) :] if pem else "")
             except ValueError as error:
                 raise SecretError(f"secret file {os.fspath(path)!r} is damaged ({error}): delete it") from error
 
@@ -117,6 +164,17 @@ class RunSecret:
     def token(self) -> str:
         """The HTTP bearer token, 64 hexadecimal digits."""
         return self._derive("http-bearer").hex()
+
+    def http(self, adopted: Collection[str] = ()) -> HttpSecurity:
+        """The token, the certificate, and which servers are not the run's.
+
+        Raises:
+            SecretError: the secret's file has no certificate.
+        """
+        if self._file is None or not self._certificate:
+            raise SecretError(f"secret file {str(self._file)!r} has no certificate: delete it, the run makes a new one")
+        urls = frozenset(url.rstrip("/") for url in adopted)
+        return HttpSecurity(self.token, self._file, self._certificate, urls)
 
     def sockets(self) -> SocketSecurity:
         """The CURVE keys."""
@@ -130,3 +188,30 @@ class RunSecret:
 
     def _derive(self, label: str) -> bytes:
         return hmac.new(self._value, b"asyncrl/" + label.encode(), hashlib.sha256).digest()
+
+
+def _make_certificate() -> tuple[str, str]:
+    """A private key and a certificate that it signed itself, PEM. The certificate has no end: its run has."""
+    import datetime  # cryptography is loaded by the launcher alone
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "asyncrl run")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))  # clocks of hosts differ
+        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))  # RFC 5280: no well-defined end
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
+    return private.decode(), certificate.public_bytes(encoding).decode()

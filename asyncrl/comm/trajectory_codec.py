@@ -20,7 +20,7 @@ prompt, all in order:
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-Meta: a list of R `TrajectoryHeader`s.
+Meta: a list of R `TrajectoryHeader`s, whose metrics are finite.
 
 The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
 the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message, and
@@ -234,6 +234,8 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
             entry = decode_typed(_ENTRY, raw, "trajectory's entry")
             if not sound and (fault := _fault(prompt, rest)) is not None:
                 raise CodecError(fault)
+            if not all(map(math.isfinite, entry.metrics.values())):
+                raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
             if not prompt_length and 0 in lengths[start:end]:
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
         except CodecError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.input_checks import base_model_config
 from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
@@ -26,6 +28,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 def train(config: Config, folder: Path | None) -> int:
     """Run the experiment; returns the exit code. `folder` holds the experiments (None: the built-in ones)."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    os.umask(PRIVATE_UMASK)
     try:
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")

@@ -13,7 +13,14 @@ from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import OnStale
 from asyncrl.observability.settings import LoggingConfig
-from asyncrl.rollout.settings import DatasetConfig, EvalConfig, RolloutConfig
+from asyncrl.rollout.settings import (
+    DatasetConfig,
+    EnvConfig,
+    EvalConfig,
+    NamedRewardConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,
@@ -49,9 +56,11 @@ class ExperimentConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     agent: PluginConfig = field(default_factory=lambda: PluginConfig(path="asyncrl.agents.single_turn:SingleTurnAgent"))
-    env: PluginConfig = field(default_factory=lambda: PluginConfig(path="asyncrl.envs.single_turn:SingleTurnEnv"))
-    reward: PluginConfig = field(
-        default_factory=lambda: PluginConfig(path="asyncrl.rewards.arithmetic:arithmetic_reward")
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: list[NamedRewardConfig] = setting(
+        help="several rewards in place of reward: their weighted sum; each with name, weight and what reward has",
+        factory=list,
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.import_paths import PluginError, definition, split_path, top_level_functions
+from asyncrl.config.import_paths import Definition, PluginError, definition, split_path, top_level_functions
 from asyncrl.config.suggestions import did_you_mean
 
 MODEL_FUNCTION = "model_function"
@@ -139,15 +139,30 @@ def problems(
         yield f"{group}.args={dict(args)}: {error}"
 
 
+def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for a reward: how many arguments come by position is told by the name of its first parameter."""
+    try:
+        found = definition(path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    match found:
+        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+            first = next((arg.arg for arg in (*taken.posonlyargs, *taken.args)), "")
+            yield from problems(group, path, args, positional=1 if first in ("episode", "group") else 2)
+        case _:  # a class: its constructor takes none
+            yield from problems(group, path, args)
+
+
 def _params_at(path: str, positional: int) -> Params | None:
     """The parameters of the function or constructor at `path`; None where the source does not say."""
     found = definition(path)
     if found is None:
         return None
     match found.node:
-        case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() as function if _is_plain(function):
             return _params(function, positional)
-        case ast.ClassDef(decorator_list=[]) as class_:
+        case ast.ClassDef() as class_ if _is_plain(class_):
             for member in class_.body:
                 if isinstance(member, ast.FunctionDef) and member.name == "__init__":
                     return _params(member, 1 + positional)
@@ -160,6 +175,11 @@ def _params_at(path: str, positional: int) -> Params | None:
             except PluginError:
                 return None
     return None
+
+
+def _is_plain(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether it takes what its definition says: no decorator but a mark."""
+    return all(ast.unparse(decorator).startswith("run_in(") for decorator in node.decorator_list)
 
 
 def _params(function: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> Params | None:

@@ -6,7 +6,9 @@ epochs give every prompt a global position, its *order* = epoch · num_rows + po
 and the training batch of step v, orders [v·B, (v+1)·B), does not depend on N.
 
 Life of a prompt: `next()` hands it out; then either it is *used* (trained, or dropped for good), or `give_back` returns
-it and it is handed out again before any later one. A prompt that was out when its process died is in no one's `used`:
+it and it is handed out again before any later one. Only where it is to be tried as another *attempt*, with other random
+numbers, it is handed out after the rest of the epoch: under the same weights it would have come to nothing again. A
+prompt that was out when its process died is in no one's `used`:
 the restarted stream, with the same or another N, hands it out again. Ids in `used` are skipped, so nothing is trained
 twice.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,18 +41,21 @@ def seed_from(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
-def prompt_seed(run_seed: int, order: int) -> int:
-    """Base sampling seed of the prompt at `order`; sample i of its group derives its own from it."""
-    return seed_from("prompt", run_seed, order)
+def prompt_seed(run_seed: int, order: int, attempt: int = 0) -> int:
+    """Base sampling seed of an attempt at the prompt at `order`; sample i of its group derives its own from it."""
+    return seed_from("prompt", run_seed, order, *([attempt] if attempt else []))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRef:
-    """A prompt's name within the run, its position in the data order, and its row in the dataset."""
+    """A prompt's name within the run, its position in the data order, its row in the dataset, and which attempt at it
+    this is.
+    """
 
     prompt_id: str
     order: int
     row: int
+    attempt: int = 0
 
 
 class PromptStream:
@@ -84,23 +89,29 @@ class PromptStream:
         self._permutations: dict[int, NDArray[np.int64]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}
         self._next_order = shard_index
-        self._given_back: list[int] = []
-        self._out: set[int] = set()
+        self._given_back: list[tuple[int, int]] = []  # order and attempt
+        self._put_off: list[tuple[int, int, int]] = []  # the order before which it is due, order and attempt
+        self._out: dict[int, int] = {}  # attempt by order
         self._used = set(map(self.order_of, used))
 
     def next(self) -> PromptRef:
-        """The next prompt: the earliest that was given back, else the next of the shard that is not used."""
+        """The next prompt: the earliest that was given back, else the next of the shard that is not used; between two
+        epochs those that were put off.
+        """
         if self._given_back:
-            return self._hand_out(heapq.heappop(self._given_back))
+            return self._hand_out(*heapq.heappop(self._given_back))
         while self._next_order in self._used:
             self._used.discard(self._next_order)
             self._next_order += self.num_shards
+        if self._put_off and self._put_off[0][0] <= self._next_order:
+            return self._hand_out(*heapq.heappop(self._put_off)[1:])
         order = self._next_order
         self._next_order += self.num_shards
-        return self._hand_out(order)
+        return self._hand_out(order, 0)
 
-    def give_back(self, prompt_id: str) -> None:
-        """Hand `prompt_id` out again, before any later prompt.
+    def give_back(self, prompt_id: str, attempt: int = 0) -> None:
+        """Hand `prompt_id` out again: before any later prompt, or as a later `attempt` than it was out as, after the
+        rest of the epoch.
 
         Raises:
             ValueError: the prompt is not out: it was never handed out, or is given back already.
@@ -108,8 +119,11 @@ class PromptStream:
         order = self.order_of(prompt_id)
         if order not in self._out:
             raise ValueError(f"prompt {prompt_id!r} is not out of this shard: give back what `next` handed out, once")
-        self._out.remove(order)
-        heapq.heappush(self._given_back, order)
+        if attempt <= self._out.pop(order):
+            heapq.heappush(self._given_back, (order, attempt))
+        else:
+            epoch = self._next_order // self.num_rows
+            heapq.heappush(self._put_off, ((epoch + 1) * self.num_rows, order, attempt))
 
     def ref(self, order: int) -> PromptRef:
         """The prompt at `order`, of any shard."""
@@ -131,9 +145,9 @@ class PromptStream:
         self._permutation(epoch)
         return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
 
-    def _hand_out(self, order: int) -> PromptRef:
-        self._out.add(order)
-        return self.ref(order)
+    def _hand_out(self, order: int, attempt: int) -> PromptRef:
+        self._out[order] = attempt
+        return replace(self.ref(order), attempt=attempt)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:

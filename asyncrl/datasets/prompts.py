@@ -31,5 +31,7 @@ def make_prompt(
     input_ids = tuple(tokenizer.encode(row["prompt"]))
     if not input_ids:
         raise BadPrompt(f"row {ref.row} of the dataset has an empty prompt: give it at least one token")
-    seeded = replace(sampling, seed=prompt_seed(run_seed, ref.order), stop_token_ids=(tokenizer.eos_token_id,))
+    seeded = replace(
+        sampling, seed=prompt_seed(run_seed, ref.order, ref.attempt), stop_token_ids=(tokenizer.eos_token_id,)
+    )
     return Prompt(ref.prompt_id, ref.order, row, input_ids, group_size, seeded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.api import Environment, RewardFunction, StepResult
+from asyncrl.api import Environment, RewardFunction, StepResult, scored
 
 
 class SingleTurnEnv(Environment):
@@ -32,4 +32,4 @@ class SingleTurnEnv(Environment):
         """Score answer text `action`. The group's answers may follow each other after one `reset`."""
         if self._data is None:
             raise RuntimeError("SingleTurnEnv.step before reset")
-        return "", float(self._reward(self._data, str(action))), True, False, {}
+        return "", await scored(self._reward, self._data, str(action)), True, False, {}

@@ -27,6 +27,7 @@ import msgspec
 
 from asyncrl.api.generation import Completion, FinishReason, SamplingParams
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
@@ -291,10 +292,10 @@ class GenerationServerClient:
 
 
 @asynccontextmanager
-async def connect(url: str, token: str | None) -> AsyncIterator[GenerationServerClient]:
-    """A client of the server at `url` with connections of its own, closed at the end; `token` None where none is
-    needed."""
-    http = JsonHttp(token)
+async def connect(url: str, security: HttpSecurity | None) -> AsyncIterator[GenerationServerClient]:
+    """A client of the server at `url` with connections of its own, closed at the end; `security` None where the
+    run has no secret."""
+    http = JsonHttp(security)
     try:
         yield GenerationServerClient(http, url)
     finally:

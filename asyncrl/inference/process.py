@@ -82,7 +82,7 @@ class GenerationServer(AsyncWorker):
         if not kept or generation.backend == GenerationBackend.embedded:
             return
         try:
-            async with connect(url, self.token) as client:
+            async with connect(url, self.http_security) as client:
                 fault = await _fault_in_keeping(client, mode, generation.start_timeout_s)
         except HttpError as error:
             raise EngineStartError(f"server {url} does not generate: {error}") from error
@@ -109,15 +109,20 @@ class GenerationServer(AsyncWorker):
             # torch is imported only here: with SGLang this process stays small
             from asyncrl.inference.embedded.host import EmbeddedHost
 
-            return EmbeddedHost(self.config, token=self.token)
+            return EmbeddedHost(self.config, security=self.http_security)
         if generation.sglang.urls:
             url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
-            return AdoptedHost(url, model_dir=model_dir, token=self.token, timeout_s=limit_s)
+            return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
         device = generation.device
         if device == Device.auto:
             device = Device.cuda if count_gpus() else Device.cpu
         return SGLangHost(
-            self.config, index=self.index, run_dir=self.run_dir, device=device, token=self.token, log=self.log
+            self.config,
+            index=self.index,
+            run_dir=self.run_dir,
+            device=device,
+            security=self.http_security,
+            log=self.log,
         )
 
 

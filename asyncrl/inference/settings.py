@@ -15,6 +15,7 @@ from asyncrl.config.setting import Device, Dtype, setting
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.runtime.settings import SystemConfig
 
 
 class GenerationBackend(StrEnum):
@@ -106,7 +107,9 @@ def _gpus(generation: GenerationConfig) -> Iterator[str]:
         yield f"generation.sglang.tensor_parallel={wanted}: this machine has {gpus} GPUs; use {gpus} or less"
 
 
-def _urls(urls: list[str]) -> Iterator[str]:
+def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
+    from asyncrl.runtime.hardware import LOOPBACK
+
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -115,6 +118,12 @@ def _urls(urls: list[str]) -> Iterator[str]:
             whole = False
         if not whole:
             yield f"generation.sglang.urls={url!r}: not the address of a server; give http://host:port"
+        elif system.encrypt and parts.scheme == "http" and parts.hostname not in {system.host, *LOOPBACK}:
+            yield (
+                f"generation.sglang.urls={url!r}: prompts, answers and weight updates would cross the network in the "
+                "clear; use https:// (verified with this machine's authorities and SSL_CERT_FILE), a tunnel to "
+                "127.0.0.1, or system.encrypt=false"
+            )
     servers = [url.rstrip("/") for url in urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
         yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
@@ -134,7 +143,7 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
             "log-probabilities at the sampling temperature; leave it out"
         )
     if generation.sglang.urls:
-        yield from _urls(generation.sglang.urls)
+        yield from _urls(generation.sglang.urls, config.system)
         return
     python = generation.sglang.python
     if python and shutil.which(Path(python).expanduser()) is None:

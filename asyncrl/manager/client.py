@@ -18,6 +18,7 @@ from msgspec import structs
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0
@@ -70,14 +71,14 @@ class ManagerClient:
     Args:
         url: of the manager.
         worker: `<kind>/<index>` of the caller.
-        token: bearer token; None where the run has no secret.
+        security: token and certificate; None where the run has no secret.
         retry_s: how long a call is repeated while the manager does not answer.
     """
 
-    def __init__(self, url: str, worker: str, token: str | None, *, retry_s: float = RETRY_S) -> None:
+    def __init__(self, url: str, worker: str, security: HttpSecurity | None, *, retry_s: float = RETRY_S) -> None:
         self._url = url.rstrip("/")
         self._worker = worker
-        self._http = JsonHttp(token)
+        self._http = JsonHttp(security)
         self._retry_s = retry_s
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._pending = _Pending()

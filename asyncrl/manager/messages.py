@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
-Name = Annotated[str, Meta(min_length=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class BadRequest(ValueError):
@@ -92,13 +92,17 @@ class Route(Message, frozen=True, omit_defaults=True):
 
 
 class FinishedRollout(Message, frozen=True):
-    """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`."""
+    """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`.
+
+    `return_prompt`: its prompt is to be tried again; `as_next_attempt`: with other random numbers, after other prompts.
+    """
 
     rollout_id: Name
     accepted: bool
     reason: str = ""
     return_prompt: bool = False
     tokens: Count = 0
+    as_next_attempt: bool = False
 
 
 class WorkerRequest(Message, frozen=True, kw_only=True):
@@ -116,13 +120,15 @@ class FinishRequest(WorkerRequest, frozen=True):
 class WantedRollout(Message, frozen=True):
     """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
 
-    `first`: its first request, where it is known; the grant then has a server for it.
+    `first`: its first request, where it is known; the grant then has a server for it. `attempt`: how often filters
+    have returned the prompt, which its random numbers depend on.
     """
 
     rollout_id: Name
     prompt_id: str
     order: int
     first: RequestSize | None = None
+    attempt: Count = 0
 
 
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
@@ -146,11 +152,12 @@ class GrantedRollout(Message, frozen=True):
 
 
 class ReturnedPrompt(Message, frozen=True):
-    """`prompt_id` is to be tried again; `seq` grows with every return to one worker."""
+    """`prompt_id` is to be tried again as its `attempt`; `seq` grows with every return to one worker."""
 
     seq: int
     prompt_id: str
     order: int
+    attempt: Count = 0
 
 
 class AllocateReply(Message, frozen=True):

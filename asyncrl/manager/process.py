@@ -61,7 +61,7 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        servers_http = JsonHttp(self.token)
+        servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(
             self._decisions,
@@ -75,7 +75,7 @@ class GserverManager(AsyncWorker):
         )
         registry = manager_registry(self._service, self._decisions, self._canary)
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
-        http = ManagerHttp(verbs, token=self.token, registry=registry)
+        http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)

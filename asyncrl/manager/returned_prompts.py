@@ -31,13 +31,13 @@ class ReturnedPrompts:
         self._after = after
         self._boxes: dict[str, _Mailbox] = {}
 
-    def give_back(self, worker: str, prompt_id: str, order: int) -> None:
-        """`prompt_id` is to be tried again by `worker`."""
+    def give_back(self, worker: str, prompt_id: str, order: int, attempt: int = 0) -> None:
+        """`prompt_id` is to be tried again by `worker`, as its `attempt`."""
         box = self._boxes.setdefault(worker, _Mailbox(self._after))
         box.acknowledged.pop(prompt_id, None)
         if prompt_id not in box.unacknowledged:
             box.last_seq += 1
-            box.unacknowledged[prompt_id] = ReturnedPrompt(box.last_seq, prompt_id, order)
+            box.unacknowledged[prompt_id] = ReturnedPrompt(box.last_seq, prompt_id, order, attempt)
 
     def pending(self, worker: str) -> list[ReturnedPrompt]:
         """What `worker` has not acknowledged yet, in the order of the numbers."""
@@ -64,4 +64,4 @@ class ReturnedPrompts:
         box = self._boxes.get(worker)
         if box is not None:
             for prompt in list(box.acknowledged.values()):
-                self.give_back(worker, prompt.prompt_id, prompt.order)
+                self.give_back(worker, prompt.prompt_id, prompt.order, prompt.attempt)

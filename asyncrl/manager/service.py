@@ -113,6 +113,8 @@ class ManagerService:
 
         A call that finds the gate closed is held like any other, or workers would ask again without a pause.
         """
+        for rollout in request.rollouts:
+            self._was_given_up(rollout.rollout_id)  # a refused call changes nothing
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
@@ -155,7 +157,15 @@ class ManagerService:
         return m.Done()
 
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up."""
+        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up.
+
+        Raises:
+            BadRequest: the report is of a version that cannot have been trained: what is admitted while version v is
+                served suffices for v + η + 1 steps.
+        """
+        newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
+        if request.version > newest:
+            raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for dropped in request.dropped:
             self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
         for rollout_id in request.trained:
@@ -257,16 +267,21 @@ class ManagerService:
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
-    def _drop(self, rollout_id: str, reason: str, return_prompt: bool) -> Ticket | None:
+    def _drop(
+        self, rollout_id: str, reason: str, return_prompt: bool, *, as_next_attempt: bool = False
+    ) -> Ticket | None:
         ticket = self.gate.drop(rollout_id, reason)
-        self._left(rollout_id, ticket, return_prompt)
+        self._left(rollout_id, ticket, return_prompt, as_next_attempt=as_next_attempt)
         return ticket
 
-    def _left(self, rollout_id: str, ticket: Ticket | None, return_prompt: bool) -> None:
+    def _left(
+        self, rollout_id: str, ticket: Ticket | None, return_prompt: bool, *, as_next_attempt: bool = False
+    ) -> None:
         """The rollout has left the count; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
         if ticket is not None and return_prompt:
-            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order)
+            attempt = ticket.attempt + as_next_attempt
+            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
             self._room.notify()
 
     def _admit(self) -> None:
@@ -301,7 +316,7 @@ class ManagerService:
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return
-        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order))
+        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
         assert version is not None, "admitted without room"
         route = None
         if first is not None and self._place_first:
@@ -348,7 +363,8 @@ class ManagerService:
         """A rollout ended: the trainer has it, or it is dropped."""
         rollout_id = finished.rollout_id
         if not finished.accepted:
-            ticket = self._drop(rollout_id, finished.reason or "rejected", finished.return_prompt)
+            reason, again = finished.reason or "rejected", finished.as_next_attempt
+            ticket = self._drop(rollout_id, reason, finished.return_prompt, as_next_attempt=again)
             if ticket is not None and not finished.return_prompt:
                 self.given_up.add(ticket.prompt_id)
             return

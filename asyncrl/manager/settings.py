@@ -62,7 +62,7 @@ class ManagerConfig:
     rollout_lease_s: float = setting(30.0, "rollouts of a worker silent for so long are dropped", unit="s", minimum=1.0)
     canary_tolerance: Optional[float] = setting(
         None,
-        "after an update a server must score a fixed prompt as the trainer does, each token to within this, or it is "
+        "after an update a server must score fixed prompts as the trainer does, each token to within this, or it is "
         "quarantined and updated again; null: 1e-3 where both compute in float32, else 0.5; 0: not checked",
         unit="nats",
         minimum=0.0,

@@ -88,12 +88,13 @@ one call. About 200 bytes each. A message about a rollout forgotten since is ign
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt at a prompt. `owner` is the worker that runs it; `prompt_id` and `order` say what to give back."""
+    """One rollout. `owner` is the worker that runs it; `prompt_id`, `order` and `attempt` say what to give back."""
 
     rollout_id: str
     owner: str
     prompt_id: str = ""
     order: int = 0
+    attempt: int = 0
 
 
 @dataclass(slots=True)

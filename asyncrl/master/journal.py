@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
+from asyncrl.comm.drop_reasons import FAILURES, DropReason, failure, is_filter_reason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
@@ -124,7 +124,8 @@ class Journal:
         }
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
-            for reason in FAILURES
+            for reason in (*FAILURES, *sorted(after.dropped))
+            if failure(reason) is not None
         }
         if after.samples > before.samples:
             row["rollout/admitted_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)

@@ -8,7 +8,7 @@ it ends, and the rows after it too: every row is written once, in order.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ FULL_REWARD = 1.0 - 1e-6
 
 
 def batch_statistics(batch: TrainBatch) -> Row:
-    """Statistics of a batch's rollouts: rewards, lengths (generated tokens per sample), ages of the trained tokens."""
+    """Statistics of a batch's rollouts: rewards, lengths (generated tokens per sample), ages of the trained tokens.
+
+    Of each of the rollouts' own metrics the mean over those that have it.
+    """
     rewards = np.array([reward for record in batch.records for reward in record.rewards])
     generated = np.array([length for record in batch.records for length in record.generated])
     truncated = np.array([flag for record in batch.records for flag in record.truncated])
@@ -34,7 +37,11 @@ def batch_statistics(batch: TrainBatch) -> Row:
         by_version.update(record.version_tokens)
     ages = {batch.version - version: count for version, count in by_version.items() if version >= batch.min_version}
     tokens = max(1, sum(ages.values()))
-    return {
+    own: defaultdict[str, list[float]] = defaultdict(list)
+    for record in batch.records:
+        for name, value in record.metrics.items():
+            own[name].append(value)
+    return {name: sum(values) / len(values) for name, values in own.items()} | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/groups_without_variance": flat / len(batch.records),

@@ -32,7 +32,7 @@ class MasterWorker(AsyncWorker):
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         url = await self.registered(names.MANAGER_KEY)
-        manager = ManagerClient(url, self.name, self.token)
+        manager = ManagerClient(url, self.name, self.http_security)
         closing.push_async_callback(manager.close)
         trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
         rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from asyncrl.comm.awake import AwakeClock
+from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
@@ -67,8 +68,7 @@ from asyncrl.trainer.messages import (
     Publish,
     SaveCheckpoint,
 )
-from asyncrl.trainer.settings import BestDirection, worker_grid
-from asyncrl.trainer.worker_grid import Placement
+from asyncrl.trainer.settings import BestDirection, Placement, worker_grid
 from asyncrl.weights.checkpoint_dir import which_to_keep
 from asyncrl.weights.transports import weight_transport
 
@@ -129,7 +129,11 @@ class TrainLoop:
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
         self._announcer = VersionAnnouncer(
-            peers.board.announce_version, self._evaluate, self._journal.evaluation_due, self._journal.evaluated
+            peers.board.announce_version,
+            self._evaluate,
+            self._journal.evaluation_due,
+            self._journal.evaluated,
+            self._clock,
         )
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
@@ -200,16 +204,15 @@ class TrainLoop:
         trained = perf_counter()
         path = await self._publish(to_disk=self._complete or self._wants_folder)
         published = perf_counter()
-        await self._announcer.published(self.version, path)
-        announced = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {
             "time/wait_data_s": has_data - begun,
             "time/train_s": trained - has_data,
             "time/publish_s": published - trained,
-            "time/wait_eval_s": announced - published,
         }
-        try:
+        try:  # a version that is to be evaluated waits for the evaluation before it, which has a limit of its own
+            await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
+            times["time/wait_eval_s"] = perf_counter() - published
             await self._report()
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
@@ -309,7 +312,6 @@ class TrainLoop:
     async def _finish(self) -> None:
         if self._complete:
             await or_stop(self.peers.manager.close_gate(), self.stop, self._limit_s)
-            await self._last_evaluation()
         else:
             await self._announcer.close()
         if self._on_disk != self.version:
@@ -319,6 +321,8 @@ class TrainLoop:
         if self._unsaved:
             await self._save()
             await self._last_save()
+        if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
+            await self._last_evaluation()
         await self._close_books()
         write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
         check_books(self._books, self._trained_before + self.buffer.trained)
@@ -465,11 +469,25 @@ class TrainLoop:
             raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Await `waiting` for as long as a step may take; `what` names what is waited for."""
+        """Await `waiting` for as long as a step may take; `what` names what is waited for.
+
+        An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come.
+        """
+        task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
         try:
-            return await or_stop(waiting, self.stop, self._progress_at + self._limit_s - self._clock())
-        except TimeoutError as error:
-            raise Stalled(await self._diagnosis(what)) from error
+            while (left_s := self._stalls_at() - self._clock()) > 0:
+                await awake_wait(task, stopping, limit_s=left_s)
+                if task.done():
+                    return task.result()
+                if stopping.done():
+                    raise StopRequested
+            raise Stalled(await self._diagnosis(what))
+        finally:
+            await cancel(task, stopping)
+
+    def _stalls_at(self) -> float:
+        """When it is too long ago that a step was complete or an evaluation ended; one under way ends now."""
+        return max(self._progress_at, self._announcer.free_since) + self._limit_s
 
     async def _diagnosis(self, what: str) -> str:
         try:

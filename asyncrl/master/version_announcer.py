@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 from asyncrl.rollout.messages import EvaluationResult
@@ -28,6 +29,7 @@ class VersionAnnouncer:
         evaluate: measures a version; it has a time limit of its own.
         is_due: whether a version is to be evaluated.
         on_end: takes the version of every evaluation that ended, and its result or why there is none.
+        clock: seconds, to tell since when none is under way.
     """
 
     def __init__(
@@ -36,13 +38,21 @@ class VersionAnnouncer:
         evaluate: Callable[[int], Awaitable[EvaluationResult]],
         is_due: Callable[[int], bool],
         on_end: Callable[[int, EvaluationResult | str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._announce = announce
         self._evaluate = evaluate
         self._is_due = is_due
         self._on_end = on_end
+        self._clock = clock
         self._put_off: tuple[int, str] | None = None
         self._running: asyncio.Task[None] | None = None
+        self._ended_at = -math.inf
+
+    @property
+    def free_since(self) -> float:
+        """Since when no evaluation pins a version, in seconds of `clock`; now, while one does."""
+        return self._ended_at if self._running is None else self._clock()
 
     @property
     def put_off(self) -> tuple[int, ...]:
@@ -84,7 +94,7 @@ class VersionAnnouncer:
             _log.warning("the evaluation of version %d failed", version, exc_info=error)
             outcome = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
-            self._running = None
+            self._running, self._ended_at = None, self._clock()
             self._on_end(version, outcome)
             if self._put_off is not None:
                 self._announce(*self._put_off)

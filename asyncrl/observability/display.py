@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.comm.drop_reasons import FAILURES
+from asyncrl.comm.drop_reasons import failure
 from asyncrl.observability.settings import DisplayMode
 
 Row = Mapping[str, float]
@@ -53,6 +53,9 @@ def evaluations(row: Row, figure: str = "accuracy") -> dict[str, float]:
     }
 
 
+_DROPPED = "rollout/dropped_"
+
+
 class _Failures:
     """What is to be said of evaluations and rollouts that failed; counts the rollouts over the rows of this launch."""
 
@@ -65,8 +68,9 @@ class _Failures:
             f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
             for name in evaluations(row, "failed")
         ]
-        for reason, what in FAILURES.items():
-            if count := int(row.get(f"rollout/dropped_{reason}", 0)):
+        for name, value in row.items():
+            reason = name.removeprefix(_DROPPED)
+            if reason != name and (what := failure(reason)) is not None and (count := int(value)):
                 self.rollouts[reason] += count
                 remarks.append(
                     f"{count} rollouts failed {what}, {self.rollouts[reason]} since the start; the rollout_workers' "
@@ -100,8 +104,8 @@ class PlainDisplay:
             ]
         parts += [f"{name} accuracy {value:.3f}" for name, value in evaluations(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
-        for failure in self._failures.take(row):
-            self.note(failure)
+        for remark in self._failures.take(row):
+            self.note(remark)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -131,8 +135,8 @@ class LiveDisplay:
         """Take a step's figures in."""
         for name, value in evaluations(row).items():
             self._accuracies.setdefault(name, []).append(value)
-        for failure in self._failures.take(row):
-            self.note(failure)
+        for remark in self._failures.take(row):
+            self.note(remark)
         if "reward/mean" not in row:  # step 0: evaluations alone
             return
         self._row = row

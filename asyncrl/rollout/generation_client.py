@@ -9,7 +9,14 @@ exact token ids it has so far. What comes back is appended, with the version and
 - `stop`: the sample is complete.
 - `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over and the next round goes on.
 - `abort`: a weight update interrupted it; the next round goes on where it was, under the new weights, so its versions
-  are mixed.
+  are mixed. Or this client asked for what there is, as the answer took long.
+
+An answer may take as long as it wants, a server may not be silent. A round that has run for half of
+`request_timeout_s` is aborted: a server that lives answers with what it has, nothing is lost, and the next round goes
+on from there, at the same server. So short answers are one call, and a long one costs a prefill (of what the server
+has not cached) every so often. A server that gives no answer for the other half either is silent, which is a failure.
+As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
+many tokens, and later ones for more again.
 
 A draft's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
 numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
@@ -31,15 +38,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec import structs
+
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
@@ -55,6 +66,8 @@ SCHEDULE_HOLD_S = 5.0
 LOSS_HOLD_S = 5.0
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
+_ABORTS = 4
+"""How often a round that takes too long is aborted: a server that is just paused may forget an abort."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,15 +106,19 @@ class _Draft:
         return Completion(self.token_ids, self.logprobs, self.versions, self.finish)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Work:
-    """A request under way: the id by which the manager knows it, what it asks for, and a draft per sample."""
+    """A request under way: the id by which the manager knows it, what it asks for, a draft per sample, and the most
+    tokens that a round asks for, now and where all goes well.
+    """
 
     own_id: str
     request: GenerationRequest
     rollout_id: str | None
     min_version: int | None
     drafts: list[_Draft]
+    most: int
+    chunk: int
 
     @property
     def open_drafts(self) -> dict[int, _Draft]:
@@ -113,15 +130,27 @@ class _Work:
         """Tokens generated so far."""
         return sum(len(draft.token_ids) for draft in self.drafts)
 
+    def wanted(self, draft: _Draft) -> int:
+        """How many tokens the next round asks for, for `draft`."""
+        return min(self.request.sampling.max_new_tokens - len(draft.token_ids), self.most)
+
+    def ask_for_less(self) -> None:
+        """Half of what the last round asked for, as it was not answered."""
+        self.most = max(1, max(map(self.wanted, self.open_drafts.values())) // 2)
+
+    def ask_for_more(self) -> None:
+        """Twice as much as before, as the last round was answered quickly."""
+        self.most = min(2 * self.most, self.chunk)
+
 
 class RolloutClient:
     """See the module's docstring. An asynchronous context manager; use it in one event loop.
 
     Args:
         manager: chooses the servers.
-        token: bearer token of the servers; None where the run has no secret.
+        security: token and certificate of the servers; None where the run has no secret.
         max_concurrent: requests under way at a time.
-        request_timeout_s: limit of one HTTP call to a server.
+        request_timeout_s: longest silence of a server, and limit of one HTTP call to it; an answer may take longer.
         new_tokens_per_chunk: ask for so many tokens per round; 0: for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
         vocab_size: of the model; a token beyond it would end an SGLang server. None: not checked.
@@ -131,7 +160,7 @@ class RolloutClient:
         self,
         manager: ManagerClient,
         *,
-        token: str | None,
+        security: HttpSecurity | None,
         max_concurrent: int,
         request_timeout_s: float,
         new_tokens_per_chunk: int = 0,
@@ -139,7 +168,7 @@ class RolloutClient:
         vocab_size: int | None = None,
     ) -> None:
         self._manager = manager
-        self._http = JsonHttp(token)
+        self._http = JsonHttp(security)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk
@@ -192,9 +221,10 @@ class RolloutClient:
         seed = request.sampling.seed
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
+        most = self._chunk or request.sampling.max_new_tokens
         async with self._slots:
             try:
-                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts), route)
+                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
             finally:
                 self._manager.release(own_id)
         return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
@@ -202,14 +232,14 @@ class RolloutClient:
     async def _complete(self, work: _Work, route: Route | None) -> None:
         """Rounds until every draft is complete; the first goes to `route` where it is given."""
         failures = idle = 0
-        name = work.request.request_id
+        name, now = work.request.request_id, asyncio.get_running_loop().time
         for attempt in itertools.count():
             if not work.open_drafts:
                 return
-            if route is None or asyncio.get_running_loop().time() > route.expires_at:
+            if route is None or now() > route.expires_at:
                 route = await self._route(work)
             server, route = route, None
-            before = work.tokens
+            before, begun = work.tokens, now()
             try:
                 await self._round(work, attempt, server)
             except HttpError as error:
@@ -221,21 +251,28 @@ class RolloutClient:
                         f"request {name!r} failed {failures} times in a row, last: {error}"
                     ) from error
                 _log.warning("request %s: %s; trying again", name, error)
+                if isinstance(error, HttpTimeout):
+                    work.ask_for_less()
                 await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             failures = 0
-            idle = 0 if work.tokens > before else idle + 1
+            moved, took_long = work.tokens > before, now() - begun >= self._timeout_s / 2
+            if moved and took_long:  # it goes on where its prefix may be cached, and under the weights it began with
+                route = structs.replace(server, expires_at=math.inf)
+            if moved and not took_long:
+                work.ask_for_more()
+            idle = 0 if moved or took_long else idle + 1
             if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
     async def _route(self, work: _Work) -> Route:
         """A server for the next round; waits while there is none."""
         request = work.request
-        lengths = [len(draft.token_ids) for draft in work.open_drafts.values()]
+        drafts = work.open_drafts.values()
         wanted = RouteRequest(
-            prompt_tokens=len(request.input_ids) + max(lengths),
-            max_new_tokens=self._ask(request.sampling, min(lengths)),
-            n=len(lengths),
+            prompt_tokens=len(request.input_ids) + max(len(draft.token_ids) for draft in drafts),
+            max_new_tokens=max(map(work.wanted, drafts)),
+            n=len(drafts),
             request_id=work.own_id,
             rollout_id=work.rollout_id,
             affinity=work.rollout_id or "",
@@ -252,7 +289,7 @@ class RolloutClient:
             GenerateItem(
                 rid=wire_rid(work.own_id, index, attempt),
                 input_ids=[*request.input_ids, *draft.token_ids],
-                max_new_tokens=self._ask(request.sampling, len(draft.token_ids)),
+                max_new_tokens=work.wanted(draft),
                 seed=draft.seed,
                 seed_offset=len(draft.token_ids),
             )
@@ -266,12 +303,19 @@ class RolloutClient:
     async def _call(
         self, server: GenerationServerClient, items: list[GenerateItem], sampling: SamplingParams
     ) -> list[Completion]:
-        """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits."""
+        """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits, or
+        takes long.
+        """
         call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
         try:
-            return await asyncio.shield(call)
+            half_s = self._timeout_s / 2
+            await asyncio.wait({call}, timeout=half_s)
+            while not call.done():
+                self._in_background(self._abort(server, items, half_s))
+                await asyncio.wait({call}, timeout=half_s / _ABORTS)
+            return call.result()
         except HttpTimeout:
             self._in_background(self._abort(server, items))
             raise
@@ -303,11 +347,13 @@ class RolloutClient:
                 for call in list(self._calls_to.get(url.rstrip("/"), ())):
                     call.cancel()
 
-    async def _abort(self, server: GenerationServerClient, items: Sequence[GenerateItem]) -> None:
+    async def _abort(
+        self, server: GenerationServerClient, items: Sequence[GenerateItem], limit_s: float = _ABORT_LIMIT_S
+    ) -> None:
         """Best effort: where the server is gone there is nothing to abort. Each by its whole id: SGLang takes prefixes
         only where the prefix is a live id too."""
         try:
-            async with asyncio.timeout(_ABORT_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(server.abort(item.rid) for item in items))
         except (HttpError, TimeoutError) as error:
             _log.info("%s could not be asked to abort: %s", server.url, error)
@@ -316,11 +362,6 @@ class RolloutClient:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _ask(self, sampling: SamplingParams, have: int) -> int:
-        """How many tokens the next round asks for, for a sample that has `have`."""
-        left = sampling.max_new_tokens - have
-        return min(left, self._chunk) if self._chunk else left
 
 
 def _may_pass(error: HttpError) -> bool:

@@ -4,15 +4,16 @@ Life of a rollout here
 
 1. `allocate`: the staleness gate admits it; until then its prompt waits.
 2. `run_episode`: the agent acts in its environment; the policy answers.
-3. Filters may reject the group; it leaves the count with its reason, its prompt goes back where the filter says so.
+3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt goes back, to
+   be tried with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
-A rollout that fails (the agent, the environment or a server raised: `failed`; the reward: `reward_failed`) is dropped
-and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that makes no prompt would make none the next time
-either: it is dropped at once (`bad_prompt`). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures
-without a success, and more than rollouts are running, raise the last error. Fewer than those running may be a few bad
-rows, which fail at once while the good ones take their time.
+A rollout that fails (the agent, the environment or a server raised) is dropped as `failed`, with the name of the
+user's code where it is that (`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A
+row that makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything
+fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the
+last error. Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
-from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.drop_reasons import DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import FinishedRollout, RequestSize, Route, WantedRollout
+from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.offload.errors import failed_label
+from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins, RewardFailed
+from asyncrl.rollout.user_code import Plugins
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +61,12 @@ class _Candidate:
     route: Route | None = None
 
     @property
+    def wanted(self) -> WantedRollout:
+        """What the gate is asked for."""
+        ref = self.ref
+        return WantedRollout(self.rollout_id, ref.prompt_id, ref.order, self.first, ref.attempt)
+
+    @property
     def first(self) -> RequestSize | None:
         """Its first request, as far as one can tell: what an agent asks first is mostly the prompt's whole group."""
         prompt = self.prompt
@@ -75,7 +85,8 @@ class _RolloutPolicy:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
-        return await self.client.generate(request, self.rollout_id, route=route)
+        with timed(Activity.generate):
+            return await self.client.generate(request, self.rollout_id, route=route)
 
 
 class RolloutLoop:
@@ -128,12 +139,12 @@ class RolloutLoop:
             self._candidates.append(self._next_candidate())
         asked = self._candidates[: self._free]
         reply = await self._gate.allocate(
-            [WantedRollout(item.rollout_id, item.ref.prompt_id, item.ref.order, item.first) for item in asked],
+            [item.wanted for item in asked],
             timeout_s=ALLOCATE_WAIT_S,
             returned_ack=self._returned_ack,
         )
         for returned in reply.returned:
-            self._take_back(returned.seq, returned.prompt_id)
+            self._take_back(returned)
         routes = {grant.rollout_id: grant.route for grant in reply.granted}
         settled = routes.keys() | set(reply.gone)
         self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
@@ -151,14 +162,14 @@ class RolloutLoop:
             prompt = error
         return _Candidate(uuid.uuid4().hex, ref, prompt)
 
-    def _take_back(self, seq: int, prompt_id: str) -> None:
-        if seq <= self._returned_ack:
+    def _take_back(self, returned: ReturnedPrompt) -> None:
+        if returned.seq <= self._returned_ack:
             return
-        self._returned_ack = seq
+        self._returned_ack = returned.seq
         try:
-            self._stream.give_back(prompt_id)
+            self._stream.give_back(returned.prompt_id, returned.attempt)
         except ValueError:  # handed out by this worker's predecessor: the new stream comes to it by itself
-            _log.info("prompt %s came back and was not out", prompt_id)
+            _log.info("prompt %s came back and was not out", returned.prompt_id)
 
     async def _roll_out(self, candidate: _Candidate) -> None:
         limit = asyncio.timeout(self._config.rollout_timeout_s)
@@ -183,16 +194,25 @@ class RolloutLoop:
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
-        samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
+        with metered() as meter:
+            samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
-            back = verdict.return_prompt
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=verdict.reason, return_prompt=back)
-        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shape(samples, self._shapings)))
+            return self._rejection(candidate, verdict)
+        shaped = shape(samples, self._shapings)
+        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, meter.metrics()))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
+
+    def _rejection(self, candidate: _Candidate, verdict: Verdict) -> FinishedRollout:
+        """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
+        again = verdict.return_prompt and candidate.ref.attempt + 1 < self._config.filter_tries
+        reason = given_up(verdict.reason) if verdict.return_prompt and not again else verdict.reason
+        return FinishedRollout(
+            candidate.rollout_id, accepted=False, reason=reason, return_prompt=again, as_next_attempt=again
+        )
 
     def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:
         prompt_id = candidate.ref.prompt_id
@@ -208,8 +228,6 @@ class RolloutLoop:
         return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)
 
 
-def _reason(error: Exception) -> DropReason:
+def _reason(error: Exception) -> str:
     """Why a rollout that raised `error` is dropped."""
-    if isinstance(error, RewardFailed):
-        return DropReason.reward_failed
-    return DropReason.bad_prompt if isinstance(error, BadPrompt) else DropReason.failed
+    return DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(failed_label(error))

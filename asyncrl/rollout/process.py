@@ -42,16 +42,19 @@ class RolloutWorker(AsyncWorker):
         self._plugins = Plugins(self.config)
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
-        manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.token)
+        manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
         try:
-            async with RolloutClient(
-                manager,
-                token=self.token,
-                max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
-                request_timeout_s=rollout.request_timeout_s,
-                new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-                vocab_size=self._plugins.vocab_size,
-            ) as client:
+            async with (
+                self._plugins.offloader,
+                RolloutClient(
+                    manager,
+                    security=self.http_security,
+                    max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
+                    request_timeout_s=rollout.request_timeout_s,
+                    new_tokens_per_chunk=rollout.new_tokens_per_chunk,
+                    vocab_size=self._plugins.vocab_size,
+                ) as client,
+            ):
                 await self._run(manager, client)
         finally:
             await manager.close()

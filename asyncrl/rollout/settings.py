@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from asyncrl.api.reward import RunIn
 from asyncrl.config import signatures
-from asyncrl.config.setting import ChoiceConfig, setting
+from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.jsonl import JSONL
 
 if TYPE_CHECKING:
@@ -41,6 +44,52 @@ class SamplingConfig:
 
 
 @dataclass
+class EnvConfig(PluginConfig):
+    """The environment."""
+
+    path: str = setting("asyncrl.envs.single_turn:SingleTurnEnv", "import path of the class, `package.module:Name`")
+    timeout_s: float = setting(
+        300.0, "limit of one call of your environment; beyond it the rollout fails", unit="s", minimum=0.01
+    )
+
+
+@dataclass
+class RewardConfig(PluginConfig):
+    """The reward, where there is one alone."""
+
+    path: str = setting(
+        "asyncrl.rewards.arithmetic:arithmetic_reward",
+        "function (data, completion), (episode) or (group), or a class whose instances are called so; docs/rewards.md",
+    )
+    run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
+    timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
+    failure_reward: Optional[float] = setting(
+        None, "what an answer is worth whose reward fails; null: its rollout fails and its prompt is tried again"
+    )
+
+
+@dataclass
+class NamedRewardConfig(RewardConfig):
+    """One of several rewards."""
+
+    path: str = setting("", "as reward.path")
+    name: str = setting("", "its metric is reward/<name>, before the weight")
+    weight: float = setting(1.0, "factor of its value in the sum")
+
+
+@dataclass
+class UserCodeConfig:
+    """Agents, environments and rewards off the worker's event loop; limits are per RolloutWorker."""
+
+    threads: int = setting(256, "plain functions that run at the same time", unit="calls", minimum=1)
+    processes: int = setting(2, "processes for what is marked or set to run in one", unit="processes", minimum=1)
+    process_memory_mb: int = setting(4096, "memory of such a process and all that it starts", unit="MB", minimum=64)
+    process_children: int = setting(32, "processes that such a process may start", unit="processes", minimum=0)
+    process_max_calls: int = setting(1000, "calls after which it is renewed", unit="calls", minimum=1)
+    slow_call_s: float = setting(5.0, "calls that take so long are named in the log", unit="s", minimum=0.001)
+
+
+@dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
@@ -49,15 +98,28 @@ class RolloutConfig:
     new_tokens_per_chunk: int = setting(
         0, "ask for so many tokens at a time; 0: the whole answer", unit="tokens", minimum=0
     )
-    request_timeout_s: float = setting(120.0, "limit of one generation request", unit="s", minimum=1.0)
+    request_timeout_s: float = setting(
+        120.0,
+        "longest silence of a server; what it has of an answer that takes longer than half of it is kept, and the "
+        "answer goes on in another request",
+        unit="s",
+        minimum=1.0,
+    )
     rollout_timeout_s: float = setting(
         600.0, "limit of one rollout; beyond it the rollout is dropped", unit="s", minimum=1.0
     )
     filters: list[ChoiceConfig] = setting(
         help="group filters, in order; a rejected group is counted by reason", factory=list
     )
+    filter_tries: int = setting(
+        3,
+        "how often a prompt is tried that a filter returns (`return_prompt`), each time with other random numbers and "
+        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_given_up`",
+        minimum=1,
+    )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
 
 
 @dataclass
@@ -89,7 +151,40 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _held_out_rows(data, evaluation)
     yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
     yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
-    yield from signatures.problems("reward", config.reward.path, config.reward.args, positional=2)
+    yield from _rewards(config)
+
+
+_ROW_METRICS = ("mean", "std", "groups_without_variance")
+"""Names of `reward/...` metrics that are not a reward's."""
+
+
+def _rewards(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with `reward` and `rewards`."""
+    if not config.rewards:
+        yield from _reward("reward", config.reward)
+        return
+    if config.reward != RewardConfig():
+        yield "reward: set together with rewards, which replace it; write it as one of them"
+    names: set[str] = set()
+    for number, part in enumerate(config.rewards):
+        group = f"rewards[{number}]"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.name) or part.name in _ROW_METRICS or part.name in names:
+            yield (
+                f"{group}.name={part.name!r}: names the metric reward/<name>; give each of the rewards another one, of "
+                f"letters, digits, '_', '.' and '-', none of {', '.join(_ROW_METRICS)}"
+            )
+        names.add(part.name)
+        if not math.isfinite(part.weight):
+            yield f"{group}.weight={part.weight}: no factor; give a finite number"
+        if part.timeout_s <= 0:
+            yield f"{group}.timeout_s={part.timeout_s}: no time to return in; use 0.01 s or more"
+        yield from _reward(group, part)
+
+
+def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
+    if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
+        yield f"{group}.failure_reward={reward.failure_reward}: no reward; give a finite number, or null"
+    yield from signatures.reward_problems(group, reward.path, reward.args)
 
 
 def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:

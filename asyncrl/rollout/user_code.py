@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, Prompt, RewardFunction, SamplingParams
+from asyncrl.api import Agent, Environment, Prompt, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
@@ -19,10 +17,9 @@ from asyncrl.datasets import Dataset, load_dataset
 from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import BadPrompt, make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
-
-
-class RewardFailed(RuntimeError):
-    """The user's reward raised, or gave no finite number."""
+from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 
 
 class Plugins:
@@ -42,13 +39,26 @@ class Plugins:
         self.vocab_size: int | None = model_config.get("vocab_size")
         self.train_set = load_train_set(config)
         self.eval_set = load_eval_set(config)
-        self.agent: Agent = _built("agent", config.agent, Agent, tokenizer=self.tokenizer)
-        self._reward = _guarded(_loaded("reward", config.reward), config.reward)
-        _loaded("env", config.env)
+        self.offloader = Offloader(config.rollout.user_code)
+        """Runs the user's code; to be entered in the worker's event loop."""
+        rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
+        self._reward = AnswerReward(rewards)
+        self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
+        self._env_is_own = not is_built_in(_loaded("env", config.env))
+
+    def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
+        try:
+            return scored_agent(adapted_agent(agent, self.offloader), rewards, self.tokenizer)
+        except TypeError as error:
+            raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def make_env(self) -> Environment:
-        """A new environment, for one prompt."""
-        made: Environment = _built("env", self._config.env, Environment, reward=self._reward)
+        """A new environment, for one prompt. One of the user's own is made when it is first used, in a thread."""
+        config = self._config.env
+        make = functools.partial(_built, "env", config, Environment, reward=self._reward)
+        if self._env_is_own:
+            return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
+        made: Environment = make()
         return made
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
@@ -76,22 +86,6 @@ class Plugins:
                 "raise the setting, or leave such rows out of the dataset"
             )
         return prompt
-
-
-def _guarded(reward: Any, plugin: PluginConfig) -> RewardFunction:
-    """`reward` with its arguments; where it raises or gives no finite number, that is told from other failures."""
-
-    @functools.wraps(reward)
-    def guarded(data: Mapping[str, Any], completion: str) -> float:
-        try:
-            value: float = reward(data, completion, **plugin.args)
-        except Exception as error:  # a user's function may raise anything
-            raise RewardFailed(f"reward.path={plugin.path!r} raised {type(error).__name__}: {error}") from error
-        if value is None or (isinstance(value, numbers.Real) and not math.isfinite(value)):
-            raise RewardFailed(f"reward.path={plugin.path!r} gave {value}: a reward is a finite number")
-        return value
-
-    return guarded
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

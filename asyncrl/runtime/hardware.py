@@ -33,6 +33,10 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(takewhile(is_gpu, (name.strip() for name in chosen.split(","))))
 
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Names of this machine that nobody else can use."""
+
+
 def count_gpus() -> int:
     """Number of GPUs that a run may use."""
     return len(visible_gpus())

@@ -2,8 +2,9 @@
 
 Life of a run
 
-1. `prepare` locks the trial's folder, applies `resume`, says what is continued, clears what an earlier launch left in
-   name resolution, and writes the secret and the resolved config.
+1. `prepare` claims the trial (`asyncrl.runtime.claim`), ends what a killed launch left running, applies `resume`, says
+   what is continued, clears what an earlier launch left in name resolution, and writes the secret and the resolved
+   config.
 2. All processes start at once and find each other by name resolution.
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
@@ -12,28 +13,29 @@ Life of a run
    - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
-5. Whatever still runs below the launcher is killed; the lock goes with the process.
+5. Whatever still runs below the launcher is killed, and the claim is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm.names import TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
+from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
@@ -74,7 +76,8 @@ class Launcher:
         self._watches: set[asyncio.Task[None]] = set()
         self._restarts: Counter[str] = Counter()
         self._interrupts = 0
-        self._lock: IO[str] | None = None
+        self._claim: TrialClaim | None = None
+        self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
 
     def prepare(self) -> None:
@@ -84,21 +87,30 @@ class Launcher:
             TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
                 go on, or name resolution cannot be reached.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.run_dir / LOCK_FILE).open("w")
+        self._claim = TrialClaim.take(self.config)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrialError(
-                f"trial_name={self.config.trial_name!r}: another run is using {self.run_dir}; choose another trial_name"
-            ) from None
-        self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
-        self._clear_names()
-        for ending in (SUMMARY_FILE, BOOKS_FILE):
-            (self.run_dir / ending).unlink(missing_ok=True)
-        (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
-        RunSecret.create(self.run_dir / SECRET_FILE)
-        write_run_config(self.config, self.run_dir)
+            self._end_leftovers(self._claim)
+            self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
+            self._clear_names()
+            for ending in (SUMMARY_FILE, BOOKS_FILE):
+                (self.run_dir / ending).unlink(missing_ok=True)
+            (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
+            RunSecret.create(self.run_dir / SECRET_FILE)
+            write_run_config(self.config, self.run_dir)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the trial back; nothing where it is not held."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _end_leftovers(self, claim: TrialClaim) -> None:
+        """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
+        if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
+            self._display.note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
 
     def _apply_resume(self, used: Sequence[Path]) -> None:
         """Continue, refuse or wipe what earlier launches left."""
@@ -116,8 +128,8 @@ class Launcher:
     def _clear_names(self) -> None:
         """Forget what an earlier launch announced: its model version and data state are not this one's."""
         try:
-            with open_resolver(self.config, self.run_dir) as resolver:
-                resolver.clear_subtree()
+            with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
+                resolver.clear_subtree(keep=(TRIAL_KEY,))
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
 
@@ -128,6 +140,7 @@ class Launcher:
             return asyncio.run(self._run(backend))
         finally:
             backend.close()
+            self.release()
             self._display.close()
 
     async def _run(self, backend: LauncherBackend) -> int:
@@ -141,15 +154,32 @@ class Launcher:
             self._terminate_leader()
         self._display.note(f"started {len(self._workers)} processes, logs in {self.run_dir / LOGS_DIR}")
         showing = asyncio.create_task(self._show_metrics())
+        guarding = asyncio.create_task(self._guard_claim())
         try:
             ended = await self._end_of_run()
             if ended is not None and not (_leads(ended) and ended.exit_code == 0):
                 return await self._fail(ended)
             await self._stop_all()
-            return EXIT_INTERRUPTED if self._interrupts else EXIT_OK
+            return EXIT_FAILED if self._claim_lost else EXIT_INTERRUPTED if self._interrupts else EXIT_OK
         finally:
+            guarding.cancel()
             showing.cancel()
             self._show_new_rows()
+
+    async def _guard_claim(self) -> None:
+        """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
+        while self._claim is not None:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                self._claim_lost = await asyncio.to_thread(self._claim.is_lost)
+            except NameResolveError as error:
+                self._display.note(f"name resolution cannot be reached, trying again: {error}")
+            if self._claim_lost:
+                self._display.note(
+                    f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over"
+                )
+                self._ends.put_nowait(None)
+                return
 
     async def _start(self, plan: WorkerPlan) -> None:
         """Start a process, and have its end reported."""

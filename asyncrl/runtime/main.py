@@ -9,8 +9,8 @@ import os
 import pkgutil
 from pathlib import Path
 
+from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.process_tree import die_with_parent
 from asyncrl.runtime.worker import WorkerSpec
 
 
@@ -20,12 +20,10 @@ def main() -> int:
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("index", type=int)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, help="end when this process, the parent, ends")
     parser.add_argument("--niceness", type=int, default=0, help="lower this process's priority by so much")
     args = parser.parse_args()
     os.nice(args.niceness)
-    if args.parent_pid is not None:
-        die_with_parent(args.parent_pid)
+    os.umask(PRIVATE_UMASK)
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO,

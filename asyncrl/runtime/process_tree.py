@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
+import time
+from pathlib import Path
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from asyncrl.runtime import keeper
+
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
+LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
+"""Environment variable with which every process of a launch, and all that they start, are marked."""
+_LEFTOVERS_LIMIT_S = 10.0
+_POLL_S = 0.05
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the call above
-        os.kill(os.getpid(), signal.SIGKILL)
+def kept(command: list[str]) -> list[str]:
+    """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input."""
+    return [sys.executable, "-I", "-S", keeper.__file__, *command]
+
+
+def mark_of(launch: str) -> dict[str, str]:
+    """Environment variables by which `end_launch` finds the processes of this launch."""
+    return {
+        LAUNCH_VARIABLE: launch,
+        "SPT_NOENV": "1",  # else setproctitle writes a process's title over its environment
+    }
 
 
 def adopt_orphans() -> None:
@@ -47,3 +57,35 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(descendants, timeout=wait_s)
+
+
+def end_launch(launch: str) -> list[int]:
+    """Kill whatever is left on this machine of the launch so marked; returns the ids of those processes.
+
+    A process is known by the launch's mark in its environment, which is of 128 random bits, and killed as the very
+    process that has it: its id and start time are looked at again once the kernel's handle on it is held.
+    """
+    mark = f"{LAUNCH_VARIABLE}={launch}".encode()
+    killed: set[keeper.Identity] = set()
+    deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
+    while (found := _marked(mark)) and time.monotonic() < deadline:  # again: one may have forked meanwhile
+        for process in found:
+            keeper.kill(process)
+        killed.update(found)
+        time.sleep(_POLL_S)
+    return sorted(process.pid for process in killed)
+
+
+def _marked(mark: bytes) -> list[keeper.Identity]:
+    """The living processes of this user with this entry in their environment, but for this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        identity = keeper.identity_of(pid)
+        try:
+            environment = (folder / "environ").read_bytes()  # a zombie's is empty
+        except OSError:  # another user's, or it has ended
+            continue
+        if identity is not None and pid != os.getpid() and mark in environment.split(b"\0"):
+            found.append(identity)
+    return found

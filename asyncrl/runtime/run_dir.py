@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from asyncrl.config.experiment import ExperimentConfig
 
 LOCK_FILE = "lock"
-"""Held by the launcher for as long as the run lasts."""
+"""Locked by the launcher for as long as the run lasts; says which launch has, or last had, the folder."""
 CONFIG_FILE = "config.yaml"
 SECRET_FILE = "secret"
 METRICS_FILE = "metrics.jsonl"

@@ -41,7 +41,14 @@ class SystemConfig:
     name_resolve_root: str = setting(
         "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"
     )
-    encrypt: bool = setting(True, "CURVE on every ZMQ socket and a bearer token on every HTTP request")
+    name_resolve_patience_s: float = setting(
+        60.0,
+        "name resolution may be away for so long (etcd elects a leader, a file handle is stale, the disk is full): "
+        "what fails is tried again, then the process ends",
+        unit="s",
+        minimum=0.0,
+    )
+    encrypt: bool = setting(True, "CURVE on every ZMQ socket; TLS and a bearer token on every HTTP request")
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
     heartbeat_s: float = setting(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import FAILURES
+from asyncrl.comm.drop_reasons import failure
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
 
@@ -65,8 +65,8 @@ def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
     if under_way:
         line += f" + under way {under_way}"
     failed = [
-        f"FAILED     {books['dropped'][reason]} rollouts {what} ({reason}); the logs of the rollout_workers say why"
-        for reason, what in FAILURES.items()
-        if books["dropped"].get(reason)
+        f"FAILED     {count} rollouts {what} ({reason}); the logs of the rollout_workers say why"
+        for reason, count in sorted(books["dropped"].items())
+        if count and (what := failure(reason)) is not None
     ]
     return [line + when, *failed]

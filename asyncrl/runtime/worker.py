@@ -10,7 +10,8 @@ Life cycle of a worker process
    (SIGTERM).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
-A worker never outlives the launcher that started it: the kernel kills it when its parent dies (`die_with_parent`).
+A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
+to that (`asyncrl.runtime.keeper`).
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ class WorkerSpec:
         return f"{self.kind}/{self.index}"
 
 
-def open_resolver(config: ExperimentConfig, run_dir: Path) -> NameResolver:
-    """Name resolution of the run in `run_dir`, as `config.system` says."""
+def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float | None = None) -> NameResolver:
+    """Name resolution of the run in `run_dir`, as `config.system` says; with `patience_s` less patient."""
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
+    patience_s = system.name_resolve_patience_s if patience_s is None else patience_s
+    root, address = str(run_dir / NAMES_DIR), ""
     if system.name_resolve == NameBackend.etcd3:
-        return make_resolver(NameBackend.etcd3, f"/asyncrl/{trial}", etcd_address=system.name_resolve_root)
-    if system.name_resolve_root:  # which other trials may share
-        return make_resolver(NameBackend.file, str(Path(system.name_resolve_root).expanduser() / trial))
-    return make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
+        root, address = f"/asyncrl/{trial}", system.name_resolve_root
+    elif system.name_resolve_root:  # which other trials may share
+        root = str(Path(system.name_resolve_root).expanduser() / trial)
+    return make_resolver(system.name_resolve, root, etcd_address=address, patience_s=patience_s)
 
 
 class Worker(ABC):
@@ -77,8 +80,8 @@ class Worker(ABC):
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
-        self.token = None if secret is None else secret.token
-        """Bearer token of the run's HTTP interfaces; None where the run has no secret."""
+        self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
+        """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
         self.security = None if secret is None else secret.sockets()
         """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()
@@ -113,6 +116,7 @@ class Worker(ABC):
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
         self.stop_requested.set()
+        self.resolver.hurry()
 
     def _on_sigterm(self, *_: object) -> None:
         self.request_stop()

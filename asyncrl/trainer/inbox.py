@@ -94,4 +94,5 @@ def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
         generated=tuple(np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist()),
         rewards=tuple(columns.rewards.tolist()),
         truncated=tuple(columns.truncated.astype(bool).tolist()),
+        metrics=trajectory.metrics,
     )

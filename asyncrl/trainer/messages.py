@@ -18,6 +18,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         oldest_version: policy version of the oldest generated token of the group; -1 if nothing was generated.
         version_tokens: generated tokens by policy version.
         lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards`, `truncated` likewise.
+        metrics: the rollout's own numbers by name: times, rewards.
     """
 
     rollout_id: str
@@ -30,6 +31,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated: tuple[int, ...]
     rewards: tuple[float, ...]
     truncated: tuple[bool, ...]
+    metrics: dict[str, float] = {}  # msgspec makes a new one for each record
 
     @property
     def tokens(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.architectures.transformers_internals import packing_arguments
 from asyncrl.trainer.micro_batch_layout import AttentionKind, Ints, cut
 from asyncrl.trainer.packed_attention import attention_blocks
 
@@ -105,10 +106,29 @@ def micro_batches(
         )
 
 
+def one_micro_batch(
+    sequences: Sequence[Sequence[int]], kind: AttentionKind, device: torch.device, *, wanted: bool
+) -> MicroBatch:
+    """All `sequences` laid out together: to score all tokens but first ones where `wanted`, else each to its end."""
+    lengths_S = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+    wanted_T = np.full(len(tokens_T), wanted)
+    wanted_T[starts_S] = False
+    inputs_S = lengths_S - 1 if wanted else lengths_S
+    budget = len(sequences) * int(lengths_S.max())
+    (whole,) = micro_batches(tokens_T, wanted_T, starts_S, inputs_S, range(len(sequences)), budget=budget, kind=kind)
+    return whole
+
+
 def _lay_out(
     tokens_T: Tensor, sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints, kind: AttentionKind
 ) -> tuple[dict[str, Any], Ints]:
-    """The trunk's keyword arguments, and where each input token's output lies in its flattened result."""
+    """The trunk's keyword arguments, and where each input token's output lies in its flattened result.
+
+    A packed one is told where sequences end in all the ways that transformers has, for linear attention and
+    convolutions too.
+    """
     device = tokens_T.device
     if kind == AttentionKind.padded:
         width = int(lengths.max())
@@ -122,10 +142,8 @@ def _lay_out(
         "input_ids": tokens_T[torch.from_numpy(sources_I).to(device)][None],
         "position_ids": torch.from_numpy(offsets_I).to(device)[None],
     }
+    ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
+    inputs |= packing_arguments(ends, int(lengths.max()), torch.from_numpy(rows_I).to(device, torch.int32))
     if kind == AttentionKind.packed:
         inputs["attention_blocks"] = attention_blocks(lengths.tolist(), device)
-    else:
-        ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
-        longest = int(lengths.max())
-        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs, np.arange(len(sources_I))

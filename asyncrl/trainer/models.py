@@ -14,27 +14,16 @@ from transformers import (
     PreTrainedModel,
 )
 
+from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer import packed_attention
 from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.proof import first_layout
 from asyncrl.trainer.settings import AttentionImplementation
-
-_KINDS: dict[AttentionImplementation, AttentionKind] = {
-    AttentionImplementation.sdpa: AttentionKind.packed,
-    AttentionImplementation.flash_attention_2: AttentionKind.flash,
-    AttentionImplementation.eager: AttentionKind.padded,
-}
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """`model.attn_implementation` as what the engine must lay out: sdpa works packed, eager on padded rows."""
-    return _KINDS[attn_implementation]
-
-
-def attention_name(attn_implementation: AttentionImplementation) -> str:
-    """`model.attn_implementation` as transformers is told: sdpa is `packed_attention`, which calls torch's."""
-    packed = attn_implementation == AttentionImplementation.sdpa
-    return packed_attention.PACKED if packed else str(attn_implementation)
+    """The layout that `model.attn_implementation` asks for; whether the model allows it, `proof` finds out."""
+    return first_layout(attn_implementation)[0]
 
 
 def load_causal_lm(
@@ -52,9 +41,17 @@ def load_causal_lm(
 
 
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
-    """The model in `path` as transformers' auto class `kind` loads it."""
-    attention = attention_name(attn_implementation)
-    return kind.from_pretrained(str(path), dtype=str(dtype), attn_implementation=attention)
+    """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
+
+    Packed attention is put in place after loading: models with an attention of their own know only transformers' names.
+    """
+    packed = attn_implementation == AttentionImplementation.sdpa
+    model = kind.from_pretrained(
+        str(path), dtype=str(dtype), attn_implementation=None if packed else str(attn_implementation)
+    )
+    if packed:
+        set_attention(model, first_layout(attn_implementation)[1])
+    return model
 
 
 class Critic(nn.Module):

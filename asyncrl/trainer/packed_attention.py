@@ -5,9 +5,11 @@ attention works token by token and so needs no padding; attention must keep sequ
 attention its variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under
 `PACKED`, takes the stream into a few blocks of rows of nearly one length (`micro_batch_layout.blocks`), runs torch's
 causal kernel on each, and takes the result back. Rows are padded on the right, so causality alone hides the padding and
-no mask is built.
+no mask is built. Attention that torch's kernel does not know (capped logits as Gemma 2 has, attention sinks as GPT-OSS)
+is written out on the same blocks.
 
-The blocks reach it as the keyword `attention_blocks`, which transformers models hand down to their attention function.
+The blocks reach it as the keyword `attention_blocks`, which most transformers models hand down to their attention
+function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.proof`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from asyncrl.architectures.transformers_internals import register_attention
 from asyncrl.trainer.micro_batch_layout import Block, blocks
 
 PACKED = "asyncrl_packed"
@@ -41,7 +43,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_blocks: Sequence[Block[Tensor]],
+    attention_blocks: Sequence[Block[Tensor]] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -52,20 +54,19 @@ def packed_attention(
     """Causal attention within each sequence of a packed stream.
 
     Args:
-        query: [1, heads, T, head size]; `key` and `value` may have fewer heads (grouped queries).
+        query: [1, heads, T, head size]; `key` and `value` may have fewer heads (grouped queries), values another size.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
+        softcap: logits are `softcap * tanh(logits / softcap)`.
+        s_aux: [heads], logits of a sink that takes its part of the attention and gives nothing.
 
     Returns:
-        [1, T, heads, head size], and no attention weights.
+        [1, T, heads, value size], and no attention weights.
 
     Raises:
-        NotImplementedError: the model caps its attention logits or has sink tokens.
+        NotImplementedError: the model does not hand `attention_blocks` down.
     """
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError(
-            "this model caps its attention logits or has attention sinks, which torch's attention does not know; "
-            "set model.attn_implementation to eager"
-        )
+    if attention_blocks is None:
+        raise NotImplementedError("the model does not tell its attention where sequences end")
     group = query.shape[1] // key.shape[1]
     streams = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, head size] each
     outputs = []
@@ -75,19 +76,37 @@ def packed_attention(
             for stream in streams
         ]
         mask = _window_mask(block.width, sliding_window, query.device)
-        out = F.scaled_dot_product_attention(
-            rows[0],
-            _repeat_heads(rows[1], group),
-            _repeat_heads(rows[2], group),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-        )
-        outputs.append(
-            out.transpose(1, 2).reshape(-1, *streams[0].shape[1:2], out.shape[-1]).index_select(0, block.scatter)
-        )
+        keys, values = _repeat_heads(rows[1], group), _repeat_heads(rows[2], group)
+        if softcap is None and s_aux is None:
+            out = F.scaled_dot_product_attention(
+                rows[0], keys, values, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+            )
+        else:
+            visible = _visible(block.width, block.width, query.device) if mask is None else mask
+            out = _written_out(rows[0], keys, values, visible, scaling, dropout, softcap, s_aux)
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.scatter))
     return torch.cat(outputs)[None], None
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of rows [rows, heads, width, size] with capped logits, sinks or both; `visible` [width, width]."""
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1).to(logits.dtype)], dim=-1)
+    weights = logits.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value
 
 
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
@@ -96,12 +115,15 @@ def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
 
 
 def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a causal sliding window, True where a query may look; None where the window hides nothing."""
-    if window is None or window >= width:
-        return None
+    """The mask of a causal sliding window; None where the window hides nothing."""
+    return None if window is None or window >= width else _visible(width, window, device)
+
+
+def _visible(width: int, window: int, device: torch.device) -> Tensor:
+    """[width, width], True where a query may look: at itself and the `window - 1` positions before it."""
     position = torch.arange(width, device=device)
     age = position[:, None] - position[None, :]
     return (age >= 0) & (age < window)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+register_attention(PACKED, packed_attention)

@@ -13,6 +13,7 @@ same order on all ranks.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,9 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
@@ -29,6 +32,7 @@ from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
@@ -140,10 +144,11 @@ class ModelWorker(Worker):
         self._transport = weight_transport(self.config.manager.weight_transport)
         self._to_servers = TrainerEnd()
         if self._world.publishes:
-            self._to_servers = self._transport.trainer_end(self.config, self.token, self._device)
+            self._to_servers = self._transport.trainer_end(self.config, self.http_security, self._device)
             self._open.callback(self._close_connections)
-        receive = partial(self._inbox.put, timeout_s=_ROOM_S)
-        self._puller = TrajectoryPuller(system.host, self.security, on_message=receive)
+        model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
+        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version)
+        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
@@ -153,6 +158,17 @@ class ModelWorker(Worker):
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
     # The puller's thread.
+
+    def _receive(self, trajectory: Trajectory) -> None:
+        self._arrivals.check(trajectory)
+        self._inbox.put(trajectory, timeout_s=_ROOM_S)
+
+    def _announced_version(self) -> int:
+        """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
+        try:
+            return names.PublishedVersion.decode(self.resolver.get(names.model_version_key(names.ACTOR))).version
+        except NameEntryNotFound:
+            return 0
 
     def _on_arrival(self) -> None:
         if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn
@@ -275,7 +291,7 @@ class ModelWorker(Worker):
         tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
         if not tokens or self.config.manager.canary_tolerance == 0:
             return None
-        return Canary(tokens, tuple(policy.sequence_logprobs(tokens)))
+        return Canary.of(tokens, policy.score_sequences(tokens))
 
     def _collect_weights(self, request: CollectWeights) -> Done:
         if self._world.publishes:

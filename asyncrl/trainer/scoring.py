@@ -22,6 +22,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import logits_of_head
+
 MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""
 _BLOCK = 1 << 22
@@ -44,18 +46,11 @@ Score = Callable[[Tensor, Tensor, EntropyMode], tuple[Tensor, Tensor]]
 
 
 def logits_function(model: PreTrainedModel) -> LogitsOf:
-    """The map from hidden states [N, H] to logits [N, V] of `model`: its output embedding, soft-capped or not.
-
-    `FlatPolicyEngine` proves on a probe that `model` does no more than that.
+    """The map from hidden states [N, H] to logits [N, V] of `model`: its output embedding, scaled and soft-capped as
+    its config says. That `model` does no more is proven at load (`asyncrl.trainer.proof`).
     """
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    cap: float | None = model.config.get_text_config().to_dict().get("final_logit_softcapping")
-
-    def logits_of(hidden_NH: Tensor) -> Tensor:
-        logits_NV: Tensor = head(hidden_NH)
-        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
-
-    return logits_of
+    return logits_of_head(model.config, head)
 
 
 def token_logprobs(

@@ -17,7 +17,8 @@ from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype, setting
 from asyncrl.runtime.hardware import count_gpus
 from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.worker_grid import Placement as Placement
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -107,7 +108,9 @@ class ModelConfig:
     base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
     dtype: Dtype = setting(Dtype.float32, "parameter type of the training ranks")
     attn_implementation: AttentionImplementation = setting(
-        AttentionImplementation.sdpa, "attention of the training ranks"
+        AttentionImplementation.sdpa,
+        "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "
+        "model when it is loaded, else on padded rows; eager: padded rows",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -1,17 +1,19 @@
-"""The canary of published weights: a fixed prompt and the trainer's own log-probabilities of it. Torch-free.
+"""The canary of published weights: fixed prompts and the trainer's own log-probabilities of them. Torch-free.
 
 `canary.json` lies beside the weights of every published version:
 
-    {"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}
+    {"sequences": [{"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}, {"token_ids": [...], ...}]}
 
 The tokens are drawn once from the vocabulary and never change; the log-probabilities (nats, temperature 1) are those of
-the model that was published. A generation server that has loaded the version scores the same tokens; where it differs,
-it serves other weights than were published, or something stale of the weights before.
+the model that was published, computed as training computes them: all sequences in one micro-batch. A generation server
+that has loaded the version scores the same sequences, as requests of their own; where it differs, it serves other
+weights than were published, or something stale of the weights before, or one of the two does not keep sequences apart.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,25 +21,38 @@ import msgspec
 from asyncrl.weights.manifest import ManifestError
 
 CANARY_FILE = "canary.json"
-CANARY_TOKENS = 16
-"""Long enough that every layer attends to something, short enough to cost a few milliseconds."""
+CANARY_LENGTHS = (16, 11, 6)
+"""Tokens of the sequences: long enough that every layer attends to something, short enough to cost a few milliseconds,
+several because training computes several at once."""
 _SEED = 20_112
 
 
-class Canary(msgspec.Struct, frozen=True):
+class CanarySequence(msgspec.Struct, frozen=True):
     """`logprobs[t]` is log p(token_ids[t] | token_ids[:t]); entry 0 is 0."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-def canary_tokens(vocabulary: int, context: int) -> tuple[int, ...]:
-    """The fixed prompt of a model with `vocabulary` tokens, at most `CANARY_TOKENS` long and with room for one more
-    token in `context`; empty where that leaves nothing to score.
+class Canary(msgspec.Struct, frozen=True):
+    """What was scored together; at least one sequence."""
+
+    sequences: tuple[CanarySequence, ...]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Canary:
+        """The canary of sequences and their log-probabilities."""
+        pairs = zip(token_ids, logprobs, strict=True)
+        return cls(tuple(CanarySequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs))
+
+
+def canary_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
+    """The fixed prompts of a model with `vocabulary` tokens, each with room for one more token in `context`; none where
+    that leaves nothing to score.
     """
-    length = min(CANARY_TOKENS, context - 1)
     draw = random.Random(_SEED)
-    return tuple(draw.randrange(vocabulary) for _ in range(length)) if length > 1 else ()
+    lengths = [min(length, context - 1) for length in CANARY_LENGTHS]
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths if length > 1]
 
 
 def encode_canary(canary: Canary) -> bytes:
@@ -58,9 +73,10 @@ def read_canary(directory: Path) -> Canary | None:
         return None
     except msgspec.DecodeError as error:
         raise ManifestError(f"{path} is no canary ({error}); remove {directory}") from error
-    if not len(canary.token_ids) == len(canary.logprobs) > 1:
+    lengths = [(len(each.token_ids), len(each.logprobs)) for each in canary.sequences]
+    if not lengths or not all(tokens == logprobs > 1 for tokens, logprobs in lengths):
         raise ManifestError(
-            f"{path} has {len(canary.token_ids)} tokens and {len(canary.logprobs)} log-probabilities; give as many of "
-            f"one as of the other, at least 2; remove {directory}"
+            f"{path} has sequences of {[tokens for tokens, _ in lengths]} tokens and {[n for _, n in lengths]} "
+            f"log-probabilities; give at least one, as many of one as of the other, at least 2; remove {directory}"
         )
     return canary

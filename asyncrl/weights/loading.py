@@ -7,10 +7,10 @@ as a whole.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,19 +25,33 @@ class WeightUpdateError(RuntimeError):
     """A weight update was refused before any parameter was touched: the old weights keep serving."""
 
 
+class _Index(msgspec.Struct):
+    """The index of a checkpoint in several files."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
 def _shards(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files: those its index names, else all in the folder."""
     index = folder / INDEX_FILE
-    if not index.is_file():
+    if not index.exists():
         return sorted(folder.glob("*.safetensors"))
+    _check_file(index)
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WeightUpdateError(f"{index} is not a safetensors index: {error!r}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WeightUpdateError(f"{index} is not a safetensors index: {error}") from error
+    missing = [name for name in sorted(set(names)) if not (folder / name).exists()]
     if missing:
         raise WeightUpdateError(f"{index} names {missing[0]!r}, which is not there; the checkpoint is torn")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(names))]
+
+
+def _check_file(path: Path) -> None:
+    """Opening anything else may block for ever, and the interpreter with it: a FIFO, a device."""
+    if not path.is_file():
+        raise WeightUpdateError(f"{str(path)!r} is no regular file")
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
@@ -46,6 +60,13 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     Raises:
         WeightUpdateError: there is none, or it cannot be read.
     """
+    try:
+        return _read_shards(folder)
+    except (OSError, ValueError) as error:  # a path that is too long, or holds a null byte
+        raise WeightUpdateError(f"model_path {str(folder)[:200]!r} cannot be read: {error}") from error
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not folder.is_dir():
         raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
     shards = _shards(folder)
@@ -53,6 +74,7 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
         raise WeightUpdateError(f"model_path {str(folder)!r} holds no *.safetensors")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
+        _check_file(shard)
         try:
             with safe_open(shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is no mapping

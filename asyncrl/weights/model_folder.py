@@ -21,7 +21,8 @@ from math import prod
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+
+from asyncrl.architectures.transformers_internals import as_saved
 
 _PROBE_SIZES = (4, 2, 1)
 """A probe's dimension has the first of these that divides the parameter's: enough for halves and for what is turned."""
@@ -78,11 +79,11 @@ def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
         FolderFormatError: it is saved in a way that is more than names, cutting and joining.
     """
     with torch.device("meta"):
-        bare = type(model)(deepcopy(model.config))  # one that was loaded would be saved as its own folder was
+        bare = type(model)(deepcopy(model.config))
     shapes = {name: tuple(tensor.shape) for name, tensor in held_tensors(bare).items()}
     probes = _Probes(shapes)
     try:
-        saved: Mapping[str, Tensor] = revert_weight_conversion(bare, dict(probes.tensors))
+        saved: Mapping[str, Tensor] = as_saved(bare, probes.tensors)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FolderFormatError(f"{type(model).__name__} is saved in an unknown way: {error!r}") from error
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,6 +76,38 @@ def test_ctrl_c_stops_after_a_checkpoint_of_the_last_step(start_run: Any, ctrl_c
     assert saved_version(run) == last_step(run) >= 3
     books = run.summary()["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert run.survivors() == []
+
+
+STUCK_EVALUATION = """
+import asyncio
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+class Stuck(SingleTurnAgent):
+    "Answers prompts of the training, and none of an evaluation."
+
+    async def run(self, prompt, env, client):
+        if prompt.prompt_id.startswith("eval-"):
+            await asyncio.Event().wait()
+        return await super().run(prompt, env, client)
+"""
+
+
+@pytest.mark.parametrize(("dies", "code"), [("", 130), ("generation_server/0", 1)])
+def test_an_end_while_a_step_waits_for_an_evaluation_leaves_a_checkpoint_of_that_step(
+    start_run: Any, ctrl_c: Any, tmp_path: Path, dies: str, code: int
+) -> None:
+    """Version 2 is to be evaluated, so it waits for the evaluation of version 0 to end; so do all rows of metrics."""
+    (tmp_path / "stuck.py").write_text(STUCK_EVALUATION)
+    agent = f"{tmp_path / 'stuck.py'}:Stuck"
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=2, agent__path=agent)
+    run.wait_for_file("weights/actor/v2")
+    if dies:
+        run.worker(dies).kill()
+    else:
+        ctrl_c(run)
+    assert run.wait(REPORT_LIMIT_S + 15) == code, run.output
+    assert saved_version(run) == 2, run.output + run.logs()
     assert run.survivors() == []
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class FakeGenerationServer:
     - `hold_after`: samples stop after so many tokens of a call until `release()`, an abort or a pause.
     - `busy`: new requests wait in the queue instead of running.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
-    - `hang`: nothing is answered any more.
+    - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
     - `flushed`: whether each update emptied the cache.
     - `logprobs`: by version those of every prompt's tokens; `stale`: those of that version are given instead.
     """
@@ -42,7 +43,7 @@ class FakeGenerationServer:
         self.hold_after: int | None = None
         self.busy = False
         self.update = "ok"
-        self.hang = False
+        self.hang = self.deaf = False
         self.logprobs: dict[str, list[float]] = {}
         self.stale: str | None = None
         self.paused = False
@@ -131,7 +132,7 @@ class FakeGenerationServer:
                 return web.json_response({"status": "ok", "message": "Generation continued successfully."})
             case "abort_request":
                 prefix = (await request.json())["rid"]
-                self._aborted |= {rid for rid in self.running if rid.startswith(prefix)}
+                self._aborted |= {rid for rid in self.running if rid.startswith(prefix) and not self.deaf}
                 await self._notify()
                 return web.Response()
             case "flush_cache":
@@ -261,31 +262,63 @@ async def start_fake_server() -> AsyncIterator[StartServer]:
         await server.kill()
 
 
+class EtcdServer:
+    """A real etcd server in a process of its own, which can be away for a while."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        self.address = client.removeprefix("http://")
+        self._arguments = [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+        self._arguments += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+        self._arguments += [f"--initial-cluster=default={peer}"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, again with what it had stored; returns once it answers."""
+        command = ["etcd", f"--data-dir={self.data_dir}", *self._arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        pause = threading.Event()
+        for _ in range(150):
+            if _etcd_answers(self.address):
+                return
+            pause.wait(0.1)
+        raise AssertionError("etcd does not answer")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _needs_etcd() -> None:
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
+    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
+
+
 @pytest.fixture(scope="session")
 def etcd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an etcd server that ends with the tests."""
-    binary = shutil.which("etcd")
-    if binary is None:
-        pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
-    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
-    client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
-    arguments = [f"--data-dir={tmp_path_factory.mktemp('etcd')}", f"--listen-client-urls={client}"]
-    arguments += [f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
-    arguments += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"]
-    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = client.removeprefix("http://")
+    _needs_etcd()
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
     try:
-        pause = threading.Event()
-        for _ in range(150):
-            if _etcd_answers(address):
-                break
-            pause.wait(0.1)
-        else:
-            raise AssertionError("etcd does not answer")
-        yield address
+        server.start()
+        yield server.address
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
+
+
+@pytest.fixture
+def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd server of the test's own, to be killed and started again."""
+    _needs_etcd()
+    server = EtcdServer(tmp_path / "etcd")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 def _free_port() -> int:
@@ -297,7 +330,7 @@ def _free_port() -> int:
 
 def _etcd_answers(address: str) -> bool:
     try:
-        make_resolver("etcd3", "/probe", etcd_address=address).close()
+        make_resolver("etcd3", "/probe", etcd_address=address, patience_s=0.0).close()
     except NameResolveError:
         return False
     return True

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,10 +85,19 @@ class MemoryResolver(NameResolver):
             self._store.entries.pop(self._prefix + name, None)
             return entry is not None
 
-    def _remove_subtree(self, root: str) -> None:
+    def _remove_value(self, name: str, value: str) -> bool:
+        with self._store.lock:
+            entry = self._living(name)
+            if entry is None or entry.value != value:
+                return False
+            del self._store.entries[self._prefix + name]
+            return True
+
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
         with self._store.lock:
             for key in list(self._store.entries):
-                if key.startswith(self._prefix) and is_below(key.removeprefix(self._prefix), root):
+                name = key.removeprefix(self._prefix)
+                if key.startswith(self._prefix) and is_below(name, root) and name not in keep:
                     del self._store.entries[key]
 
     def _renew(self, name: str) -> bool:
@@ -177,8 +188,20 @@ def test_a_subtree_holds_the_entry_itself_and_what_is_below_but_no_lookalikes(ma
     assert list(resolver.get_subtree()) == ["w", "w/0", "w/1/x", "w2", "w2/0"]
     resolver.clear_subtree("w")
     assert list(resolver.get_subtree()) == ["w2", "w2/0"]
+    resolver.clear_subtree(keep=["w2/0"])
+    assert list(resolver.get_subtree()) == ["w2/0"]
     resolver.clear_subtree()
     assert resolver.get_subtree() == {}
+
+
+def test_a_value_is_deleted_by_one_of_many_and_only_where_it_is_still_there(make: MakeResolver) -> None:
+    resolvers = [make() for _ in range(4)]
+    resolvers[0].add("a", "old")
+    assert not resolvers[1].delete_value("a", "other")
+    with ThreadPoolExecutor(4) as pool:
+        deleted = list(pool.map(lambda resolver: resolver.delete_value("a", "old"), resolvers))
+    assert sorted(deleted) == [False, False, False, True]
+    assert resolvers[0].get_subtree() == {}
 
 
 def test_waiting_ends_when_the_entry_appears(make: MakeResolver) -> None:
@@ -341,6 +364,64 @@ def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
 def test_an_unknown_back_end_is_refused() -> None:
     with pytest.raises(ValueError, match="'zookeeper'"):
         make_resolver("zookeeper", "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.etcd
+@pytest.mark.parametrize("forgets", [False, True])
+def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: Any, forgets: bool) -> None:
+    """Away for longer than the lease; `forgets`: it comes back without what it had stored."""
+
+    def one() -> NameResolver:
+        return make_resolver("etcd3", "/asyncrl/away", etcd_address=etcd_server.address)
+
+    with one() as owner, one() as other, ThreadPoolExecutor(4) as pool:
+        owner.add("leased", "x", lease_s=2.0)
+        looks = [
+            pool.submit(other.watch, "published", 4 * PATIENCE_S),
+            pool.submit(other.wait, "added", 4 * PATIENCE_S),
+        ]
+        etcd_server.kill()
+        looks.append(pool.submit(other.get_subtree, "nothing"))
+        adding = pool.submit(owner.add, "added", "y", replace=True)
+        threading.Event().wait(3.0)
+        assert not any(look.done() for look in [*looks, adding])
+        if forgets:
+            shutil.rmtree(etcd_server.data_dir)
+        etcd_server.start()
+        adding.result(PATIENCE_S)
+        owner.add("published", "z")
+        assert [look.result(PATIENCE_S) for look in looks] == ["z", "y", {}]
+        assert other.wait("leased", PATIENCE_S) == "x"
+        with pytest.raises(NameResolveTimeout):  # and it stays
+            other.watch("leased", 4.0, "x")
+
+
+@pytest.mark.etcd
+def test_an_entry_whose_addition_was_not_confirmed_is_known_as_ones_own(
+    etcd_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server added it anew, and the reply was lost: adding it once more finds the name taken, by oneself."""
+    etcd3, root = pytest.importorskip("etcd3"), f"/asyncrl/{uuid.uuid4().hex}"
+    with make_resolver("etcd3", root, etcd_address=etcd_address) as owner:
+        put = owner._client.put_if_not_exists  # type: ignore[attr-defined]
+        calls = 0
+
+        def put_and_lose_the_reply(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            done = put(*args)
+            if calls == 1:
+                raise etcd3.exceptions.ConnectionFailedError
+            return done
+
+        monkeypatch.setattr(owner._client, "put_if_not_exists", put_and_lose_the_reply)  # type: ignore[attr-defined]
+        owner.add("a", "x", lease_s=2.0)
+        assert calls == 2
+        with make_resolver("etcd3", root, etcd_address=etcd_address) as other:
+            with pytest.raises(NameEntryExists):
+                other.add("a", "y", lease_s=2.0)
+            with pytest.raises(NameResolveTimeout):
+                other.watch("a", 4.0, "x")
 
 
 @pytest.mark.etcd

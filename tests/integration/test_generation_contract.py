@@ -13,10 +13,11 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -24,15 +25,19 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.api.generation import SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
@@ -64,7 +69,7 @@ class Backend:
 
     kind: str
     url: str
-    token: str
+    security: HttpSecurity
     models: Mapping[str, Path]
 
 
@@ -118,14 +123,15 @@ def backend(
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
-    argv += ["--parent-pid", str(os.getpid())]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))
         paths = {name: path for name, (path, _) in models.items()}
-        yield Backend(request.param, registration.url, secret.token, paths)
+        yield Backend(request.param, registration.url, secret.http(), paths)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
     finally:
         process.terminate()
@@ -228,9 +234,9 @@ class Stream:
 @pytest_asyncio.fixture
 async def server(backend: Backend) -> AsyncIterator[Server]:
     """The server, serving the initial model as version 0 with nothing running."""
-    headers = {"Authorization": f"Bearer {backend.token}"}
+    headers = {"Authorization": f"Bearer {backend.security.token}"}
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=backend.security.client_context())
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
@@ -244,7 +250,7 @@ async def server(backend: Backend) -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationServerClient]:
-    http = JsonHttp(backend.token)
+    http = JsonHttp(backend.security)
     yield GenerationServerClient(http, backend.url)
     await http.close()
 
@@ -399,7 +405,8 @@ async def test_an_id_in_use_is_refused(server: Server) -> None:
 
 
 async def test_everything_but_health_wants_the_token(backend: Backend) -> None:
-    async with aiohttp.ClientSession() as stranger:
+    trusting = aiohttp.TCPConnector(ssl=backend.security.client_context())
+    async with aiohttp.ClientSession(connector=trusting) as stranger:
         for path in ("/health", "/ready"):
             async with stranger.get(backend.url + path) as reply:
                 assert reply.status == 200
@@ -489,6 +496,55 @@ async def test_a_prefix_in_the_cache_changes_no_logprob(
     longer = [*PROMPT, *first["output_ids"]]
     again = await server.generate(input_ids=longer, sampling_params=params)
     assert_close(logprobs_of(again), reference(models, "base", again["output_ids"], prompt=longer))
+
+
+# ---- answers longer than a request
+
+
+class OneServer:
+    """The manager of a run with one server, as a `RolloutClient` asks it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route:
+        return Route(self._url, 0)
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    async def lost_servers(self, after: int, timeout_s: float) -> LostServersReply:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
+    server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, short_s, whole_s = 600, 0.4 if server.backend.kind == "embedded" else 1.0, 600.0
+    sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
+    generate, calls = GenerationServerClient.generate, Counter[float]()
+
+    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float) -> list[Completion]:
+        calls[timeout_s] += 1
+        return await generate(self, *args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(GenerationServerClient, "generate", counted)
+    whole: dict[float, tuple[Completion, ...]] = {}
+    for limit_s in (whole_s, short_s):
+        manager = cast("ManagerClient", OneServer(server.backend.url))
+        settings: Json = {"token": server.backend.token, "max_concurrent": 1, "max_failures": 100}
+        async with RolloutClient(manager, request_timeout_s=limit_s, **settings) as client:
+            whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
+    assert calls[whole_s] == 1
+    assert calls[short_s] >= 2
+    for completion in whole[short_s]:
+        stopped = EOS in completion.token_ids
+        assert len(completion.token_ids) == (completion.token_ids.index(EOS) + 1 if stopped else tokens)
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert completion.versions == [0] * len(completion.token_ids)
+        assert_close(completion.logprobs, reference(models, "base", completion.token_ids, sampling))
+    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+        assert [made.token_ids for made in whole[short_s]] == [made.token_ids for made in whole[whole_s]]
 
 
 # ---- aborts
@@ -817,7 +873,7 @@ async def test_weights_from_memory_are_those_from_disk(
     client: GenerationServerClient,
     models: Mapping[str, tuple[Path, Qwen2ForCausalLM]],
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)  # some 20 buckets
     await channel.open()
     stream = await server.start(LONG)
@@ -842,7 +898,7 @@ async def test_weights_from_memory_are_those_from_disk(
 async def test_weights_from_memory_leave_frozen_requests_their_cache_where_told_so(
     transport: Callable[[JsonHttp, int], ServerConnection], server: Server, client: GenerationServerClient
 ) -> None:
-    http = JsonHttp(server.backend.token)
+    http = JsonHttp(server.backend.security)
     channel = transport(http, 4096)
     await channel.open()
     weights = Qwen2ForCausalLM.from_pretrained(server.backend.models["next"]).state_dict()

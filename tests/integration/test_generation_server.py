@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 FAKE_SGLANG = textwrap.dedent(
     """
-    import http.server, json, os, sys
+    import http.server, json, os, ssl, sys
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def reply(self, content):
@@ -42,7 +42,12 @@ FAKE_SGLANG = textwrap.dedent(
             self.reply({"output_ids": [0], "meta_info": {"weight_version": "0"} | spans})
 
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    files = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["ssl-certfile"], files["ssl-keyfile"])
+    server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
     """
 )
 
@@ -122,7 +127,7 @@ def test_it_registers_its_engine_while_it_serves_and_ends_cleanly_when_asked(
     process = start(config)
     registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), LIMIT_S))
     assert (registration.backend, registration.version) == (backend, 0)
-    assert registration.url.startswith("http://127.0.0.1:")
+    assert registration.url.startswith("https://127.0.0.1:")
     assert psutil.pid_exists(registration.pid)
     assert psutil.Process(process.pid).cmdline()[0].startswith("asyncrl generation_server/0 [")
     children = psutil.Process(process.pid).children(recursive=True)

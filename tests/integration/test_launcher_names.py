@@ -25,8 +25,7 @@ def prepare(config: ExperimentConfig) -> None:
     """As a launch does, which then breaks off."""
     launcher = Launcher(config, make_display("none", "", 1, 1))
     launcher.prepare()
-    assert launcher._lock is not None
-    launcher._lock.close()
+    launcher.release()
 
 
 @pytest.fixture(params=["trial_folder", "shared_folder", pytest.param("etcd3", marks=pytest.mark.etcd)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
@@ -28,8 +30,6 @@ from asyncrl.manager.messages import (
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import FIRST_ASK_S, ManagerService
 
-TOKEN = "a-token"
-
 
 class Clock:
     """Time that stands still unless it is told to pass; deadlines of held calls are then over."""
@@ -43,20 +43,22 @@ class Clock:
 class Manager:
     """A manager in this loop: B = 2, η = 1, one server at version 0 unless the test changes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: HttpSecurity) -> None:
+        self.security = security
         self.clock = Clock()
         self.service = ManagerService(
             batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=self.clock
         )
         registry = manager_registry(self.service, FleetDecisions("interrupt", 1.0))
         self.http = ManagerHttp(
-            self.service.verbs() | {"/status": (Empty, self.status)}, token=TOKEN, registry=registry
+            self.service.verbs() | {"/status": (Empty, self.status)}, security=security, registry=registry
         )
         self.url = ""
         self.clients: list[ManagerClient] = []
 
-    def client(self, worker: str = "rollout_worker/0", token: str = TOKEN, retry_s: float = 5.0) -> ManagerClient:
-        self.clients.append(ManagerClient(self.url, worker, token, retry_s=retry_s))
+    def client(self, worker: str = "rollout_worker/0", token: str = "", retry_s: float = 5.0) -> ManagerClient:
+        security = dataclasses.replace(self.security, token=token or self.security.token)
+        self.clients.append(ManagerClient(self.url, worker, security, retry_s=retry_s))
         return self.clients[-1]
 
     async def status(self, request: Empty) -> StatusReply:
@@ -71,8 +73,8 @@ class Manager:
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[Manager]:
-    manager = Manager()
+async def manager(http_security: HttpSecurity) -> AsyncIterator[Manager]:
+    manager = Manager(http_security)
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
     manager.service.begin(0)
@@ -80,6 +82,10 @@ async def manager() -> AsyncIterator[Manager]:
     for client in manager.clients:
         await client.close()
     await manager.http.close()
+
+
+def trusting(manager: Manager) -> aiohttp.TCPConnector:
+    return aiohttp.TCPConnector(ssl=manager.security.client_context())
 
 
 def wanted(*names: str, first: int = 0) -> list[WantedRollout]:
@@ -487,15 +493,17 @@ async def test_strangers_are_refused_and_counted(manager: Manager) -> None:
     for _ in range(2):
         with pytest.raises(HttpRefused, match="401"):
             await manager.client(token="wrong").status()
-    assert manager.http.unauthorized == 2
+    assert manager.http.refused == {"unauthorized": 2}
 
 
 async def test_a_header_that_is_no_utf_8_is_a_strangers_too(manager: Manager) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(manager.url.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", int(manager.url.rpartition(":")[2]), ssl=manager.security.client_context()
+    )
     writer.write(b"GET /books HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xed\xa0\x80\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
     writer.close()
-    assert manager.http.unauthorized == 1
+    assert manager.http.refused == {"unauthorized": 1}
 
 
 WORKER = '"worker": "rollout_worker/0"'
@@ -538,8 +546,8 @@ REQUEST = '"request_id": "q", "rollout_id": null, "prompt_tokens": 1, "max_new_t
 async def test_a_malformed_call_is_refused_with_what_is_wrong_and_changes_nothing(
     manager: Manager, path: str, body: str, status: int, error: str
 ) -> None:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    headers = {"Authorization": f"Bearer {manager.security.token}"}
+    async with aiohttp.ClientSession(headers=headers, connector=trusting(manager)) as session:
         async with session.post(manager.url + path, data=body) as reply:
             assert reply.status == status
             assert (await reply.json())["error"].startswith(error)
@@ -569,7 +577,10 @@ async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     client.finish([FinishedRollout("b", False, "all_equal")])
     await client.flush()
     await client.schedule(request_of("q", "c"), 5)
-    async with aiohttp.ClientSession() as session, session.get(manager.url + "/metrics") as reply:
+    async with (
+        aiohttp.ClientSession(connector=trusting(manager)) as session,
+        session.get(manager.url + "/metrics") as reply,
+    ):
         text = await reply.text()
     samples = {
         (sample.name, *sample.labels.values()): sample.value
@@ -584,9 +595,9 @@ async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     assert samples["asyncrl_tokens_finished_total",] == 7
 
 
-async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands() -> None:
+async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(http_security: HttpSecurity) -> None:
     """A resumed run's gate would otherwise count as if nothing had been trained."""
-    manager = Manager()
+    manager = Manager(http_security)
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
     client = manager.client()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,32 @@ async def test_a_registered_server_serves_and_is_brought_to_each_published_versi
     await run.until(serving(4, 0))
 
 
+async def test_name_resolution_that_is_away_ends_neither_the_manager_nor_what_it_follows(
+    run: Run, start_fake_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 0
+
+    def stale_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal failures
+            if failures < 8 and str(run.dir / "name_resolve") in str(path):
+                failures += 1
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return call(path, *args, **kwargs)
+
+        return wrapped
+
+    for owner, name in ((os, "listdir"), (Path, "open")):
+        monkeypatch.setattr(owner, name, stale_at_first(getattr(owner, name)))
+    server = await start_fake_server()
+    await asyncio.to_thread(run.register, 0, server)
+    await run.until(serving(0, 0))
+    await asyncio.to_thread(run.publish, 1)
+    await run.until(serving(1, 0))
+    assert failures == 8
+    assert not run.task.done()
+
+
 async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: Run, start_fake_server: Any) -> None:
     """The three share 12 rollouts and fail in the middle of an update; a fourth server completes everything."""
     killed, hanging, refusing, sound = [await start_fake_server() for _ in range(4)]
@@ -155,7 +183,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(run: 
     run.manager._service.gate.batch_size = 6
     granted = await client.allocate([WantedRollout(f"r{i}", f"p{i}", i) for i in range(12)], timeout_s=10)
     assert len(granted.granted) == 12
-    settings: dict[str, Any] = {"token": None, "max_concurrent": 12, "request_timeout_s": 600.0}
+    settings: dict[str, Any] = {"security": None, "max_concurrent": 12, "request_timeout_s": 600.0}
     async with RolloutClient(client, **settings) as rollouts:
         calls = [asyncio.create_task(rollouts.generate(request_of(f"q{i}"), f"r{i}")) for i in range(12)]
         for server in (killed, hanging, refusing):
@@ -280,7 +308,7 @@ async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path
     server.hold_after = 2
     run.register(0, server)
     await run.until(serving(0, 0))
-    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(client, security=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q")))
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
@@ -305,7 +333,7 @@ async def test_running_requests_are_kept_on_their_server_across_an_update(
     server.hold_after = 2
     run.register(0, server)
     await run.until(serving(0, 0))
-    async with RolloutClient(client, token=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(client, security=None, max_concurrent=4, request_timeout_s=60.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q")))
         await server.until(lambda: server.generated_tokens == 4)
         run.publish(1)
@@ -324,7 +352,7 @@ async def test_a_canary_that_differs_later_takes_a_server_out_though_its_request
     run = Run(tmp_path, config_of(update_mode="retract"))
     await run.client()
     server = await start_fake_server()
-    server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+    server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
     run.register(0, server)
     run.publish(1, run.weights(1, canary=canary_of(1)))
     await run.until(serving(1, 0))
@@ -354,7 +382,7 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
     await run.until(serving(0, 0, 1))
     request = GenerationRequest("q", (1, 2, 3), 4, SamplingParams(max_new_tokens=300, seed=3))
     run.clients[0].schedule = Mock(wraps=run.clients[0].schedule)  # type: ignore[method-assign]
-    async with RolloutClient(run.clients[0], token=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
+    async with RolloutClient(run.clients[0], security=None, max_concurrent=16, request_timeout_s=60.0) as rollouts:
         (expected,) = await asyncio.gather(rollouts.generate(request))
         calls = [asyncio.create_task(rollouts.generate(request)) for _ in range(8)]
         for version in range(1, 6):
@@ -385,7 +413,11 @@ CANARY_IDS = tuple(range(6))
 
 
 def canary_of(version: int) -> Canary:
-    return Canary(CANARY_IDS, (0.0, *(-1.0 - 0.01 * version - 0.1 * place for place in range(5))))
+    return Canary.of([CANARY_IDS], [logprobs_of(version)])
+
+
+def logprobs_of(version: int) -> list[float]:
+    return [0.0, *(-1.0 - 0.01 * version - 0.1 * place for place in range(5))]
 
 
 async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the_trainer_does(
@@ -394,7 +426,7 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     """It names the new version all the time; the other server goes on."""
     stale, sound = await start_fake_server(), await start_fake_server()
     for index, server in enumerate((stale, sound)):
-        server.logprobs = {str(version): list(canary_of(version).logprobs) for version in (1, 2)}
+        server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
         run.register(index, server)
     run.publish(1, run.weights(1, canary=canary_of(1)))
     await run.until(serving(1, 0, 1))
@@ -428,7 +460,7 @@ async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run,
     check = run.manager._canary
     assert check is not None
     assert check.alarms == 0
-    server.logprobs = {"1": list(canary_of(1).logprobs)}
+    server.logprobs = {"1": logprobs_of(1)}
     await run.until(serving(1, 0))
 
 
@@ -463,10 +495,11 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     for version in range(1, 11):
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-        canary = Canary(tokens, tuple(trainer.sequence_logprobs(tokens)))
+        canary = Canary.of(tokens, trainer.score_sequences(tokens))
+        logprobs = [value for each in canary.sequences for value in each.logprobs]
         if before:
-            assert max(abs(a - b) for a, b in zip(canary.logprobs, before, strict=True)) > 5 * bound
-        before = list(canary.logprobs)
+            assert max(abs(a - b) for a, b in zip(logprobs, before, strict=True)) > 5 * bound
+        before = logprobs
         folder = run.dir / "weights"
         shared, source = SharedFiles(model.config), WholeModel(model)
         published = publish(source, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)

@@ -521,6 +521,62 @@ async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) 
     assert run.summary()["evaluations_failed"][0]["reason"] == "TimeoutError: no result within eval.timeout_s=0.01 s"
 
 
+async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: Path) -> None:
+    """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
+    run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=1.0))
+    run.loop._limit_s = 0.2  # below the setting's least value
+    run.rollouts.finish = asyncio.Event()
+    await run.deliver(range(8), oldest=1)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 2)
+        await until(lambda: bool(run.board.versions) or task.done())
+        run.rollouts.finish.set()
+        await run.deliver(range(8, 12), oldest=2)
+        await task
+    assert run.board.versions == [2, 3]
+    failed = [(item["version"], item["reason"]) for item in run.summary()["evaluations_failed"]]
+    assert failed == [(0, "TimeoutError: no result within eval.timeout_s=1 s")]
+
+
+async def test_no_data_after_an_evaluation_is_a_stall(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=0.3))
+    run.loop._limit_s = 0.1  # below the setting's least value
+    run.rollouts.finish = asyncio.Event()
+    with pytest.raises(Stalled, match="step 0 waits for trajectories"):
+        await run.loop.run()
+
+
+async def test_a_stop_request_while_an_evaluation_holds_the_next_one_back_leaves_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=9, eval__interval=2))
+    run.rollouts.finish = asyncio.Event()
+    await run.deliver(range(10), oldest=1)
+    async with running(run) as task:
+        await until(lambda: [request.version for request in run.workers.requests(Publish)] == [1, 2])
+        run.stop.set()
+        async with asyncio.timeout(5):
+            await task
+    assert run.workers.saved() == [2]
+    assert [row["step"] for row in run.rows()] == [0, 1]
+    assert run.workers.stored is not None
+    assert [held["step"] for held in run.workers.stored["journal"]["rows"]] == [2], "its own evaluation is still due"
+    assert sum(len(trained) for _, trained, _ in run.manager.reports) == 8
+    assert run.board.versions == [], "what was served is what the evaluation measured"
+
+
+async def test_a_finished_run_is_saved_before_its_last_evaluation_ends(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1, eval__interval=1))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        run.rollouts.finish = asyncio.Event()
+        await until(lambda: run.rollouts.started == [0, 1])
+        await until(lambda: run.workers.saved() == [1])
+        assert not task.done()
+        run.rollouts.finish.set()
+        await task
+    assert [row["eval/held_out/accuracy"] for row in run.rows()] == [0.5, 0.5]
+
+
 async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
     run.workers.filtered_in_graph = 2.0
@@ -528,14 +584,14 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     async def status() -> GateStatus:
         step = run.loop.version
         dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1}
-        return GateStatus(0.0, frozenset(), "", dropped | {"reward_failed": step})
+        return GateStatus(0.0, frozenset(), "", dropped | {"failed: reward my.py:score": step})
 
     run.manager.status = status  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
     assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
-    assert [row["rollout/dropped_reward_failed"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_failed: reward my.py:score"] for row in run.rows()] == [1, 1, 1]
 
 
 async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.push_pull import TrajectoryPusher
+from asyncrl.comm.push_pull import TrajectoryPusher, TrajectoryRejected
 from asyncrl.comm.request_reply import Done, RemoteError, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
@@ -98,13 +98,12 @@ class Workers:
     def __init__(self, config: ExperimentConfig, run_dir: Path, processes: list[subprocess.Popen[bytes]]) -> None:
         self.config, self.run_dir, self.processes = config, run_dir, processes
         secret = RunSecret.load(run_dir / SECRET_FILE).sockets()
-        resolver = make_resolver("file", str(run_dir / "name_resolve"))
+        resolver = self.resolver = make_resolver("file", str(run_dir / "name_resolve"))
         self.clients, pullers = [], []
         for index in range(len(processes)):
             address = names.WorkerAddress.decode(resolver.wait(names.worker_key("model_worker", index), LIMIT_S))
             self.clients.append(RequestClient(address.endpoint, secret, name=f"model_worker/{index}"))
             pullers.append(resolver.wait(names.puller_key(index), LIMIT_S))
-        resolver.close()
         self.pushers = [
             TrajectoryPusher([puller], secret, identity=f"test/{index}") for index, puller in enumerate(pullers)
         ]
@@ -113,8 +112,14 @@ class Workers:
     async def all(self, request: Request[R]) -> list[R]:
         return await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client in self.clients))
 
+    def announce(self, version: int) -> None:
+        """As the master does once it is published."""
+        published = names.PublishedVersion(version, "somewhere").encode()
+        self.resolver.add(names.model_version_key("actor"), published, replace=True)
+
     async def push(self, step: int) -> None:
         """Rollouts land on the ranks in turn, but not where they are trained."""
+        self.announce(step)
         for number, trajectory in enumerate(trajectories(step)):
             await self.pushers[number % len(self.pushers)].push(trajectory, LIMIT_S)
 
@@ -160,6 +165,7 @@ class Workers:
             await pusher.close(1.0)
         for client in self.clients:
             client.close()
+        self.resolver.close()
         for process in self.processes:
             process.terminate()
         return [await asyncio.to_thread(process.wait, LIMIT_S) for process in self.processes]
@@ -225,10 +231,11 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         sharded = AutoModelForCausalLM.from_pretrained(published)
         canary = read_canary(Path(published))
         assert canary is not None
-        tokens = torch.tensor([canary.token_ids])
-        with torch.no_grad():
-            scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
-        np.testing.assert_allclose(canary.logprobs[1:], scored, rtol=0, atol=1e-5)
+        for each in canary.sequences:
+            tokens = torch.tensor([each.token_ids])
+            with torch.no_grad():
+                scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+            np.testing.assert_allclose(each.logprobs[1:], scored, rtol=0, atol=1e-5)
         for a, b in zip(single.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)  # AdamW turns a last-bit difference into part of a step
         assert await workers.all(CollectWeights("actor", ())) == [Done(), Done()]
@@ -261,6 +268,8 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         after = await client.call(PollBuffer(polled.cursor, 0.0), timeout_s=LIMIT_S)
         assert after.rollouts == ()
 
+        with pytest.raises(TrajectoryRejected, match="version 1, the newest is 0"):
+            await workers.pushers[0].push(trajectories(1)[0], LIMIT_S)
         await workers.push(0)  # the first of these is there already
         await workers.all(Discard(tuple(f"step0-{order}" for order in range(3))))
         with pytest.raises(RemoteError, match="should hold rollout"):

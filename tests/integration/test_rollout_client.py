@@ -40,7 +40,7 @@ class FixedManager:
 
 @asynccontextmanager
 async def client_of(manager: FixedManager, **settings: Any) -> AsyncIterator[RolloutClient]:
-    settings = {"token": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
+    settings = {"security": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
     async with RolloutClient(manager, **settings) as client:
         yield client
 
@@ -278,3 +278,66 @@ async def test_evaluation_belongs_to_no_rollout(start_fake_server: Any) -> None:
     async with client_of(manager) as client:
         await client.generate(request_of(), min_version=3)
     assert (manager.scheduled[0].rollout_id, manager.scheduled[0].min_version) == (None, 3)
+
+
+async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_there_is(
+    start_fake_server: Any,
+) -> None:
+    """The server generates two tokens a call and then holds the rest back, for ever: six calls make an answer of 12."""
+    server, other = await start_fake_server(), await start_fake_server()
+    expected = await answers(server, request_of(tokens=12))
+    server.requests.clear()
+    server.hold_after = 2
+    manager = FixedManager(server, other)
+    async with client_of(manager, request_timeout_s=0.2, max_failures=1) as client:
+        result = await client.generate(request_of(tokens=12))
+    assert len(manager.scheduled) == 1
+    assert other.requests == [], "the prefix is cached at the first"
+    assert [completion.token_ids for completion in result.completions] == expected
+    assert [completion.logprobs for completion in result.completions] == [
+        [-(token + 1) / 100 for token in tokens] for tokens in expected
+    ]
+    assert all(completion.finish_reason == "length" for completion in result.completions)
+    offsets = [[params.get("custom_params") for params in sent["sampling_params"]] for sent in server.requests]
+    assert offsets == [[None] * 2, *([{"seed_offset": offset}] * 2 for offset in (2, 4, 6, 8, 10))]
+
+
+async def test_a_long_answer_has_the_version_of_each_of_its_tokens(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    server.hold_after = 2
+    async with client_of(FixedManager(server), request_timeout_s=0.2, max_failures=1) as client:
+        call = asyncio.create_task(client.generate(request_of(n=1, tokens=6)))
+        await server.until(lambda: server.generated_tokens == 4)
+        server.version = "3"
+        (completion,) = (await call).completions
+    assert completion.versions == [0, 0, 0, 0, 3, 3]
+
+
+async def test_a_request_that_waits_in_the_queue_for_longer_than_the_limit_does_not_fail(
+    start_fake_server: Any,
+) -> None:
+    """The server says that it lives; it is only busy."""
+    server = await start_fake_server()
+    expected = await answers(server, request_of())
+    server.requests.clear()
+    server.busy = True
+    async with client_of(FixedManager(server), request_timeout_s=0.1, max_failures=1) as client:
+        call = asyncio.create_task(client.generate(request_of()))
+        await server.until(lambda: len(server.requests) == 4)
+        server.busy = False
+        await server.release()
+        result = await call
+    assert [completion.token_ids for completion in result.completions] == expected
+
+
+async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(start_fake_server: Any) -> None:
+    """As behind a proxy that knows no aborts: it answers nothing before it has all that was asked for."""
+    server = await start_fake_server()
+    expected = await answers(server, request_of(tokens=16))
+    server.requests.clear()
+    server.hold_after, server.deaf = 5, True
+    async with client_of(FixedManager(server), request_timeout_s=0.2, max_failures=4) as client:
+        result = await client.generate(request_of(tokens=16))
+    assert [completion.token_ids for completion in result.completions] == expected
+    asked = [sent["sampling_params"][0]["max_new_tokens"] for sent in server.requests]
+    assert asked == [16, 8, 4, 8, 4, 8, 4, 4], "more again after each that was answered quickly"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -17,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, TCPConnector, web
 
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready
@@ -38,7 +40,7 @@ FAKE_SGLANG = textwrap.dedent(
     mode, state = os.environ["FAKE_MODE"], Path(os.environ["FAKE_STATE"])
     attempts = int(state.read_text()) + 1 if state.exists() else 1
     state.write_text(str(attempts))
-    print("server_args", argv, json.loads(Path(option("--config")).read_text()), flush=True)
+    print("server_args", argv, "--config" in argv and json.loads(Path(option("--config")).read_text()), flush=True)
     if mode == "port_taken" and attempts == 1:
         sys.exit("OSError: [Errno 98] Address already in use")
     if mode == "broken":
@@ -60,7 +62,14 @@ FAKE_SGLANG = textwrap.dedent(
         def log_message(self, *args):
             pass
 
-    http.server.HTTPServer(("127.0.0.1", int(option("--port"))), Handler).serve_forever()
+    server = http.server.HTTPServer(("127.0.0.1", int(option("--port"))), Handler)
+    if "--config" in argv:
+        import ssl
+
+        context, files = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), json.loads(Path(option("--config")).read_text())
+        context.load_cert_chain(files["ssl-certfile"], files["ssl-keyfile"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
     """
 )
 
@@ -87,15 +96,25 @@ def config(tmp_path: Path) -> ExperimentConfig:
 Make = Callable[[str], SGLangHost]
 
 
+@pytest.fixture
+def security(http_security: HttpSecurity) -> HttpSecurity:
+    """The run's certificate, with a token that is easily found in a log."""
+    return dataclasses.replace(http_security, token=TOKEN)
+
+
+def adopting(security: HttpSecurity, url: str) -> HttpSecurity:
+    return dataclasses.replace(security, adopted=frozenset({url}))
+
+
 @pytest_asyncio.fixture
-async def make(config: ExperimentConfig, tmp_path: Path) -> AsyncIterator[Make]:
+async def make(config: ExperimentConfig, tmp_path: Path, security: HttpSecurity) -> AsyncIterator[Make]:
     """Builds hosts whose stand-in behaves in a given mode, and ends them after the test."""
     hosts = []
 
     def build(mode: str) -> SGLangHost:
         config.generation.sglang.env["FAKE_MODE"] = mode
         log = logging.getLogger("sglang-under-test")
-        host = SGLangHost(config, index=0, run_dir=tmp_path, device="cpu", token=TOKEN, log=log)
+        host = SGLangHost(config, index=0, run_dir=tmp_path, device="cpu", security=security, log=log)
         hosts.append(host)
         return host
 
@@ -119,12 +138,13 @@ def segment_in(text: str) -> Path:
 
 
 async def test_start_returns_when_requests_are_taken_and_stop_leaves_nothing(
-    make: Make, started: Started, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, started: Started, tmp_path: Path, caplog: pytest.LogCaptureFixture, security: HttpSecurity
 ) -> None:
     caplog.set_level(logging.INFO)
     host = make("normal")
     served = await host.start()
-    async with ClientSession() as session, session.get(served.url + "/ready") as reply:
+    connector = TCPConnector(ssl=security.client_context())
+    async with ClientSession(connector=connector) as session, session.get(served.url + "/ready") as reply:
         assert reply.status == 200
     assert served.pid is not None
     tree = started()
@@ -176,16 +196,16 @@ async def test_the_death_of_any_of_its_processes_is_noticed_and_the_rest_ends_wi
     assert not [process for process in tree if process.is_running()]
 
 
-async def test_it_can_be_started_again_after_a_death(make: Make) -> None:
+async def test_it_can_be_started_again_after_a_death(make: Make, security: HttpSecurity) -> None:
     host = make("normal")
     first = await host.start()
     assert first.pid is not None
-    await wait_ready(first.url, None, LIMIT_S)
+    await wait_ready(first.url, security, LIMIT_S)
     psutil.Process(first.pid).kill()
     await host.failed()
     second = await host.start()
     assert second.pid != first.pid
-    await wait_ready(second.url, None, LIMIT_S)
+    await wait_ready(second.url, security, LIMIT_S)
 
 
 async def test_a_server_that_does_not_start_says_why_and_leaves_nothing(make: Make, started: Started) -> None:
@@ -237,7 +257,7 @@ async def test_a_killed_owner_takes_the_whole_tree_and_its_shared_memory_along(
             config.model.path = {config.model.path!r}
             config.generation.sglang.python = {config.generation.sglang.python!r}
             config.generation.sglang.env = {dict(config.generation.sglang.env)!r}
-            host = SGLangHost(config, index=0, run_dir=Path({str(tmp_path)!r}), device="cpu", token={TOKEN!r},
+            host = SGLangHost(config, index=0, run_dir=Path({str(tmp_path)!r}), device="cpu", security=None,
                               log=logging.getLogger())
             await host.start()
             print("READY", flush=True)
@@ -270,8 +290,10 @@ class RunningServer:
         self.updates: list[dict[str, object]] = []
         self.update_reply: tuple[int, dict[str, object]] = (200, {"success": True})
         self.token: str | None = None
+        self.tokens: set[str | None] = set()
 
     async def handle(self, request: web.Request) -> web.Response:
+        self.tokens.add(request.headers.get("Authorization"))
         if request.path == "/ready":
             return web.Response()
         if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
@@ -298,33 +320,40 @@ async def running(server: RunningServer) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_an_adopted_server_is_given_the_initial_model_under_version_0(tmp_path: Path) -> None:
+async def test_an_adopted_server_is_given_the_initial_model_under_version_0_and_no_token(
+    tmp_path: Path, security: HttpSecurity
+) -> None:
     server = RunningServer()
     async with running(server) as url:
-        served = await AdoptedHost(url + "/", model_dir=tmp_path, token=TOKEN, timeout_s=LIMIT_S).start()
+        security = adopting(security, url)
+        served = await AdoptedHost(url + "/", model_dir=tmp_path, security=security, timeout_s=LIMIT_S).start()
         assert (served.url, served.pid) == (url, None)
         (update,) = server.updates
         assert update["abort_all_requests"] is True
         assert server.info == {"weight_version": "0", "model_path": str(tmp_path)}
-        await AdoptedHost(url, model_dir=tmp_path, token=TOKEN, timeout_s=LIMIT_S).start()
+        await AdoptedHost(url, model_dir=tmp_path, security=security, timeout_s=LIMIT_S).start()
         assert len(server.updates) == 1
+    assert server.tokens == {None}
 
 
-async def test_an_adopted_server_that_cannot_serve_the_model_is_refused_with_its_reason(tmp_path: Path) -> None:
+async def test_an_adopted_server_that_cannot_serve_the_model_is_refused_with_its_reason(
+    tmp_path: Path, security: HttpSecurity
+) -> None:
     server = RunningServer()
     server.update_reply = (400, {"success": False, "message": "no such folder"})
     async with running(server) as url:
-        host = AdoptedHost(url, model_dir=tmp_path, token=TOKEN, timeout_s=LIMIT_S)
+        security = adopting(security, url)
+        host = AdoptedHost(url, model_dir=tmp_path, security=security, timeout_s=LIMIT_S)
         with pytest.raises(EngineStartError, match="no such folder"):
             await host.start()
         server.token = "another"
-        with pytest.raises(EngineStartError, match="refuses the run's token"):
+        with pytest.raises(EngineStartError, match="asks for a token, and the run's is not for it"):
             await host.start()
 
 
 async def test_a_server_that_is_not_there_is_reported_with_the_limit(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    host = AdoptedHost(f"http://127.0.0.1:{port}", model_dir=tmp_path, token=None, timeout_s=0.5)
+    host = AdoptedHost(f"http://127.0.0.1:{port}", model_dir=tmp_path, security=None, timeout_s=0.5)
     with pytest.raises(EngineStartError, match=r"start_timeout_s=0\.5: .*/ready cannot be reached"):
         await host.start()

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 
-from asyncrl.comm.name_resolve.base import NameResolver
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolveTimeout
+from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver
+from asyncrl.comm.name_resolve.errors import (
+    NameEntryExists,
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolveTimeout,
+    NameResolveUnavailable,
+)
 from asyncrl.comm.name_resolve.file import FileResolver
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "NameEntryNotFound",
     "NameResolveError",
     "NameResolveTimeout",
+    "NameResolveUnavailable",
     "NameResolver",
     "make_resolver",
 ]
@@ -29,17 +36,20 @@ class NameBackend(StrEnum):
     """An etcd server."""
 
 
-def make_resolver(backend: NameBackend, root: str, *, etcd_address: str = "127.0.0.1:2379") -> NameResolver:
+def make_resolver(
+    backend: NameBackend, root: str, *, etcd_address: str = "127.0.0.1:2379", patience_s: float = PATIENCE_S
+) -> NameResolver:
     """A resolver of the given back end.
 
-    `root` is a directory for `file` and a key prefix for `etcd3`. `etcd_address` is `host:port`.
+    `root` is a directory for `file` and a key prefix for `etcd3`. `etcd_address` is `host:port`. Calls that fail are
+    made again for `patience_s` seconds.
 
     Raises:
         NameResolveError: the back end cannot be reached.
         ValueError: there is no such back end.
     """
     if NameBackend(backend) == NameBackend.file:
-        return FileResolver(root)
+        return FileResolver(root, patience_s)
     from asyncrl.comm.name_resolve.etcd import EtcdResolver  # an optional dependency
 
-    return EtcdResolver(root, etcd_address)
+    return EtcdResolver(root, etcd_address, patience_s)

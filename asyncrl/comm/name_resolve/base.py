@@ -5,26 +5,47 @@ its owner renews it, which the owner's resolver does by itself; when the owner d
 has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
 name. An explicit `delete`, by anybody, is final.
 
+A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
+raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
+
 A back end implements the six underscored primitives; everything a user calls is here. Every call may be made from any
-thread. Calls take micro- to milliseconds except `wait` and `watch`: call these through `asyncio.to_thread` from a loop.
+thread. Calls take micro- to milliseconds except `wait` and `watch`, and any in an outage: call them through
+`asyncio.to_thread` from a loop that others wait for.
 A resolver does not survive `fork`: make one per process.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from types import TracebackType
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound, NameResolveError, NameResolveTimeout
+from asyncrl.comm.name_resolve.errors import (
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolveTimeout,
+    NameResolveUnavailable,
+)
 from asyncrl.comm.name_resolve.keeper import LeaseKeeper
+from asyncrl.comm.name_resolve.patience import Patience
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_@.:=-]*(/[A-Za-z0-9_][A-Za-z0-9_@.:=-]*)*")
 MAX_NAME_LENGTH = 200  # leaves room for the prefix and suffix of a temporary file within a file name's 255 bytes
 MIN_LEASE_S = 0.05
+PATIENCE_S = 60.0
+HURRY_S = 2.0
+"""How long an outage may last for a process that was asked to stop."""
 _FIRST_POLL_S = 0.002
 _LAST_POLL_S = 0.05
 
@@ -44,11 +65,17 @@ def check_name(name: str) -> str:
 
 
 class NameResolver(ABC):
-    """A shared dictionary of names, with leases. See the module's docstring."""
+    """A shared dictionary of names, with leases. See the module's docstring.
 
-    def __init__(self, root: str) -> None:
+    Args:
+        root: what the names are relative to.
+        patience_s: how long the back end may be away.
+    """
+
+    def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
-        self._keeper = LeaseKeeper(self._renew)
+        self._patience = Patience(root, patience_s)
+        self._keeper = LeaseKeeper(self._renew, self._patience)
         self._closing = threading.Event()
 
     def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
@@ -56,13 +83,14 @@ class NameResolver(ABC):
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
+            NameResolveUnavailable: the back end is away for too long; every method below may raise it too.
             ValueError: the name or the lease is not valid.
         """
         check_name(name)
         if lease_s is not None and not lease_s >= MIN_LEASE_S:
             raise ValueError(f"lease_s={lease_s!r} of name {name!r} is too short: use None or at least {MIN_LEASE_S}")
         self._check_open()
-        self._create(name, value, lease_s, replace)
+        self._patiently("add", self._create, name, value, lease_s, replace)
         if lease_s is None:
             self._keeper.forget(name)
         else:
@@ -74,14 +102,15 @@ class NameResolver(ABC):
         Raises:
             NameEntryNotFound: there is none.
         """
-        value = self._read(check_name(name))
+        value = self._patiently("get", self._read, check_name(name))
         if value is None:
             raise NameEntryNotFound(name, self.root)
         return value
 
     def get_subtree(self, root: str = "") -> dict[str, str]:
         """All living entries at or below `root` ("" is everything), by full name, sorted."""
-        return dict(sorted(self._read_subtree(check_name(root) if root else "").items()))
+        found = self._patiently("get_subtree", self._read_subtree, check_name(root) if root else "")
+        return dict(sorted(found.items()))
 
     def wait(self, name: str, timeout_s: float) -> str:
         """The value under `name`, as soon as there is one.
@@ -103,10 +132,21 @@ class NameResolver(ABC):
             NameResolveTimeout: it did not change within `timeout_s` seconds.
         """
         check_name(name)
-        value = self._await_change(name, last, timeout_s)
-        if value == last:
+        deadline = time.monotonic() + timeout_s
+        for failures in itertools.count(1):
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                value = self._await_change(name, last, left_s)
+            except NameResolveUnavailable as error:
+                self._pause("watch", error, failures, left_s)
+                if left_s:
+                    continue
+            else:
+                self._patience.worked("watch")
+                if value != last:
+                    return value
             raise NameResolveTimeout(name, self.root, timeout_s, f"change from {last!r}")
-        return value
+        raise AssertionError("unreachable")
 
     def delete(self, name: str) -> None:
         """Remove the entry, whoever owns it.
@@ -115,27 +155,41 @@ class NameResolver(ABC):
             NameEntryNotFound: there is none.
         """
         self._keeper.forget(check_name(name))
-        if not self._remove(name):
+        if not self._patiently("delete", self._remove, name):
             raise NameEntryNotFound(name, self.root)
 
-    def clear_subtree(self, root: str = "") -> None:
-        """Remove every entry at or below `root` ("" is everything), whoever owns them."""
+    def delete_value(self, name: str, value: str) -> bool:
+        """Remove the entry if it has this very value, whoever owns it; whether this call did."""
+        return self._patiently("delete", self._remove_value, check_name(name), value)
+
+    def clear_subtree(self, root: str = "", *, keep: Collection[str] = ()) -> None:
+        """Remove every entry at or below `root` ("" is everything) but those named `keep`, whoever owns them."""
         if root:
             check_name(root)
         for name in self._keeper.names():
-            if is_below(name, root):
+            if is_below(name, root) and name not in keep:
                 self._keeper.forget(name)
-        self._remove_subtree(root)
+        self._patiently("delete", self._remove_subtree, root, keep)
+
+    def hurry(self) -> None:
+        """The process was asked to stop: from now on an outage may last `HURRY_S` only."""
+        self._patience.limit_s = min(HURRY_S, self._patience.limit_s)
 
     def close(self) -> None:
-        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay."""
+        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay.
+
+        Where the back end is away, the leases run out.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         owned = self._keeper.names()
         self._keeper.stop()
-        for name in owned:
-            self._remove(name, only_own=True)
+        try:
+            for name in owned:
+                self._remove(name, only_own=True)
+        except NameResolveUnavailable as error:
+            _log.warning("entries under %r are left to run out: %s", self.root, error)
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +212,27 @@ class NameResolver(ABC):
             pause = min(2 * pause, _LAST_POLL_S)
         return value
 
+    def _patiently(self, kind: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `call` returns, once it works."""
+        for failures in itertools.count(1):
+            try:
+                result = call(*args, **kwargs)
+            except NameResolveUnavailable as error:
+                self._pause(kind, error, failures, math.inf)
+            else:
+                self._patience.worked(kind)
+                return result
+        raise AssertionError("unreachable")
+
+    def _pause(self, kind: str, error: NameResolveUnavailable, failures: int, limit_s: float) -> None:
+        """Wait before a call that failed is made again, `limit_s` at most.
+
+        Raises:
+            NameResolveUnavailable: it has been failing for too long.
+        """
+        self._closing.wait(min(self._patience.failed(kind, error, failures), limit_s))
+        self._check_open()
+
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise NameResolveError(f"the name resolver of {self.root!r} is closed")
@@ -179,8 +254,12 @@ class NameResolver(ABC):
         """Remove the entry (with `only_own`: unless it is another owner's); True if a living entry was removed."""
 
     @abstractmethod
-    def _remove_subtree(self, root: str) -> None:
-        """Remove all entries at or below `root`."""
+    def _remove_value(self, name: str, value: str) -> bool:
+        """Remove the entry if its value is `value`, in one step; True if it was removed."""
+
+    @abstractmethod
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        """Remove all entries at or below `root` but `keep`."""
 
     @abstractmethod
     def _renew(self, name: str) -> bool:

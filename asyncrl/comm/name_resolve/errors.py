@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class NameResolveError(Exception):
-    """Base of the errors below; raised itself when a back end fails (disk, connection, closed resolver)."""
+    """Base of the errors below; raised itself where a back end refuses (permissions, a damaged entry, being closed)."""
+
+
+class NameResolveUnavailable(NameResolveError):
+    """The back end does not answer, or not as it should (connection, stale handle, full disk): another time it may."""
 
 
 class NameEntryExists(NameResolveError):

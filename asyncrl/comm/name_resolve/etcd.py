@@ -16,12 +16,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.comm.name_resolve.base import NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError
+from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 os.environ.setdefault(_IMPLEMENTATION, "python")
@@ -39,6 +39,10 @@ except TypeError as error:  # of protobuf's, about descriptors
 MIN_TTL_S = 2
 _CALL_TIMEOUT_S = 10
 _CLOSE_LOOK_S = 1.0  # a closed resolver ends its waits within this
+_CHANNEL = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
+"""gRPC's own waits grow to two minutes, in which a server that is back would not be found."""
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
+"""What is no matter of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +57,25 @@ class EtcdResolver(NameResolver):
     """Resolver over the keys below `root` in the etcd server at `address` (`host:port`).
 
     Raises:
-        NameResolveError: the server does not answer.
+        NameResolveUnavailable: the server does not answer, for as long as it may be away.
     """
 
-    def __init__(self, root: str, address: str) -> None:
-        super().__init__(root)
+    def __init__(self, root: str, address: str, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(root, patience_s)
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"etcd address {address!r} is not valid: use host:port, for example '127.0.0.1:2379'")
         self._address = address
         self._prefix = root.rstrip("/") + "/"
         self._own: dict[str, _Own] = {}
+        self._unconfirmed: dict[str, list[Any]] = {}  # leases of entries whose addition nobody confirmed
+        self._client = etcd3.client(host=host, port=int(port), timeout=_CALL_TIMEOUT_S, grpc_options=_CHANNEL)
+        self._watches = etcdrpc.WatchStub(self._client.channel)
+        self._patiently("connect", self._connect)
+
+    def _connect(self) -> None:
         with self._translated():
-            self._client = etcd3.client(host=host, port=int(port), timeout=_CALL_TIMEOUT_S)
             self._client.status()
-            self._watches = etcdrpc.WatchStub(self._client.channel)
 
     def close(self) -> None:
         """As the base class, and disconnect."""
@@ -77,17 +85,33 @@ class EtcdResolver(NameResolver):
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
         with self._translated():
             lease = None if lease_s is None else self._client.lease(max(MIN_TTL_S, math.ceil(lease_s)))
+            if lease is not None:
+                self._unconfirmed.setdefault(name, []).append(lease)
             if replace:
                 self._client.put(self._prefix + name, value, lease)
             elif not self._client.put_if_not_exists(self._prefix + name, value, lease):
-                if lease is not None:
-                    lease.revoke()
-                raise NameEntryExists(name, self.root)
+                lease = self._lease_of_lost_reply(name)
+                if lease is None:
+                    raise NameEntryExists(name, self.root)
+            self._unconfirmed.pop(name, None)
             former = self._own.pop(name, None)
             if lease is not None:
                 self._own[name] = _Own(value, lease)
             if former is not None:
                 self._revoke(former.lease)  # the key hangs on the new lease: only the old lease goes
+
+    def _lease_of_lost_reply(self, name: str) -> Any:
+        """The lease on which the entry hangs if it is this resolver's own, put by a call whose reply was lost; the
+        others are revoked, or left to run out.
+        """
+        meta = self._client.get(self._prefix + name)[1]
+        own = None
+        for lease in self._unconfirmed.pop(name, ()):
+            if meta is not None and meta.lease_id == lease.id:
+                own = lease
+            else:
+                self._revoke(lease)
+        return own
 
     def _read(self, name: str) -> str | None:
         with self._translated():
@@ -109,7 +133,18 @@ class EtcdResolver(NameResolver):
                 return own is not None
             return bool(self._client.delete(self._prefix + name))
 
-    def _remove_subtree(self, root: str) -> None:
+    def _remove_value(self, name: str, value: str) -> bool:
+        key, transactions = self._prefix + name, self._client.transactions
+        with self._translated():
+            same = [transactions.value(key) == value]
+            removed, _ = self._client.transaction(compare=same, success=[transactions.delete(key)], failure=[])
+            return bool(removed)
+
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        if keep:
+            for name in self._read_subtree(root).keys() - set(keep):
+                self._remove(name)
+            return
         with self._translated():
             if root:
                 self._client.delete(self._prefix + root)
@@ -180,10 +215,10 @@ class EtcdResolver(NameResolver):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """etcd's and gRPC's errors as NameResolveError."""
+        """etcd's and gRPC's errors as NameResolveError: another attempt may help but where it is refused."""
         try:
             yield
         except (etcd3.exceptions.Etcd3Exception, grpc.RpcError) as error:
-            raise NameResolveError(
-                f"etcd at {self._address!r} failed: {error!r}; check name_resolve.etcd_address"
-            ) from error
+            refused = isinstance(error, grpc.RpcError) and error.code() in _REFUSALS
+            kind = NameResolveError if refused else NameResolveUnavailable
+            raise kind(f"etcd at {self._address!r} failed: {error!r}; check name_resolve.etcd_address") from error

@@ -3,7 +3,8 @@
 One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, written aside and renamed, so a reader
 sees a whole entry or none and needs no lock. What changes entries (add, delete) holds an advisory lock on `.lock` in
 the directory, which the kernel releases when its holder dies; so of two adders exactly one wins, and an expired entry
-is replaced without a race against its fresh owner.
+is replaced without a race against its fresh owner. The directory is its user's alone (mode 0700), and so is every file
+in it: a forged entry leads astray, and whoever can open the lock can hold it.
 
 A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
 descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
@@ -19,19 +20,22 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.comm.name_resolve.base import NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError
+from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
+from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_private_file
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
+_REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What is no matter of time."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,37 +47,47 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileResolver(NameResolver):
-    """Resolver over the directory `root`, which is made if it does not exist."""
+    """Resolver over the directory `root`, which is made if it does not exist, for this user alone.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(os.fspath(root))
+    Raises:
+        NameResolveError: the directory cannot be made, is another user's, or others could have written to it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
+        super().__init__(os.fspath(root), patience_s)
         self._dir = Path(root)
-        self._dir.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private_folder(self._dir)
+        except (NotPrivate, OSError) as error:
+            raise NameResolveError(f"the folder of names cannot be used: {error}") from error
         self._owner = uuid.uuid4().hex
         self._clock = _FileSystemClock(self._dir)
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._locked():
+        with self._translated(), self._locked():
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
-            aside.write_bytes(msgspec.json.encode(_Record(value, self._owner, lease_s)))
+            with open(open_private_file(aside), "wb") as file:
+                file.write(msgspec.json.encode(_Record(value, self._owner, lease_s)))
             aside.replace(self._path(name))
 
     def _read(self, name: str) -> str | None:
-        try:
-            with self._path(name).open("rb") as file:
-                record = _load(file)
-                return record.value if self._is_living(record, file) else None
-        except FileNotFoundError:
-            return None
+        with self._translated():
+            try:
+                with self._path(name).open("rb") as file:
+                    record = _load(file)
+                    return record.value if self._is_living(record, file) else None
+            except FileNotFoundError:
+                return None
 
     def _read_subtree(self, root: str) -> dict[str, str]:
-        values = {name: self._read(name) for name in self._names(root)}
+        with self._translated():
+            values = {name: self._read(name) for name in self._names(root)}
         return {name: value for name, value in values.items() if value is not None}
 
     def _remove(self, name: str, only_own: bool = False) -> bool:
-        with self._locked():
+        with self._translated(), self._locked():
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
@@ -85,20 +99,39 @@ class FileResolver(NameResolver):
             self._path(name).unlink()
             return living
 
-    def _remove_subtree(self, root: str) -> None:
-        with self._locked():
+    def _remove_value(self, name: str, value: str) -> bool:
+        with self._translated(), self._locked():
+            if self._read(name) != value:
+                return False
+            self._path(name).unlink()
+            return True
+
+    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
+        with self._translated(), self._locked():
             for name in self._names(root):
-                self._path(name).unlink(missing_ok=True)
+                if name not in keep:
+                    self._path(name).unlink(missing_ok=True)
 
     def _renew(self, name: str) -> bool:
+        with self._translated():
+            try:
+                with self._path(name).open("rb+") as file:
+                    if _load(file).owner != self._owner:
+                        return False
+                    os.utime(file.fileno())
+                    return True
+            except FileNotFoundError:
+                return False
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The operating system's errors as NameResolveError: another attempt may help but where it is refused."""
         try:
-            with self._path(name).open("rb+") as file:
-                if _load(file).owner != self._owner:
-                    return False
-                os.utime(file.fileno())
-                return True
-        except FileNotFoundError:
-            return False
+            yield
+        except OSError as error:
+            refused = isinstance(error, _REFUSALS)
+            kind = NameResolveError if refused else NameResolveUnavailable
+            raise kind(f"name resolution in {self.root!r} failed: {error}") from error
 
     def _path(self, name: str) -> Path:
         return self._dir / (name.replace("/", "+") + _SUFFIX)
@@ -115,16 +148,16 @@ class FileResolver(NameResolver):
     def _locked(self) -> Iterator[None]:
         """Hold the directory's lock. It is held for microseconds: a long wait means that a stopped process has it."""
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        with (self._dir / ".lock").open("ab") as file:
+        with open(open_private_file(self._dir / ".lock"), "ab") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise NameResolveError(
-                            f"lock {file.name!r} was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds it "
-                            "(find it with 'fuser'), or the file system does not support flock"
+                        raise NameResolveUnavailable(
+                            f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
+                            "it (find it with 'fuser'), or the file system does not support flock"
                         ) from None
                     time.sleep(_LOCK_POLL_S)
             yield  # closing the file releases the lock

@@ -1,33 +1,38 @@
 """Keeps leased entries alive from one daemon thread.
 
 An entry with a lease of L seconds is renewed every L/3, so that two renewals may fail or come late before the entry
-lapses. The thread starts with the first lease and ends with `stop`; being a daemon it dies with its process, and with
-it the renewals: that is how a killed owner's entries disappear.
+lapses. A renewal that fails is made again soon and for ever: an entry that lapsed in an outage comes back with its end.
+The thread starts with the first lease and ends with `stop`; being a daemon it dies with its process, and with it the
+renewals: that is how a killed owner's entries disappear.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.name_resolve.errors import NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.patience import Patience
 
 _log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 3
+AGAIN_S = 0.5
+"""How long after one that failed a renewal is made again."""
 
 
 class LeaseKeeper:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
     `renew` returns False when the entry is no longer its caller's (deleted, or taken by another owner); the name is
-    then dropped. A NameResolveError or OSError is logged and tried again at the next renewal.
+    then dropped. A NameResolveError is told to `patience`, and the renewal made again.
     """
 
-    def __init__(self, renew: Callable[[str], bool]) -> None:
-        self._renew = renew
+    def __init__(self, renew: Callable[[str], bool], patience: Patience) -> None:
+        self._renew, self._patience = renew, patience
         self._leases: dict[str, tuple[float, float]] = {}  # when each is renewed next, and the time between renewals
         self._changed = threading.Condition()
         self._stopped = False
@@ -47,6 +52,7 @@ class LeaseKeeper:
         """Stop renewing `name`; unknown names are fine."""
         with self._changed:
             self._leases.pop(name, None)
+        self._patience.worked(_kind(name))
 
     def names(self) -> list[str]:
         """The names being renewed."""
@@ -65,12 +71,21 @@ class LeaseKeeper:
         while (name := self._next_due()) is not None:
             try:
                 kept = self._renew(name)
-            except (NameResolveError, OSError) as error:
-                _log.warning("renewing the lease of name %r failed, trying again: %s", name, error)
-                kept = True
+            except NameResolveError as error:
+                self._again_soon(name, error)
+                continue
+            self._patience.worked(_kind(name))
             if not kept:
                 _log.warning("name %r was deleted or taken by another owner: its lease is no longer renewed", name)
                 self.forget(name)
+
+    def _again_soon(self, name: str, error: NameResolveError) -> None:
+        with contextlib.suppress(NameResolveUnavailable):  # look-ups give up at some time; others may need this entry
+            self._patience.failed(_kind(name), error, 1)
+        with self._changed:
+            if name in self._leases:
+                _, interval_s = self._leases[name]
+                self._leases[name] = (time.monotonic() + min(interval_s, AGAIN_S), interval_s)
 
     def _next_due(self) -> str | None:
         """The next name to renew, once it is due; None when stopped."""
@@ -85,3 +100,8 @@ class LeaseKeeper:
                         return name
                 self._changed.wait(wait_s)
             return None
+
+
+def _kind(name: str) -> str:
+    """The kind of call, to `Patience`: one entry may fail where another does not."""
+    return f"renew {name}"

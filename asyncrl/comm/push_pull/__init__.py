@@ -9,7 +9,14 @@ Memory is bounded at both ends: a pusher holds `high_water` trajectories and the
 consumer has no room stops reading, which fills libzmq's buffers (bounded too) and then the pusher's.
 """
 
-from asyncrl.comm.push_pull.puller import PullerCounters, TrajectoryPuller
+from asyncrl.comm.push_pull.puller import InvalidTrajectory, PullerCounters, TrajectoryPuller
 from asyncrl.comm.push_pull.pusher import PushTimeout, TrajectoryPusher, TrajectoryRejected
 
-__all__ = ["PullerCounters", "PushTimeout", "TrajectoryPuller", "TrajectoryPusher", "TrajectoryRejected"]
+__all__ = [
+    "InvalidTrajectory",
+    "PullerCounters",
+    "PushTimeout",
+    "TrajectoryPuller",
+    "TrajectoryPusher",
+    "TrajectoryRejected",
+]

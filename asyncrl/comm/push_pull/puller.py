@@ -38,18 +38,23 @@ class PullerCounters:
     duplicates: int = 0
     """Seen before; acknowledged again."""
     malformed: int = 0
-    """Not decodable, or too large."""
+    """Not decodable, too large, or invalid for the consumer."""
     refused: int = 0
     """The consumer raised; not acknowledged, so it comes again."""
     unauthenticated: int = 0
     """Connections that failed the handshake."""
 
 
+class InvalidTrajectory(ValueError):
+    """The consumer will never take this trajectory; the message says why."""
+
+
 class TrajectoryPuller:
     """Receives trajectories at `endpoint`, drops duplicates, acknowledges what its consumer has accepted.
 
     The consumer, `on_message(trajectory)`, is called in the puller's thread, and its return is the acceptance; it may
-    block for a while, which holds back the senders; if it raises, the trajectory comes again.
+    block for a while, which holds back the senders. If it raises `InvalidTrajectory`, that trajectory is refused for
+    good, and its sender told why; if it raises anything else, the trajectory comes again.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
@@ -144,18 +149,28 @@ class TrajectoryPuller:
             for number, trajectory in zip(numbers, decoded, strict=True):
                 if isinstance(trajectory, CodecError):
                     self._refuse(frames, [number], trajectory)
-                elif self._accept(trajectory):
-                    self._unacknowledged.append(number)
+                    continue
+                try:
+                    if self._accept(trajectory):
+                        self._unacknowledged.append(number)
+                except InvalidTrajectory as error:
+                    self._refuse(frames, [number], error)
         finally:
             self._acknowledge()
 
     def _accept(self, trajectory: Trajectory) -> bool:
-        """Deliver what is not a duplicate; True if it is to be acknowledged."""
+        """Deliver what is not a duplicate; True if it is to be acknowledged.
+
+        Raises:
+            InvalidTrajectory: the consumer will never take it.
+        """
         if trajectory.rollout_id in self._seen:
             self._counters.duplicates += 1
             return True
         try:
             self._on_message(trajectory)
+        except InvalidTrajectory:
+            raise
         except Exception:
             self._counters.refused += 1
             _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
@@ -164,7 +179,7 @@ class TrajectoryPuller:
         self._counters.received += 1
         return True
 
-    def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError) -> None:
+    def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError | InvalidTrajectory) -> None:
         """Count and log what is malformed, and tell its sender so that it is not sent again."""
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))

@@ -162,8 +162,9 @@ class RequestServer:
             self._count_malformed(frames, error)
             return
         if (request_type := self._types.get(verb)) is None:
-            known = ", ".join(sorted(self._types))
-            self._fail(client, number, UnknownCall(f"there is no call {verb!r:.80}; there are: {known}"))
+            unknown = UnknownCall(f"there is no call {verb!r:.80}; there are: {', '.join(sorted(self._types))}")
+            self._count_malformed(frames, unknown)
+            self._fail(client, number, unknown)
             return
         try:
             request = messages.decode(body, request_type, self._max_bytes)
@@ -220,6 +221,6 @@ class RequestServer:
         send(self._socket, [client, *frames])  # a ROUTER drops what is for a client that has gone
         self._link.recheck()
 
-    def _count_malformed(self, frames: list[zmq.Frame], error: MessageError) -> None:
+    def _count_malformed(self, frames: list[zmq.Frame], error: MessageError | UnknownCall) -> None:
         self.malformed += 1
         self._log.note(peer_address(frames), str(error))

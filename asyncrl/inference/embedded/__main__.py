@@ -11,6 +11,7 @@ from pathlib import Path
 import uvloop
 from transformers import AutoTokenizer
 
+from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.config.setting import Dtype
 from asyncrl.datasets.tokenizers import HuggingFaceTokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -63,7 +64,11 @@ async def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry point."""
-    uvloop.run(run(parse_arguments(arguments)))
+    try:
+        uvloop.run(run(parse_arguments(arguments)))
+    except UnsupportedModelError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -9,7 +9,8 @@ head (the prefetcher stops at each gap). So the length is kept tight: it follows
 steps and down again, each time laying the slots out anew in a spare buffer that all layers share and swap with.
 
 Memory: `rows x length <= max_total_tokens` positions (the admission rule sees to it), plus one layer's keys for the
-spare. What a buffer held before is left in it: old keys are finite and masked, so they weigh nothing.
+spare (and its values, where they are of another size). What a buffer held before is left in it: old keys are finite and
+masked, so they weigh nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+
+from asyncrl.architectures.transformers_internals import Cache, CacheLayerMixin
 
 LENGTH_STEP = 16
 """Least step of the length: what a short sample wastes at most, against one re-layout in so many decode steps."""
@@ -159,7 +161,7 @@ class SlotCache(Cache):
         self.tokens = 0
         self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
         """What the coming forward writes."""
-        self._spare: Tensor | None = None
+        self._spares: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._index: tuple[int, Tensor] | None = None
 
@@ -177,8 +179,9 @@ class SlotCache(Cache):
 
     def swap_spare(self, buffer: Tensor) -> Tensor:
         """Hand out a buffer like `buffer`, of the present size, and keep `buffer` as the next spare."""
-        spare, self._spare = self._spare, buffer
-        if spare is None or len(spare) < self.tokens or spare.shape[1] != buffer.shape[1]:
+        spare = self._spares.get(buffer.shape[1])
+        self._spares[buffer.shape[1]] = buffer
+        if spare is None or len(spare) < self.tokens:
             return buffer.new_zeros(self.tokens, buffer.shape[1])
         return spare
 
@@ -222,5 +225,5 @@ class SlotCache(Cache):
         """Zero all slots; only while no sample runs."""
         for layer in self._slot_layers:
             layer.scrub()
-        if self._spare is not None:
-            self._spare.zero_()
+        for spare in self._spares.values():
+            spare.zero_()

@@ -3,9 +3,10 @@
 Decoding is one query per row against keys of ragged length. As two batched matrix products over `rows x kv_heads` it
 needs no copy of the cache (a slice of the slot tensor collapses to one batch dimension), no repeat of the keys for
 grouped-query attention, and about half the time of torch's CPU flash kernel at one query. Prefill goes to torch's
-`scaled_dot_product_attention`.
+`scaled_dot_product_attention`, but for what that does not know: capped logits and attention sinks.
 
-Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension.
+Shapes: R = rows, H = query heads, K = key/value heads, Q = queries, L = keys, D = head dimension of queries and keys,
+E = that of values (DeepSeek's latent attention has another).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrl.architectures.transformers_internals import register_attention
 
 ATTENTION_NAME = "asyncrl_slots"
 DECODE_ATTENTION_NAME = "asyncrl_slots_decode"
@@ -25,45 +27,48 @@ def slot_attention(
     module: nn.Module,
     query_RHQD: Tensor,
     key_RKLD: Tensor,
-    value_RKLD: Tensor,
+    value_RKLE: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form that transformers' `ALL_ATTENTION_FUNCTIONS` asks for; output `[R, Q, H, D]`.
+    """Attention in the form that transformers' `ALL_ATTENTION_FUNCTIONS` asks for; output `[R, Q, H, E]`.
 
-    `attention_mask` is additive and broadcasts to `[R, 1, Q, L]`; None with several queries means causal, None with one
+    `s_aux` `[H]` are the logits of sinks, which take their part of the attention and give nothing. `attention_mask` is
+    additive and broadcasts to `[R, 1, Q, L]`; None with several queries means causal, None with one
     query means that the row sees all L keys.
     """
     if query_RHQD.shape[2] == 1:
         return slot_decode_attention(
-            module, query_RHQD, key_RKLD, value_RKLD, attention_mask, scaling=scaling, softcap=softcap
+            module, query_RHQD, key_RKLD, value_RKLE, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux
         )
     scale = query_RHQD.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is None:
+    if softcap is None and s_aux is None:
         grouped = query_RHQD.shape[1] != key_RKLD.shape[1]
         output = nn.functional.scaled_dot_product_attention(
             query_RHQD,
             key_RKLD,
-            value_RKLD,
+            value_RKLE,
             attn_mask=attention_mask,
             is_causal=attention_mask is None,
             scale=scale,
             enable_gqa=grouped,
         )
         return output.transpose(1, 2), None
-    return _capped_prefill(query_RHQD, key_RKLD, value_RKLD, attention_mask, scale, softcap), None
+    return _written_out_prefill(query_RHQD, key_RKLD, value_RKLE, attention_mask, scale, softcap, s_aux), None
 
 
 def slot_decode_attention(
     module: nn.Module,
     query_RH1D: Tensor,
     key_RKLD: Tensor,
-    value_RKLD: Tensor,
+    value_RKLE: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`slot_attention` for exactly one query a row."""
@@ -76,20 +81,34 @@ def slot_decode_attention(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if attention_mask is not None:
         scores = scores.add_(attention_mask.view(-1, 1, length))
-    weights = scores.softmax(-1, dtype=torch.float32).to(value_RKLD.dtype)
-    output = torch.bmm(weights.view(rows * kv_heads, group, length), value_RKLD.flatten(0, 1))
-    return output.view(rows, 1, heads, dim), None
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.to(scores.dtype).view(1, heads, 1).expand(rows, heads, 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value_RKLE.dtype)
+    if s_aux is not None:
+        weights = weights[..., :length]
+    output = torch.bmm(weights.reshape(rows * kv_heads, group, length), value_RKLE.flatten(0, 1))
+    return output.view(rows, 1, heads, value_RKLE.shape[3]), None
 
 
-def _capped_prefill(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+def _written_out_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).mul_(scale)
-    scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores = scores + (causal_bias(query.shape[2], None, query) if mask is None else mask)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
     return (weights @ value).transpose(1, 2)
 
 
@@ -120,6 +139,6 @@ def decode_bias(position_R: Tensor, length: int, window: int | None, like: Tenso
 
 def install_attention() -> str:
     """Register the functions with transformers (idempotent) and return the name to give `set_attn_implementation`."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, slot_attention)
-    ALL_ATTENTION_FUNCTIONS.register(DECODE_ATTENTION_NAME, slot_decode_attention)
+    register_attention(ATTENTION_NAME, slot_attention)
+    register_attention(DECODE_ATTENTION_NAME, slot_decode_attention)
     return ATTENTION_NAME

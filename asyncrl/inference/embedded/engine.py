@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import context_limit
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.commands import Command, Mailbox
@@ -31,6 +32,7 @@ from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
 from asyncrl.inference.embedded.meter import WorkMeter
 from asyncrl.inference.embedded.model_io import ModelRunner
+from asyncrl.inference.embedded.proof import prove, refuse_unserved
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
@@ -65,6 +67,10 @@ class GenerationEngine:
         weight_version: label of the weights that the model has now.
         model_path: where they came from, for reports only.
         detokenize: token ids to text; needed for stop strings.
+
+    Raises:
+        UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
+        ValueError: a limit is out of range.
     """
 
     def __init__(
@@ -78,12 +84,16 @@ class GenerationEngine:
         model_path: str = "",
         detokenize: Detokenize | None = None,
     ) -> None:
-        limit = int(model.config.get_text_config().max_position_embeddings)
-        self.max_model_len = limit if max_model_len is None else max_model_len
+        limit = context_limit(model.config)
+        longest = limit if max_model_len is None else max_model_len
+        if longest is None:
+            raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
+        self.max_model_len = longest
+        refuse_unserved(model, longest)
         for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.max_model_len > limit:
+        if limit is not None and self.max_model_len > limit:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}, but the model's positions end at {limit}; lower it"
             )
@@ -94,6 +104,7 @@ class GenerationEngine:
         self.model = model
         self._weights = load_targets(model)
         runner = ModelRunner(model, self.max_total_tokens)
+        prove(runner)
         self._limits = RequestLimits(
             runner.vocab_size, self.max_model_len, self.max_total_tokens, reads_text=detokenize is not None
         )

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.architectures.proof import UnsupportedModelError
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -37,11 +39,11 @@ class EmbeddedHost:
 
     Args:
         config: the experiment, `model.path` resolved.
-        token: bearer token that clients must send; None for none.
+        security: the token that clients must send, and TLS; None where the run has no secret.
     """
 
-    def __init__(self, config: ExperimentConfig, *, token: str | None) -> None:
-        self._config, self._token = config, token
+    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None) -> None:
+        self._config, self._security = config, security
         self._engine: GenerationEngine | None = None
         self._server: Server | None = None
 
@@ -49,7 +51,7 @@ class EmbeddedHost:
         """Load the model and serve it on a free port.
 
         Raises:
-            EngineStartError: it was not loaded within `generation.start_timeout_s`.
+            EngineStartError: it was not loaded within `generation.start_timeout_s`, or is no model for this engine.
         """
         await self.stop()
         limit_s = self._config.generation.start_timeout_s
@@ -58,8 +60,11 @@ class EmbeddedHost:
                 self._engine = await asyncio.to_thread(self._load)
         except TimeoutError:
             raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
+        except UnsupportedModelError as error:
+            raise EngineStartError(str(error)) from error
         self._engine.start()
-        self._server = await serve(self._engine, host=self._config.system.host, token=self._token)
+        token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
+        self._server = await serve(self._engine, host=self._config.system.host, token=token, tls=tls)
         return Served(self._server.url, os.getpid())
 
     def _load(self) -> GenerationEngine:

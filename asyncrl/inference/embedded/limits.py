@@ -38,9 +38,10 @@ class RequestLimits:
             raise RequestError(
                 f"The request needs {wanted} tokens of KV cache; max_total_tokens is {self.max_total_tokens}"
             )
-        if request.prompt_logprobs_from >= len(prompt):
+        if not -1 <= request.prompt_logprobs_from < len(prompt):
             raise RequestError(
-                f"logprob_start_len is {request.prompt_logprobs_from}, beyond the prompt's {len(prompt)} tokens"
+                f"logprob_start_len is {request.prompt_logprobs_from}; use a position of the prompt's {len(prompt)} "
+                "tokens, or -1 for none"
             )
         if spec.stop_strings and not self.reads_text:
             raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")

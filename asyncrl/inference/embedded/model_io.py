@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import (
+    attention_is_replaceable,
+    layer_types,
+    set_attention,
+    text_settings,
+)
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
 from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention
 from asyncrl.inference.embedded.linears import PackedLinears
@@ -18,7 +24,6 @@ from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, Dec
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
 caches, and prompts of one forward are of nearly one length: ragged ones take half the time of forwards of 8192."""
-SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +35,12 @@ class AttentionPattern:
     mixed: bool
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> AttentionPattern:
-        """Read the pattern from a text config's dict.
-
-        Raises:
-            ValueError: a layer type keeps a state that slots of keys and values cannot hold.
-        """
-        window = config.get("sliding_window")
-        layer_types = config.get("layer_types")
-        if layer_types is None:
+    def of(cls, config: PretrainedConfig) -> AttentionPattern:
+        """Read the pattern of `PLAIN_LAYERS` from a model's config."""
+        window, kinds = text_settings(config).get("sliding_window"), layer_types(config)
+        if not kinds:
             return cls(window, mixed=False)
-        unsupported = sorted(set(layer_types) - SUPPORTED_LAYERS)
-        if unsupported:
-            raise ValueError(
-                f"layer_types {unsupported} of the model are not served by the embedded engine; use SGLang"
-            )
-        if "sliding_attention" not in layer_types:
+        if "sliding_attention" not in kinds:
             return cls(None, mixed=False)
         return cls(window, mixed=True)
 
@@ -62,16 +57,20 @@ class ModelRunner:
         self.model = model
         model.train(False)
         model.requires_grad_(False)
-        model.set_attn_implementation(install_attention())
-        text_config = model.config.get_text_config()
+        set_attention(model, install_attention())
         self.device = model.device
-        self.vocab_size = int(text_config.vocab_size)
-        self.cache = SlotCache(int(text_config.num_hidden_layers), model.device, max_total_tokens)
-        self._pattern = AttentionPattern.of(text_config.to_dict())
+        self.vocab_size = int(text_settings(model.config)["vocab_size"])
+        self.cache = self.new_cache(max_total_tokens)
+        self._pattern = AttentionPattern.of(model.config)
+        self._draws_masks = not attention_is_replaceable(model)
         self._linears = PackedLinears.of(model)
         self._program = DecodeProgram(model, self._linears.weights)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
+
+    def new_cache(self, max_total_tokens: int) -> SlotCache:
+        """An empty cache for this model, of so many positions."""
+        return SlotCache(int(self.model.config.get_text_config().num_hidden_layers), self.device, max_total_tokens)
 
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""
@@ -103,7 +102,7 @@ class ModelRunner:
         """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
         length, window = self.cache.length, self._pattern.window
         self.cache.begin_decode(tokens_R.shape[0], positions_R)
-        needs_full = not full_rows and (window is None or self._pattern.mixed)
+        needs_full = (self._draws_masks or not full_rows) and (window is None or self._pattern.mixed)
         masks = AttentionMasks(
             full=decode_bias(positions_R, length, None, self._like) if needs_full else None,
             windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
@@ -131,10 +130,11 @@ class ModelRunner:
         )[:, 0]
 
     def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
-        """None lets the attention be plainly causal; sliding layers need their window drawn."""
+        """None lets the attention be plainly causal; sliding layers need their window drawn, and a model with an
+        attention of its own would draw a mask for the whole slots."""
         window = self._pattern.window
         if window is None:
-            return None
+            return causal_bias(length, None, self._like) if self._draws_masks else None
         return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
 
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.inference.embedded.cached_attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
 from asyncrl.inference.embedded.linears import PackedLinears
 
@@ -105,6 +106,10 @@ class _SlotTensors:
             slots.view(-1, slots.shape[3]).index_copy_(0, self._index, states.reshape(-1, slots.shape[3]))
         return key_slots, value_slots
 
+    def get_seq_length(self, *_: object) -> int:
+        """As `SlotLayer.get_seq_length`."""
+        return 0
+
 
 class _DecodeStep(nn.Module):
     """A decode forward with everything that changes between steps as an argument."""
@@ -142,7 +147,7 @@ def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]
     """
     reader = logging.getLogger("transformers.modeling_utils")
     level = reader.level
-    model.set_attn_implementation(DECODE_ATTENTION_NAME)
+    set_attention(model, DECODE_ATTENTION_NAME)
     reader.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -150,7 +155,7 @@ def _recording(model: PreTrainedModel) -> Iterator[list[warnings.WarningMessage]
             yield caught
     finally:
         reader.setLevel(level)
-        model.set_attn_implementation(ATTENTION_NAME)
+        set_attention(model, ATTENTION_NAME)
 
 
 class DecodeProgram:

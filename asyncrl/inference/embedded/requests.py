@@ -104,7 +104,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise schema_error(f"the request's body is refused: {error}") from error
 
 

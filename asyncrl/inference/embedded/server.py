@@ -17,8 +17,8 @@ and an abort that names nothing is refused instead of ending everything.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from asyncrl.api import Tokenizer
+from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.inference.embedded import info
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.prometheus import build_registry
@@ -46,33 +47,21 @@ from asyncrl.inference.messages import AbortRequest, ContinueRequest, PauseReque
 from asyncrl.weights.loading import WeightUpdateError
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY_BYTES = 256 * 1024**2
-"""A thousand prompts of 32k tokens fit."""
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+MAX_PROMPTS_BYTES = 64 << 20
+"""Of `/generate`: 256 prompts of 32k tokens fit. Any other body is small."""
 
 
 @dataclass(slots=True)
 class Server:
     """A running server: its address, and `close`."""
 
-    host: str
-    port: int
-    runner: web.AppRunner
-
-    @property
-    def url(self) -> str:
-        """Base address of the server."""
-        return f"http://{self.host}:{self.port}"
+    url: str
+    http: HttpServer
 
     async def close(self) -> None:
         """Stop listening and end open connections; the engine is the caller's to close."""
-        await self.runner.cleanup()
+        await self.http.close()
 
 
 class GenerationApp:
@@ -81,53 +70,33 @@ class GenerationApp:
     Args:
         engine: started by the caller.
         token: bearer token asked of every call but health, readiness and metrics; None for none.
+        tls: makes it https.
         tokenizer: enables `text` in and out.
     """
 
-    def __init__(self, engine: GenerationEngine, token: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, engine: GenerationEngine, token: str | None, tls: ssl.SSLContext | None, tokenizer: Tokenizer | None
+    ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._expected = None if token is None else f"Bearer {token}".encode()
         self._name = engine.model_path or engine.model.config.model_type
         self._registry, self._latency = build_registry(engine, self._name)
+        routes = {
+            "/generate": Route(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pause_generation": Route(_refusing(self._pause), "POST"),
+            "/continue_generation": Route(_refusing(self._continue), "POST"),
+            "/abort_request": Route(_refusing(self._abort), "POST"),
+            "/update_weights_from_disk": Route(_refusing(self._update_weights), "POST"),
+            "/health": Route(self._health, "GET", open=True),
+            "/ready": Route(self._ready, "GET", open=True),
+            "/model_info": Route(self._model_info, "GET"),
+            "/server_info": Route(self._server_info, "GET"),
+            "/metrics": Route(self._metrics, "GET", open=True),
+        }
+        self.http = HttpServer(routes, token=token, tls=tls, registry=self._registry)
 
-    def application(self) -> web.Application:
-        """The aiohttp application with every route."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.post("/generate", self._generate),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._continue),
-                web.post("/abort_request", self._abort),
-                web.post("/update_weights_from_disk", self._update_weights),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/model_info", self._model_info),
-                web.get("/server_info", self._server_info),
-                web.get("/metrics", self._metrics),
-            ]
-        )
-        return app
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the token and turn refusals into SGLang's error bodies."""
-        if self._expected is not None and request.path not in OPEN_PATHS:
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                return _json({"error": "Unauthorized"}, 401)
-        try:
-            return await handler(request)
-        except Refusal as error:
-            return _json(error.body, 400)
-        except RequestError as error:
-            return _json(handler_error(str(error)).body, 400)
-        except EngineStoppedError as error:
-            return _json({"error": {"message": str(error)}}, 503)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         received = time.monotonic()
-        call = parse_generate(await request.read(), self._tokenizer, self._engine.eos_token_ids)
+        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids)
         if call.stream:
             return await self._stream(request, call, received)
         job = Job(call.inputs)
@@ -139,9 +108,9 @@ class GenerationApp:
             raise
         replies = [sample_reply(call, index, output, self._tokenizer, received) for index, output in enumerate(outputs)]
         self._latency.observe(time.monotonic() - received)
-        return _json(replies if call.as_list else replies[0])
+        return json_response(replies if call.as_list else replies[0])
 
-    async def _stream(self, request: web.Request, call: GenerateCall, received: float) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, call: GenerateCall, received: float) -> web.StreamResponse:
         """Server-sent events, each the whole output of one sample so far; a slow client gets fewer, not later, ones."""
         loop = asyncio.get_running_loop()
         latest: dict[int, GenerationOutput] = {}
@@ -183,59 +152,75 @@ class GenerationApp:
         self._latency.observe(time.monotonic() - received)
         return response
 
-    async def _pause(self, request: web.Request) -> web.Response:
-        await self._command(self._engine.pause(decode(await request.read(), PauseRequest).mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+    async def _pause(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        await self._command(self._engine.pause(decode(body, PauseRequest).mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def _continue(self, request: web.Request) -> web.Response:
-        decode(await request.read(), ContinueRequest)
+    async def _continue(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        decode(body, ContinueRequest)
         await self._command(self._engine.resume())
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        order = decode(await request.read(), AbortRequest)
+    async def _abort(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, AbortRequest)
         if not order.rid and not order.abort_all:
             raise handler_error("rid is empty, which is a prefix of every request; name one, or set abort_all to true")
         await self._command(self._engine.abort(order.rid or "", order.abort_all))
         return web.Response()
 
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        order = decode(await request.read(), UpdateWeightsRequest)
+    async def _update_weights(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, UpdateWeightsRequest)
         version = order.weight_version
-        try:
-            future = await asyncio.to_thread(
-                self._engine.update_weights,
-                order.model_path,
-                version,
-                flush_cache=order.flush_cache,
-                abort_all=order.abort_all_requests,
-            )
-            frozen = await asyncio.wrap_future(future)
-        except WeightUpdateError as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        future = await asyncio.to_thread(
+            self._engine.update_weights,
+            order.model_path,
+            version,
+            flush_cache=order.flush_cache,
+            abort_all=order.abort_all_requests,
+        )
+        frozen = await asyncio.wrap_future(future)
         message = "Succeeded to update model weights."
         if version is not None:
             message += f" Weight version updated to {version}."
         reply = {"success": True, "message": message, "num_paused_requests": frozen}
-        return _json(reply | {"weight_version": self._engine.weight_version})  # SGLang has to be asked for it
+        return json_response(reply | {"weight_version": self._engine.weight_version})  # SGLang has to be asked for it
 
     async def _command(self, future: Any) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(future), COMMAND_TIMEOUT_S)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(status=200 if self._engine.healthy else 503)
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(status=200 if self._engine.healthy and not self._engine.paused else 503)
 
-    async def _model_info(self, request: web.Request) -> web.Response:
-        return _json(info.model_info(self._engine, self._name, self._tokenizer is not None))
+    async def _model_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(info.model_info(self._engine, self._name, self._tokenizer is not None))
 
-    async def _server_info(self, request: web.Request) -> web.Response:
-        return _json(info.server_info(self._engine, self._name, self._tokenizer is not None))
+    async def _server_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(info.server_info(self._engine, self._name, self._tokenizer is not None))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
+    """`handler`, whose refusals are answered with SGLang's error bodies."""
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        try:
+            return await handler(request, body)
+        except Refusal as error:
+            raise Refused(400, error.body, "malformed") from error
+        except RequestError as error:
+            raise Refused(400, handler_error(str(error)).body, "malformed") from error
+        except WeightUpdateError as error:
+            body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+            raise Refused(400, body_of_failure, "weight_update") from error
+        except EngineStoppedError as error:
+            raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
+
+    return answer
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -252,14 +237,11 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
+    tls: ssl.SSLContext | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Server:
-    """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.port`)."""
-    app = GenerationApp(engine, token, tokenizer).application()
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    actual = runner.addresses[0][1]
-    logger.info("serving %s on %s:%d", Path(engine.model_path).name, host, actual)
-    return Server(host, int(actual), runner)
+    """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
+    http = GenerationApp(engine, token, tls, tokenizer).http
+    url = await http.start(host, port)
+    logger.info("serving %s on %s", Path(engine.model_path).name, url)
+    return Server(url, http)

@@ -35,6 +35,8 @@ OWNED_FLAGS: Mapping[str, str] = {
     "device": "set generation.device",
     "api_key": "the run's own token is used; system.encrypt=false turns it off",
     "admin_api_key": "the run's own token is used; system.encrypt=false turns it off",
+    "ssl_keyfile": "the run's own certificate is used; system.encrypt=false turns it off",
+    "ssl_certfile": "the run's own certificate is used; system.encrypt=false turns it off",
     "config": "give its entries in generation.sglang.args",
     "weight_version": "policy versions are the run's",
 }
@@ -78,7 +80,8 @@ def build_command(
         model_dir: folder with the initial model.
         ports: where it listens.
         device: what it runs on. On `cuda` it takes the GPUs of `CUDA_VISIBLE_DEVICES`, which the launcher sets.
-        secrets_file: YAML file with the API key, kept off the command line, which every user of the machine can read.
+        secrets_file: YAML file with the API key and where the run's certificate is: every user of the machine can read
+            a command line.
         scratch: folder for SGLang's temporary files and Unix sockets; a short path.
 
     Raises:
@@ -115,7 +118,8 @@ def build_command(
         argv += ["--config", str(secrets_file)]
     argv += render_flags(flags | user)
     env = _environment(device, generation.threads, scratch) | dict(generation.sglang.env)
-    return ServerCommand(tuple(argv), env, f"http://{config.system.host}:{ports.http}")
+    scheme = "http" if secrets_file is None else "https"
+    return ServerCommand(tuple(argv), env, f"{scheme}://{config.system.host}:{ports.http}")
 
 
 def render_flags(flags: Mapping[str, Any]) -> list[str]:

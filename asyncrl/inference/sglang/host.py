@@ -16,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from asyncrl.comm.http import HttpError, HttpRefused
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
@@ -42,7 +43,7 @@ class SGLangHost:
         index: of this server; its scratch folder is named after it.
         run_dir: the run's folder.
         device: what it runs on.
-        token: bearer token that it asks for; None for none.
+        security: the token that it asks for, and TLS; None where the run has no secret.
         log: where its output goes.
     """
 
@@ -53,10 +54,10 @@ class SGLangHost:
         index: int,
         run_dir: Path,
         device: Device,
-        token: str | None,
+        security: HttpSecurity | None,
         log: logging.Logger,
     ) -> None:
-        self._config, self._device, self._token, self._log = config, device, token, log
+        self._config, self._device, self._security, self._log = config, device, security, log
         self._preferred_scratch = run_dir / "tmp" / f"sglang{index}"
         self._scratch: Path | None = None
         self._ports: PortBlock | None = None
@@ -86,10 +87,11 @@ class SGLangHost:
             model_dir=Path(str(self._config.model.path)),
             ports=self._ports,
             device=self._device,
-            secrets_file=_write_secrets(self._scratch, self._token),
+            secrets_file=_write_secrets(self._scratch, self._security),
             scratch=self._scratch,
         )
-        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=self._token)
+        token = None if self._security is None else self._security.token
+        self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=token)
         await self._tree.start()
         try:
             await self._await_ready(command.url)
@@ -104,7 +106,7 @@ class SGLangHost:
         assert tree is not None
         limit_s = self._config.generation.start_timeout_s
         death = asyncio.ensure_future(tree.died())
-        ready = asyncio.ensure_future(wait_ready(url, self._token, limit_s))
+        ready = asyncio.ensure_future(wait_ready(url, self._security, limit_s))
         try:
             await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
             reason = ""
@@ -139,29 +141,29 @@ class SGLangHost:
 
 
 class AdoptedHost:
-    """A server that somebody else started; it outlives the run. It must accept the run's token, or need none.
+    """A server that somebody else started; it outlives the run. It gets no token, as it is not the run's.
 
     Args:
         url: its address.
         model_dir: the initial model, at a path that it can read; loaded unless it already serves it under label "0".
-        token: bearer token sent to it.
+        security: has `url` among the adopted ones; None where the run has no secret.
         timeout_s: limit for it to answer and load.
     """
 
-    def __init__(self, url: str, *, model_dir: Path, token: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, model_dir: Path, security: HttpSecurity | None, timeout_s: float) -> None:
         self._url = url.rstrip("/")
-        self._model_dir, self._token, self._timeout_s = model_dir, token, timeout_s
+        self._model_dir, self._security, self._timeout_s = model_dir, security, timeout_s
 
     async def start(self) -> Served:
         """Wait for the server and give it the initial model.
 
         Raises:
-            EngineStartError: it does not answer in time, refuses the token, or cannot load the model.
+            EngineStartError: it does not answer in time, asks for a token, or cannot load the model.
         """
-        await wait_ready(self._url, self._token, self._timeout_s)
+        await wait_ready(self._url, self._security, self._timeout_s)
         wanted = ModelInfo(weight_version=BASE_VERSION, model_path=str(self._model_dir))
         try:
-            async with connect(self._url, self._token) as client:
+            async with connect(self._url, self._security) as client:
                 if await client.model_info() != wanted:
                     await client.update_weights(
                         str(self._model_dir), int(BASE_VERSION), abort_all=True, timeout_s=self._timeout_s
@@ -169,7 +171,8 @@ class AdoptedHost:
         except HttpError as error:
             if isinstance(error, HttpRefused) and error.status == HTTPStatus.UNAUTHORIZED:
                 raise EngineStartError(
-                    f"adopted server {self._url} refuses the run's token: start it without --api-key"
+                    f"adopted server {self._url} asks for a token, and the run's is not for it: start it without "
+                    "--api-key"
                 ) from error
             raise EngineStartError(f"adopted server {self._url} does not serve the initial model: {error}") from error
         return Served(self._url, None)
@@ -183,7 +186,7 @@ class AdoptedHost:
         """Nothing: the server is not ours."""
 
 
-async def wait_ready(url: str, token: str | None, timeout_s: float) -> None:
+async def wait_ready(url: str, security: HttpSecurity | None, timeout_s: float) -> None:
     """Wait until the server at `url` takes requests.
 
     Raises:
@@ -191,7 +194,7 @@ async def wait_ready(url: str, token: str | None, timeout_s: float) -> None:
     """
     last = "no reply"
     try:
-        async with asyncio.timeout(timeout_s), connect(url, token) as client:
+        async with asyncio.timeout(timeout_s), connect(url, security) as client:
             while True:
                 try:
                     return await client.ready(timeout_s=_REQUEST_TIMEOUT_S)
@@ -214,12 +217,13 @@ def _make_scratch(preferred: Path) -> Path:
     return preferred
 
 
-def _write_secrets(scratch: Path, token: str | None) -> Path | None:
-    """The API key as a config file for SGLang that only this user can read: a command line everybody can."""
-    if token is None:
+def _write_secrets(scratch: Path, security: HttpSecurity | None) -> Path | None:
+    """API key and TLS as a config file for SGLang that only this user can read: a command line everybody can."""
+    if security is None:
         return None
     file = scratch / "secrets.yaml"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
-        json.dump({"api-key": token}, stream)  # JSON is YAML
+        pem = str(security.file)
+        json.dump({"api-key": security.token, "ssl-keyfile": pem, "ssl-certfile": pem}, stream)  # JSON is YAML
     return file

@@ -1,4 +1,4 @@
-"""After each weight update: does the server score a fixed prompt as the trainer did when it published the weights?
+"""After each weight update: does the server score fixed prompts as the trainer did when it published the weights?
 
 What differs by more than rounding is another model than the trainer's: weights of another version, some that were not
 replaced, or something stale in a cache. The server is then quarantined and updated again, caches flushed, until it
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.comm.http import HttpError
@@ -36,6 +37,29 @@ def canary_tolerance(config: ExperimentConfig) -> float:
         return config.manager.canary_tolerance
     exact = config.model.dtype == config.generation.dtype == Dtype.float32
     return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A token of the canary, as trainer and server score it."""
+
+    sequence: int
+    place: int
+    trained: float
+    served: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.trained - self.served)
+
+
+def _scored(canary: Canary, starts: Sequence[int], served: Sequence[Sequence[float]]) -> list[_Scored]:
+    """All tokens after position `starts[i]` of sequence i, of which `served[i]` are the server's log-probabilities."""
+    return [
+        _Scored(index, start + 1 + offset, each.logprobs[start + 1 + offset], value)
+        for index, (each, start, values) in enumerate(zip(canary.sequences, starts, served, strict=True))
+        for offset, value in enumerate(values)
+    ]
 
 
 class CanaryCheck:
@@ -72,22 +96,27 @@ class CanaryCheck:
             raise HttpError(f"the canary of v{target.version} cannot be read: {error}") from error
         if canary is None:
             return
-        start = len(canary.token_ids) // 2  # what is before may come from a cache, what is after is compared
-        served = await client.prompt_logprobs(canary.token_ids, start, timeout_s=self._timeout_s)
-        self._compare(server, target.version, canary, start + 1, served)
+        starts = [len(each.token_ids) // 2 for each in canary.sequences]  # what is before may come from a cache
+        served = await asyncio.gather(
+            *(
+                client.prompt_logprobs(each.token_ids, start, timeout_s=self._timeout_s)
+                for each, start in zip(canary.sequences, starts, strict=True)
+            )
+        )
+        self._compare(server, target.version, _scored(canary, starts, served))
 
-    def _compare(self, server: int, version: int, canary: Canary, first: int, served: Sequence[float]) -> None:
-        pairs = zip(canary.logprobs[first:], served, strict=True)
-        difference, worst = max((abs(own - theirs), first + place) for place, (own, theirs) in enumerate(pairs))
+    def _compare(self, server: int, version: int, scored: Sequence[_Scored]) -> None:
+        worst = max(scored, key=lambda each: each.difference)
+        difference = worst.difference
         self.differences[server] = difference
         if difference <= self.tolerance:
             self._log.info("generation server %d agrees with the trainer on v%d to %.1e", server, version, difference)
             return
         self.alarms += 1
         message = (
-            f"generation server {server} does not serve the trainer's v{version}: it gives token {worst} of the canary "
-            f"the log-probability {served[worst - first]:.6g}, the trainer {canary.logprobs[worst]:.6g}; the "
-            f"difference {difference:.3g} is above manager.canary_tolerance={self.tolerance:g}"
+            f"generation server {server} does not serve the trainer's v{version}: it gives token {worst.place} of "
+            f"the canary's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
+            f"{worst.trained:.6g}; the difference {difference:.3g} is above manager.canary_tolerance={self.tolerance:g}"
         )
         self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)
         raise CanaryDiffers(message)

@@ -1,4 +1,4 @@
-"""The local launcher back end: workers as child processes of this one."""
+"""The local launcher back end: workers as processes on this machine, each below a keeper (`asyncrl.runtime.keeper`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 from collections import deque
 from pathlib import Path
 
+from asyncrl.runtime.claim import read_holder
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.process_tree import adopt_orphans, kill_descendants
+from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants, mark_of
 from asyncrl.runtime.run_dir import log_file
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -23,6 +24,8 @@ class Backend(LauncherBackend):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
+        holder = read_holder(run_dir)
+        self._mark: dict[str, str] = {} if holder is None else mark_of(holder.launch)
         adopt_orphans()
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
@@ -30,12 +33,11 @@ class Backend(LauncherBackend):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *plan.command(self.run_dir),
-                *("--parent-pid", str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
+                *kept(plan.command(self.run_dir)),
+                stdin=asyncio.subprocess.PIPE,  # held open for as long as this process lives
                 stdout=log,
                 stderr=log,
-                env=os.environ | plan.environment(),
+                env=os.environ | plan.environment() | self._mark,
             )
         return _Child(plan, process, file)
 

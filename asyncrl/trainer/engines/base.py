@@ -123,8 +123,11 @@ class PolicyEngine(TrainingEngine):
         """Log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
 
     @abstractmethod
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids` at temperature 1, whatever the engine's own; the first token's is 0."""
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of `sequences` at temperature 1, whatever the engine's own; 0 for first ones.
+
+        They are computed in one micro-batch, as training computes them.
+        """
 
     @abstractmethod
     def distributions(self, micro_batch: MicroBatch) -> Tensor:

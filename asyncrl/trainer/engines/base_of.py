@@ -47,9 +47,9 @@ class BaseOf(PolicyEngine):
         with self._actor.without_adapters():
             return self._actor.logprobs(batch, wanted_T)
 
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         with self._actor.without_adapters():
-            return self._actor.sequence_logprobs(token_ids)
+            return self._actor.score_sequences(sequences)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
         with self._actor.without_adapters():

@@ -18,8 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
+from asyncrl.architectures.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import context_length
 from asyncrl.trainer.engines.base import (
     EngineLoader,
     PolicyEngine,
@@ -34,10 +36,11 @@ from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
-from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.proof import refuse_longer_than_independent, settle_attention
 from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
@@ -68,8 +71,8 @@ class FlatEngine(TrainingEngine):
         self.module = module
         self._optimizer = optimizer
         self._place = place or Place()
+        self.attention = attention
         self._trunk = trunk
-        self._attention = attention
         self._budget = tokens_per_micro_batch
         if optimizer is None:
             module.requires_grad_(False)
@@ -148,7 +151,7 @@ class FlatEngine(TrainingEngine):
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> Iterator[MicroBatch]:
         return micro_batches(
-            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self._attention
+            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self.attention
         )
 
 
@@ -165,7 +168,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         )
         self._temperature = temperature
         self._logits_of = logits_function(model)
-        self._prove_logits()
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -212,12 +214,22 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return logprobs_T
 
     @torch.no_grad()
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        wanted = np.arange(len(token_ids)) > 0
-        scored = self._one_sequence(torch.tensor(token_ids, device=self._model.device), wanted, len(token_ids) - 1)
-        hidden_NH = self._hidden(scored).index_select(0, scored.predictors_N)
-        logprobs_N, _ = token_logprobs(hidden_NH, scored.tokens_N, self._logits_of)
-        return [0.0, *(float(value) for value in logprobs_N)]
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[0.0, *logprobs.tolist()] for logprobs in self.together(sequences)]
+
+    @property
+    def network(self) -> PreTrainedModel:
+        return self._model
+
+    def plain(self, tokens: Tokens) -> Tensor:
+        return plain_logprobs(self._model, tokens)
+
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True)
+        hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
+        logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
+        in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
+        return torch.split(in_order, [len(tokens) - 1 for tokens in sequences])
 
     def without_adapters(self) -> AbstractContextManager[None]:
         return adapters_off(self._model)
@@ -236,29 +248,6 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:
         hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
         return torch.log_softmax(self._logits_of(hidden_NH).float() / self._temperature, dim=-1)
-
-    @torch.no_grad()
-    def _prove_logits(self) -> None:
-        """Compare logits on a few tokens with the model's own.
-
-        Raises:
-            NotImplementedError: the model does more to its logits than `logits_function` knows.
-        """
-        tokens_T = torch.arange(4, device=self._model.device)
-        probe = self._one_sequence(tokens_T, np.zeros(4, dtype=np.bool_), 4)
-        expected = self._model(use_cache=False, **probe.model_inputs).logits.flatten(0, 1)
-        if not torch.allclose(self._logits_of(self._hidden(probe)).float(), expected.float(), rtol=1e-2, atol=1e-3):
-            raise NotImplementedError(
-                f"{type(self._model).__name__} makes its logits in a way that asyncrl does not know; it trains models "
-                "whose logits are the output embedding of the last hidden state, soft-capped or not"
-            )
-
-    def _one_sequence(self, tokens_T: Tensor, wanted_T: NDArray[np.bool_], input_tokens: int) -> MicroBatch:
-        starts_S, lengths_S = np.zeros(1, dtype=np.int64), np.array([input_tokens])
-        (whole,) = micro_batches(
-            tokens_T, wanted_T, starts_S, lengths_S, [0], budget=input_tokens, kind=self._attention
-        )
-        return whole
 
 
 class FlatValueEngine(FlatEngine, ValueEngine):
@@ -285,9 +274,26 @@ class FlatValueEngine(FlatEngine, ValueEngine):
             outputs_T[micro_batch.sources_I] = self._critic.values(hidden_IH)
         return outputs_T
 
+    @property
+    def network(self) -> PreTrainedModel:
+        return self._critic.trunk
+
+    def plain(self, tokens: Tokens) -> Tensor:
+        return plain_hidden(self._critic.trunk, tokens)
+
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        packed = one_micro_batch(sequences, self.attention, self._critic.trunk.device, wanted=False)
+        hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
+        in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
+        return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
+
 
 class FlatLoader(EngineLoader):
-    """Loads whole models onto `device`, as `config` sets them, for the rank at `place`."""
+    """Loads whole models onto `device`, as `config` sets them, for the rank at `place`.
+
+    Each is proven before it is handed out (`asyncrl.trainer.proof`); `UnsupportedModelError` (a ValueError) is raised
+    for one that cannot be trained right.
+    """
 
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._device = config, device
@@ -309,15 +315,26 @@ class FlatLoader(EngineLoader):
         # Greedy answers report their log-probabilities at temperature 1.
         temperature = self._config.rollout.sampling.temperature or 1.0
         made = None if optimizer is None else self._optimizer(model, optimizer)
-        return FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
+        engine = FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
+        self._prove(engine)
+        return engine
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
-        return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
+        engine = FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
+        self._prove(engine)
+        return engine
 
     def reward_model(self, path: str) -> FlatValueEngine:
         model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
-        return FlatValueEngine(model, **self._engine)
+        engine = FlatValueEngine(model, **self._engine)
+        self._prove(engine)
+        return engine
+
+    def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
+        network = engine.network
+        refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
+        settle_attention(engine, self._attention)
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

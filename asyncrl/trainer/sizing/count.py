@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import EXPERTS_PARAMETER
 from asyncrl.trainer.sizing.model import ModelSizes, Parameter, SizedModel
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-EXPERTS = "grouped_gemm"
-"""transformers' style of a layer's experts in one parameter, which are dealt out."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -106,7 +105,9 @@ class _Cuts:
         module, _, kind = name.rpartition(".")
         style = self._plan.get(_general(name)) or self._plan.get(_general(module), "")
         cut: int | None = None
-        if style in ("embedding_rowwise", EXPERTS) or (style.startswith("colwise") and kind in ("weight", "bias")):
+        if style in ("embedding_rowwise", EXPERTS_PARAMETER) or (
+            style.startswith("colwise") and kind in ("weight", "bias")
+        ):
             cut = 0
         elif (style.startswith("rowwise") and kind != "bias") or style.startswith("embedding_colwise"):
             cut = parameter.dim() - 1

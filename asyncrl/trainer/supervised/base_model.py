@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from asyncrl.comm.private_files import NotPrivate, make_private_folder
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
@@ -69,11 +70,14 @@ def ensure_base_model(config: SFTConfig) -> Path:
     """The folder of `config`'s model; trains it, with progress shown, where it is not there yet.
 
     Raises:
-        BaseModelError: training failed.
+        BaseModelError: training failed, or the folder cannot be used.
     """
     folder = base_model_dir(config)
     if not _is_model(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private_folder(folder.parent)  # who can open it can hold its lock
+        except (NotPrivate, OSError) as error:
+            raise BaseModelError(f"fileroot={config.fileroot!r}: {error}") from error
         with _only_one(folder.parent):
             if not _is_model(folder):  # else another launch has made it meanwhile
                 _make(config, folder)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from asyncrl.comm.security import HttpSecurity
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.client import GenerationServerClient
     from asyncrl.trainer.client import PublisherClient
@@ -91,10 +92,10 @@ class WeightTransport(ABC):
         """The manager's end; `publisher` is asked where the trainer has to do something."""
 
     @abstractmethod
-    def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> TrainerEnd:
+    def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
         """The publishing process's end, for one running loop.
 
         Args:
-            token: the servers' bearer token.
+            security: the servers' token and certificate.
             device: where the trainer computes.
         """

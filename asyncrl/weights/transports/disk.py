@@ -16,6 +16,7 @@ from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransp
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.comm.security import HttpSecurity
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.client import GenerationServerClient
     from asyncrl.trainer.client import PublisherClient
@@ -36,7 +37,7 @@ class DiskTransport(WeightTransport):
         """See `WeightTransport`; the publisher has nothing to do."""
         return DiskManagerEnd()
 
-    def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> TrainerEnd:
+    def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
         """See `WeightTransport`; nothing is held."""
         return TrainerEnd()
 

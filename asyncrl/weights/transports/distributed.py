@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
-from asyncrl.weights.transports.from_memory import BUCKET_BYTES, LOOPBACK, MemoryTransport, ServerConnection
+from asyncrl.runtime.hardware import LOOPBACK
+from asyncrl.weights.transports.from_memory import BUCKET_BYTES, MemoryTransport, ServerConnection
 
 if TYPE_CHECKING:
     import torch

@@ -22,12 +22,14 @@ from urllib.parse import urlsplit
 
 from asyncrl.comm.http import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
+from asyncrl.runtime.hardware import LOOPBACK
 from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from asyncrl.comm.security import HttpSecurity
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.trainer.client import PublisherClient
     from asyncrl.trainer.messages import SendWeights
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 512 << 20
 """Most bytes on their way at a time: bounds the second copy that a server holds meanwhile."""
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
 """SGLang flags by which an engine has more ranks than `tensor_parallel`."""
 
@@ -74,8 +75,10 @@ class MemoryTransport(WeightTransport):
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         return AskPublisher(publisher)
 
-    def trainer_end(self, config: ExperimentConfig, token: str | None, device: torch.device) -> MemoryTrainerEnd:
-        return MemoryTrainerEnd(self, config, token, device)
+    def trainer_end(
+        self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device
+    ) -> MemoryTrainerEnd:
+        return MemoryTrainerEnd(self, config, security, device)
 
 
 class AskPublisher(ManagerEnd):
@@ -117,10 +120,10 @@ class MemoryTrainerEnd(TrainerEnd):
     """
 
     def __init__(
-        self, transport: MemoryTransport, config: ExperimentConfig, token: str | None, device: torch.device
+        self, transport: MemoryTransport, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device
     ) -> None:
         self._transport, self._config, self._device = transport, config, device
-        self._http = JsonHttp(token)
+        self._http = JsonHttp(security)
         self._held: dict[int, NamedTensors] = {}
         self._channels: dict[int, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,26 @@ def test_runs_and_purposes_have_keys_of_their_own() -> None:
     one, other = RunSecret(b"a" * 32), RunSecret(b"b" * 32)
     keys = [one.sockets().server_secret, one.sockets().client_secret, other.sockets().server_secret]
     assert len({*keys, one.token.encode(), other.token.encode()}) == 5
+
+
+def test_the_certificate_lies_with_the_secret_and_is_the_runs_own(tmp_path: Path) -> None:
+    made = RunSecret.create(tmp_path / "secret").http(adopted=["http://a:1/"])
+    loaded = RunSecret.load(tmp_path / "secret").http(adopted=["http://a:1"])
+    assert loaded == made
+    assert made.certificate != RunSecret.create(tmp_path / "other").http().certificate
+    assert "PRIVATE" not in made.certificate
+    assert made.token not in repr(made)
+    assert made.server_context().minimum_version == ssl.TLSVersion.TLSv1_3
+    assert made.client_context().cert_store_stats()["x509"] == 1  # and none of the machine's authorities
+    urls = ["http://a:1", "http://a:1/generate", "http://a:12", "http://a:1.evil"]
+    assert [made.is_adopted(url) for url in urls] == [True, True, False, False]
+
+
+def test_a_secret_without_a_certificate_serves_no_http(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    with pytest.raises(SecretError, match="has no certificate: delete it"):
+        RunSecret.load(tmp_path / "secret").http()
 
 
 def test_of_many_creators_one_wins_and_its_secret_can_be_loaded(tmp_path: Path) -> None:

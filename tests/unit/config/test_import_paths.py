@@ -116,22 +116,25 @@ def checked(*overrides: str) -> ExperimentConfig:
     ("group", "name"),
     [("dataset", "Rows"), ("eval", "Rows"), ("agent", "MyAgent"), ("env", "MyEnv"), ("reward", "score")],
 )
-def test_what_a_rollout_worker_takes_is_found(
+async def test_what_a_rollout_worker_takes_is_found(
     mine: Callable[[str, str], str], tiny_model: Path, form: str, group: str, name: str
 ) -> None:
-    config = checked(f"{group}.path='{mine(form, name)}'", f"model.path={tiny_model}")
+    scale = "reward.args.scale=0.75" if group == "reward" else "seed=1"
+    config = checked(f"{group}.path='{mine(form, name)}'", f"model.path={tiny_model}", scale)
     assert "my_things" not in sys.modules, "a check must not run the user's module"
     plugins = Plugins(config)
+    async with plugins.offloader:
+        env = plugins.make_env()
+        await env.reset(options={"data": {"prompt": "1+1=", "answer": "2"}})
+        _, reward, *_ = await env.step("1+1=2#2")
     parts = {
-        "dataset": plugins.train_set,
-        "eval": plugins.eval_set,
-        "agent": plugins.agent,
-        "env": plugins.make_env(),
+        "dataset": type(plugins.train_set).__name__,
+        "eval": type(plugins.eval_set).__name__,
+        "agent": type(plugins.agent).__name__,
+        "env": env._env.__class__.__name__ if group == "env" else "",  # type: ignore[attr-defined]
+        "reward": name if reward == 0.75 else "",
     }
-    if group in parts:
-        assert type(parts[group]).__name__ == name
-    else:
-        assert plugins.make_env()._reward.__name__ == name  # type: ignore[attr-defined]
+    assert parts[group] == name
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +71,27 @@ def test_a_prompt_given_back_comes_before_any_later_one() -> None:
     stream.give_back(first.prompt_id)
     assert [stream.next(), stream.next()] == [first, second]
     assert stream.next().order == 3
+
+
+def test_a_prompt_put_off_comes_as_its_next_attempt_after_the_rest_of_the_epoch() -> None:
+    stream = PromptStream(4, seed=1)
+    first, second = stream.next(), stream.next()
+    stream.give_back(first.prompt_id, attempt=1)
+    rest = [stream.next().order, stream.next().order]
+    assert rest == [2, 3]
+    again = stream.next()
+    assert again == replace(first, attempt=1)
+    stream.give_back(again.prompt_id, attempt=1)
+    assert stream.next() == again, "the same attempt, as where its server died, comes at once"
+    stream.give_back(again.prompt_id, attempt=2)
+    stream.give_back(second.prompt_id)
+    assert [stream.next() for _ in range(5)][::4] == [second, stream.ref(7)]
+    assert stream.next() == replace(first, attempt=2)
+
+
+def test_each_attempt_at_a_prompt_has_random_numbers_of_its_own() -> None:
+    assert len({prompt_seed(3, order, attempt) for order in range(100) for attempt in range(4)}) == 400
+    assert prompt_seed(3, 5, 0) == prompt_seed(3, 5) == seed_from("prompt", 3, 5)
 
 
 def test_a_prompt_that_was_not_handed_out_cannot_be_given_back() -> None:

@@ -64,6 +64,7 @@ def test_a_server_over_more_gpus_than_there_are_is_refused_but_many_servers_shar
 )
 def test_an_adopted_server_needs_an_http_address_with_host_and_port(url: str, machine: Path) -> None:
     config = config_of("sglang", "cuda")  # whose GPUs are not this machine's
+    config.system.encrypt = False
     config.generation.sglang.urls = ["http://b:1", "https://[::1]:2/", url]
     assert list(check(config)) == [
         f"generation.sglang.urls={url!r}: not the address of a server; give http://host:port"
@@ -72,8 +73,19 @@ def test_an_adopted_server_needs_an_http_address_with_host_and_port(url: str, ma
 
 def test_a_server_is_adopted_once(machine: Path) -> None:
     config = config_of("sglang")
-    config.generation.sglang.urls = ["http://a:1", "http://b:1", "http://a:1/"]
-    assert list(check(config)) == ["generation.sglang.urls='http://a:1': given 2 times; name each server once"]
+    config.generation.sglang.urls = ["https://a:1", "https://b:1", "https://a:1/"]
+    assert list(check(config)) == ["generation.sglang.urls='https://a:1': given 2 times; name each server once"]
+
+
+def test_an_adopted_server_on_the_network_is_not_spoken_to_in_the_clear(machine: Path) -> None:
+    config = config_of("sglang")
+    config.system.host = "10.0.0.1"
+    config.generation.sglang.urls = ["http://10.0.0.1:1", "http://127.0.0.1:1", "https://b:1", "http://10.0.0.2:1"]
+    (fault,) = check(config)
+    assert fault.startswith("generation.sglang.urls='http://10.0.0.2:1': ")
+    assert "system.encrypt=false" in fault
+    config.system.encrypt = False
+    assert not list(check(config))
 
 
 def test_log_probabilities_of_sglang_stay_at_the_sampling_temperature(machine: Path) -> None:

@@ -54,7 +54,8 @@ def test_a_gpu_server_is_left_to_size_itself(model_dir: Path, ports: PortBlock) 
 def test_every_port_comes_from_the_reserved_block(model_dir: Path, ports: PortBlock) -> None:
     config = ExperimentConfig()
     built = command(config, model_dir, ports)
-    assert built.url == "http://127.0.0.1:21000"
+    assert built.url == "https://127.0.0.1:21000"
+    assert command(config, model_dir, ports, secrets_file=None).url == "http://127.0.0.1:21000"
     assert flag(built.argv, "--port") == "21000"
     assert flag(built.argv, "--nccl-port") == "21001"
     assert "--dist-init-addr" not in built.argv

@@ -33,6 +33,14 @@ def test_numbers_grow_from_where_a_predecessor_may_have_been() -> None:
     assert prompts.pending("w")[0].seq == 101
 
 
+def test_which_attempt_it_is_to_be_is_told_to_the_successor_too() -> None:
+    prompts = ReturnedPrompts()
+    prompts.give_back("w", "a", 0, attempt=2)
+    prompts.acknowledge("w", 1)
+    prompts.worker_died("w")
+    assert [(prompt.prompt_id, prompt.attempt) for prompt in prompts.pending("w")] == [("a", 2)]
+
+
 def test_what_a_dead_worker_acknowledged_but_did_not_run_is_told_to_its_successor() -> None:
     prompts = ReturnedPrompts()
     for name in ("lost", "running"):

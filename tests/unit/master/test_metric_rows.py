@@ -53,8 +53,8 @@ def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
         version=5,
         min_version=3,
         records=(
-            RolloutRecord("a", "e0-0", 0, 0, 2, {2: 10, 4: 6}, (10, 12), (7, 9), (1.0, 0.0), (False, True)),
-            RolloutRecord("b", "e0-1", 1, 0, 5, {5: 2}, (3, 3), (1, 1), (1.0, 1.0), (False, False)),
+            RolloutRecord("a", "e0-0", 0, 0, 2, {2: 10, 4: 6}, (10, 12), (7, 9), (1.0, 0.0), (False, True), {"x": 1.0}),
+            RolloutRecord("b", "e0-1", 1, 0, 5, {5: 2}, (3, 3), (1, 1), (1.0, 1.0), (False, False), {"x": 2.0, "y": 5}),
         ),
     )
     row = batch_statistics(batch)
@@ -63,6 +63,7 @@ def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
     assert row["tokens/trained"] == 8
     assert row["tokens/batch"] == 28
     assert row["reward/mean"] == 0.75
+    assert (row["x"], row["y"]) == (1.5, 5.0), "the mean over the rollouts that have it"
     assert row["reward/groups_without_variance"] == 0.5
     assert row["rollout/len_mean"] == 18 / 4
     assert row["rollout/truncated"] == 0.25

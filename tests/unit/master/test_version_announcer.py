@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
@@ -23,6 +24,7 @@ class Watched:
             self._evaluate,
             lambda version: version % 2 == 0,
             lambda version, outcome: self.ended.append((version, outcome)),
+            time.monotonic,
         )
 
     async def _evaluate(self, version: int) -> EvaluationResult:

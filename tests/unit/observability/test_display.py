@@ -93,8 +93,10 @@ def test_a_failed_evaluation_is_said() -> None:
 
 
 def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
-    rows = [ROW | {"step": float(step), "rollout/dropped_reward_failed": float(step)} for step in (0, 1, 2)]
-    said = "2 rollouts failed in the reward function, 3 since the start; the rollout_workers' logs say why"
+    rows = [
+        ROW | {"step": float(step), "rollout/dropped_failed: reward my.py:score": float(step)} for step in (0, 1, 2)
+    ]
+    said = "2 rollouts failed in reward my.py:score, 3 since the start; the rollout_workers' logs say why"
     shown, out = console()
     display = PlainDisplay(shown, total_steps=10)
     for row in rows:
@@ -103,7 +105,7 @@ def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
     assert out.getvalue().count("rollouts failed") == 2
     text = panel(*rows)
     assert said in text.replace("\n", " ")
-    assert "3 reward_failed" in text
+    assert "3 failed: reward my.py:score" in text
     assert "failed" not in panel(ROW)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,26 +21,33 @@ from asyncrl.api import (
     Prompt,
     Sample,
     SamplingParams,
+    Tokenizer,
     Trajectory,
 )
 from asyncrl.api.generation import Completion
+from asyncrl.comm.drop_reasons import is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt
+from asyncrl.datasets.prompts import BadPrompt, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
+    AllocateRequest,
     FinishedRollout,
     GrantedRollout,
     ReturnedPrompt,
     Route,
     WantedRollout,
 )
+from asyncrl.manager.service import ManagerService
 from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import current_meter
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins, RewardFailed
+from asyncrl.rollout.user_code import Plugins
 
 GROUP = 2
 
@@ -206,6 +214,94 @@ async def test_a_filter_rejects_a_group_with_its_reason_and_nothing_is_pushed() 
     assert {(e.accepted, e.reason, e.return_prompt) for e in gate.finished.values()} == {(False, "zero_variance", True)}
 
 
+class ServiceGate:
+    """The manager's own state machines, as the loop's gate. One RolloutWorker, one server at version 0."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.service = ManagerService(batch_size=batch_size, max_staleness=1, routing="least_requests", lease_s=60.0)
+        self.service.router.update(0, "http://server", 0, True)
+        self.service.routes_changed(0)
+        self.service.begin(0)
+        self.ended: list[FinishedRollout] = []
+        self.seen: list[str] = []
+
+    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+        ended, self.ended = self.ended, []
+        request = AllocateRequest(
+            worker="w", rollouts=list(wanted), timeout_s=0.01, returned_ack=returned_ack, finished=ended
+        )
+        reply = await self.service.allocate_rollout(request)
+        granted = {grant.rollout_id for grant in reply.granted}
+        self.seen += [each.prompt_id for each in wanted if each.rollout_id in granted]
+        return reply
+
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        self.ended += rollouts
+
+
+class Judged(Agent):
+    """A group whose seed is `flat` has no variance."""
+
+    def __init__(self, flat: Callable[[int], bool]) -> None:
+        self._flat = flat
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        assert prompt.sampling.seed is not None
+        rewards = (0.0, 0.0) if self._flat(prompt.sampling.seed) else (0.0, 1.0)
+        return [sample(reward, Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")) for reward in rewards]
+
+
+async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: int, flat: Callable[[int], bool]) -> None:
+    """Run the loop on `rows` prompts, with a filter that returns the prompts of groups without variance."""
+    agent = Judged(flat)
+    tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_id=0)
+    dataset = SimpleNamespace(row=lambda row: {"prompt": str(row)})
+
+    class Prompts(FakePlugins):
+        def train_prompt(self, ref: PromptRef) -> Prompt:
+            return make_prompt(ref, cast(Dataset, dataset), cast(Tokenizer, tokenizer), GROUP, SamplingParams(), 1)
+
+    async def push(trajectory: Trajectory) -> None:
+        """Nobody trains it."""
+
+    config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
+    plugins, manager = cast(Plugins, Prompts(agent)), cast(ManagerClient, gate)
+    loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
+    working = asyncio.create_task(loop.run())
+    try:
+        async with asyncio.timeout(5):
+            while not enough():  # noqa: ASYNC110  # what is waited for is the loop itself
+                await asyncio.sleep(0)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_prompts_that_a_filter_returns_do_not_take_every_place_for_ever() -> None:
+    """Nine in ten groups have no variance, and no newer version comes before a batch is full."""
+    gate = ServiceGate(batch_size=8)
+    books = gate.service.gate.books
+    await roll_out_until(lambda: books().finished_untrained >= 8, gate, 1000, lambda seed: seed % 10 > 0)
+
+
+async def test_a_prompt_that_a_filter_returns_is_tried_with_other_seeds_and_dropped_by_name_at_last() -> None:
+    gate = ServiceGate(batch_size=64)
+    seeds: list[int] = []
+
+    def note(seed: int) -> bool:
+        seeds.append(seed)
+        return True
+
+    await roll_out_until(lambda: len(seeds) >= 80, gate, 10, note)
+    assert len(set(seeds)) == len(seeds)
+    stream = PromptStream(10, seed=1)
+    assert gate.seen[:10] == [stream.next().prompt_id for _ in range(10)], "once each, before any is tried again"
+    tries = Counter(gate.seen)
+    assert tries[gate.seen[0]] == max(tries.values()) == RolloutConfig().filter_tries
+    dropped = gate.service.gate.books().dropped
+    assert dropped.keys() == {"zero_variance", "zero_variance_given_up"}
+
+
 async def test_shaping_changes_the_rewards_that_are_trained() -> None:
     gate = FakeGate(admit=1)
     config = RolloutConfig(shaping=[ChoiceConfig(name="overlong", params={"max_length": 2, "margin": 1})])
@@ -295,13 +391,13 @@ async def test_a_reward_that_raises_is_told_from_other_failures() -> None:
     class Scoring(EchoAgent):
         async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
             if prompt.order == 0:
-                raise RewardFailed("reward.path='mine.py:score' raised KeyError: 'answer'")
+                raise UserCodeError("reward my.py:score", "raised KeyError: 'answer'")
             return await super().run(prompt, env, client)
 
     gate = FakeGate(admit=2)
     await run(gate, Scoring(lambda _: [1.0, 0.0]))
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (dropped.reason, dropped.return_prompt) == ("reward_failed", True)
+    assert (dropped.reason, dropped.return_prompt) == ("failed: reward my.py:score", True)
 
 
 async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:
@@ -466,3 +562,30 @@ async def test_a_group_with_a_number_that_is_none_fails_before_it_is_pushed(
     gate = FakeGate(admit=2)
     assert await run(gate, always(*rewards), generate=respond) == []
     assert {ended.reason for ended in gate.finished.values()} == {"failed"}
+
+
+async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filters() -> None:
+    async def hang() -> None:
+        try:
+            raise UserCodeError("reward my.py:score", "did not return within 60 s")
+        except UserCodeError as error:
+            raise ExceptionGroup("of a group", [error]) from error
+
+    gate = FakeGate(admit=3)
+    await run(gate, Raising(hang), config=RolloutConfig(max_concurrent=1))
+    (failed,) = gate.outcome_of(gate.asked[0])
+    assert (failed.reason, failed.return_prompt) == ("failed: reward my.py:score", True)
+    assert not is_filter_reason(failed.reason)
+    assert is_filter_reason("zero_variance")
+
+
+class Measured(EchoAgent):
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        current_meter().add_reward("right", float(prompt.order))
+        return await super().run(prompt, env, client)
+
+
+async def test_a_trajectory_carries_the_times_and_rewards_of_its_own_rollout() -> None:
+    pushed = await run(FakeGate(admit=3), Measured(lambda _: [1.0, 0.0]))
+    assert [trajectory.metrics["reward/right"] for trajectory in pushed] == [t.order for t in pushed]
+    assert all(trajectory.metrics["rollout/generate_s"] > 0.0 for trajectory in pushed)

@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.user_code import Plugins, RewardFailed
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.user_code import Plugins
 
 MINE = """
 class Choosy:
@@ -51,28 +52,11 @@ def test_what_cannot_be_loaded_is_one_error(
     assert len(str(caught.value).splitlines()) == 1
 
 
-SCORES = """
-def score(data, completion, bonus=0):
-    return {"right": 1.0 + bonus, "wrong": 0, "none": None, "nan": float("nan")}[completion]
-"""
-
-
-async def test_a_reward_that_raises_or_gives_no_number_is_named(tmp_path: Path, tiny_model: Path) -> None:
-    (tmp_path / "mine.py").write_text(SCORES)
-    config = ExperimentConfig()
-    config.model.path, config.reward.path = str(tiny_model), f"{tmp_path / 'mine.py'}:score"
-    config.reward.args = {"bonus": 2}
-    env = Plugins(config).make_env()
-    await env.reset(options={"data": {"prompt": "?"}})
-    assert [(await env.step(answer))[1] for answer in ("right", "wrong")] == [3.0, 0.0]
-    for answer, why in (("else", "raised KeyError: 'else'"), ("none", "gave None: a rew"), ("nan", "gave nan: a rew")):
-        with pytest.raises(RewardFailed, match=rf"reward\.path='.*mine\.py:score' {why}"):
-            await env.step(answer)
-
-
-def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
+async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = ExperimentConfig()
     config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:Choosy"
-    with pytest.raises(ConfigError, match=r"env\.path=.*LookupError: no table"):
-        Plugins(config).make_env()
+    plugins = Plugins(config)
+    async with plugins.offloader:
+        with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
+            await plugins.make_env().reset()

@@ -29,13 +29,15 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
 
 
 def test_an_end_without_a_summary_tells_the_books_as_of_the_last_step(tmp_path: Path) -> None:
-    books = GateBooks(submitted=14, trained=8, dropped={"stale": 1, "reward_failed": 2}, abandoned=0, running=3)
+    books = GateBooks(
+        submitted=14, trained=8, dropped={"stale": 1, "failed: reward my.py:score": 2}, abandoned=0, running=3
+    )
     write_books(tmp_path, 2, books)
     lines = summary_lines(tmp_path)
     assert lines[0] == "the run ended before it could write a summary"
-    balance = "submitted 14 = trained 8 + dropped 3 (reward_failed 2, stale 1) + abandoned 0 + under way 3"
+    balance = "submitted 14 = trained 8 + dropped 3 (failed: reward my.py:score 2, stale 1) + abandoned 0 + under way 3"
     assert lines[1] == f"books      {balance}, as of step 2"
-    assert lines[2].startswith("FAILED     2 rollouts in the reward function (reward_failed)")
+    assert lines[2].startswith("FAILED     2 rollouts in reward my.py:score (failed: reward my.py:score)")
     write_books(tmp_path, 3, replace(books, running=1, finished_untrained=1))
     assert "submitted 14 ≠ trained 8" in summary_lines(tmp_path)[1]
 

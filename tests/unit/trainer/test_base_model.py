@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,3 +58,18 @@ def test_a_failed_recipe_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match="no_such_argument"):
         ensure_base_model(config)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_nobody_else_can_hold_the_lock_of_the_models_folder(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    config.dataset.args = {"no_such_argument": 1}
+    previous = os.umask(0)
+    try:
+        with pytest.raises(BaseModelError, match="no_such_argument"):
+            ensure_base_model(config)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "models").stat().st_mode) == 0o700
+    (tmp_path / "models").chmod(0o777)
+    with pytest.raises(BaseModelError, match="models has mode 0777, so others can write"):
+        ensure_base_model(config)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.models import attention_kind, load_causal_lm
+from asyncrl.trainer.packed_attention import attention_blocks
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
-from asyncrl.weights.canary import CANARY_FILE, CANARY_TOKENS, Canary, canary_tokens, encode_canary, read_canary
+from asyncrl.weights.canary import CANARY_FILE, CANARY_LENGTHS, Canary, canary_tokens, encode_canary, read_canary
 from asyncrl.weights.manifest import ManifestError, verify
 from asyncrl.weights.published import WholeModel
 from asyncrl.weights.shared_files import SharedFiles
@@ -24,24 +26,34 @@ from asyncrl.weights.shared_files import SharedFiles
 def test_the_tokens_never_change_and_are_of_the_vocabulary(vocabulary: int) -> None:
     tokens = canary_tokens(vocabulary, context=100)
     assert tokens == canary_tokens(vocabulary, context=5000)
-    assert len(tokens) == CANARY_TOKENS
-    assert set(tokens) <= set(range(vocabulary))
+    assert [len(sequence) for sequence in tokens] == list(CANARY_LENGTHS)
+    assert set().union(*tokens) <= set(range(vocabulary))
 
 
-@pytest.mark.parametrize(("context", "length"), [(1, 0), (2, 0), (3, 2), (17, 16), (18, 16)])
-def test_prompt_and_one_more_token_fit_the_context(context: int, length: int) -> None:
-    assert len(canary_tokens(17, context)) == length
+@pytest.mark.parametrize(
+    ("context", "lengths"), [(1, []), (2, []), (3, [2, 2, 2]), (12, [11, 11, 6]), (17, [16, 11, 6]), (18, [16, 11, 6])]
+)
+def test_prompts_and_one_more_token_fit_the_context(context: int, lengths: list[int]) -> None:
+    assert [len(tokens) for tokens in canary_tokens(17, context)] == lengths
 
 
 def test_a_canary_is_read_as_it_was_written(tmp_path: Path) -> None:
-    canary = Canary((3, 1, 4), (0.0, -1.5, -2.25))
+    canary = Canary.of([(3, 1, 4), (5, 2)], [(0.0, -1.5, -2.25), (0.0, -0.5)])
     assert read_canary(tmp_path) is None
     (tmp_path / CANARY_FILE).write_bytes(encode_canary(canary))
     assert read_canary(tmp_path) == canary
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"token_ids": [1], "logprobs": [0]}', '{"token_ids": [1, 2], "logprobs": [0]}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"sequences": []}',
+        '{"sequences": [{"token_ids": [1], "logprobs": [0]}]}',
+        '{"sequences": [{"token_ids": [1, 2], "logprobs": [0, -1]}, {"token_ids": [1, 2], "logprobs": [0]}]}',
+    ],
 )
 def test_what_is_no_canary_is_refused_with_its_path(content: str, tmp_path: Path) -> None:
     (tmp_path / CANARY_FILE).write_text(content)
@@ -64,20 +76,41 @@ def test_the_trainer_scores_the_canary_as_transformers_does(
     tokens = canary_tokens(17, context=100)
     plain = AutoModelForCausalLM.from_pretrained(str(folder)).eval()
     with torch.no_grad():
-        expected = torch.log_softmax(plain(torch.tensor([tokens])).logits[0], -1)
-    scored = engine.sequence_logprobs(tokens)
-    assert scored[0] == 0.0
-    assert scored[1:] == pytest.approx([float(expected[t - 1, tokens[t]]) for t in range(1, len(tokens))], abs=1e-5)
+        expected = [torch.log_softmax(plain(torch.tensor([each])).logits[0], -1) for each in tokens]
+    for scored, each, all_LV in zip(engine.score_sequences(tokens), tokens, expected, strict=True):
+        assert scored[0] == 0.0
+        assert scored[1:] == pytest.approx([float(all_LV[t - 1, each[t]]) for t in range(1, len(each))], abs=1e-5)
+
+
+def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
+    qwen_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
+    engine = FlatPolicyEngine(
+        model,
+        temperature=1.0,
+        attention=attention_kind(AttentionImplementation.sdpa),
+        tokens_per_micro_batch=64,
+    )
+    tokens = canary_tokens(17, context=100)
+    right = engine.score_sequences(tokens)
+    monkeypatch.setattr(
+        "asyncrl.trainer.micro_batch.attention_blocks", lambda lengths, device: attention_blocks([sum(lengths)], device)
+    )
+    leaked = engine.score_sequences(tokens)
+    worst = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in zip(right, leaked, strict=True)]
+    assert worst[0] < 1e-5  # the first has none before it
+    assert min(worst[1:]) > FLOAT32_TOLERANCE
 
 
 def test_the_canary_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", torch.device("cpu"))
-    canary = Canary((3, 1, 4), (0.0, -1.5, -2.25))
+    canary = Canary.of([(3, 1, 4), (5, 2)], [(0.0, -1.5, -2.25), (0.0, -0.5)])
     source, shared = WholeModel(model), SharedFiles(model.config)
     path = weights.publish(source, tmp_path, role="actor", version=1, ranks=Ranks(), shared=shared, canary=canary)
     assert read_canary(path) == canary
     assert CANARY_FILE in verify(path).files
     assert CANARY_FILE not in {asset.name for asset in weights.tokenizer_assets(path)}
-    (path / CANARY_FILE).write_text(json.dumps({"token_ids": [3, 1, 4], "logprobs": [0.0, -1.5, -9.25]}))
+    (path / CANARY_FILE).write_text(json.dumps({"sequences": [{"token_ids": [3, 1], "logprobs": [0.0, -1.5]}]}))
     with pytest.raises(ManifestError, match=CANARY_FILE):
         verify(path)

@@ -80,12 +80,12 @@ def test_the_order_is_that_of_the_parameters() -> None:
 
 def test_what_is_saved_turned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = WeightConverter("self_attn.o_proj.weight", "self_attn.o_proj.weight", [Transpose(0, 1)])
-    original = model_folder.revert_weight_conversion
+    original = model_folder.as_saved
 
-    def reverted(model: Any, tensors: Any) -> Any:
+    def saved(model: Any, tensors: Any) -> Any:
         model._weight_conversions = [turned]
         return original(model, tensors)
 
-    monkeypatch.setattr(model_folder, "revert_weight_conversion", reverted)
+    monkeypatch.setattr(model_folder, "as_saved", saved)
     with pytest.raises(FolderFormatError, match="o_proj"):
         folder_tensors(tiny("qwen2"))

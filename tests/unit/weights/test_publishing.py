@@ -200,7 +200,7 @@ def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tm
 def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: Path, tmp_path: Path) -> None:
     path, _ = publish(qwen_dir, tmp_path / "weights")
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
-    canary = Canary((1, 2), (0.0, -1.0))
+    canary = Canary.of([(1, 2)], [(0.0, -1.0)])
     root = tmp_path / "announced"
     announced = weights.publish(
         WholeModel(model), root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.sharded.gathering import own_parts
@@ -37,6 +38,7 @@ from asyncrl.trainer.engines.sharded.stage import (
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
+from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.model_folder import FolderTensor, folder_tensors
@@ -51,7 +53,7 @@ class BuildPlan:
 
     Attributes:
         mesh: of all ranks, with the axes `asyncrl.trainer.parallel.MESH_AXES`.
-        attention: transformers' name of the attention function.
+        attention: how sequences are laid out, and transformers' name of the attention function.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
         lora: the adapters, where these are what is trained; the rest is then held in `dtype`.
@@ -61,7 +63,7 @@ class BuildPlan:
 
     mesh: DeviceMesh
     device: torch.device
-    attention: str
+    attention: Layout
     dtype: torch.dtype
     trained: bool
     lora: LoraConfig | None = None
@@ -204,7 +206,8 @@ def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | Non
 def _on_meta(kind: Any, path: str | Path, plan: BuildPlan) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(str(path))
     with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(config, attn_implementation=plan.attention, dtype=plan.held)
+        model: PreTrainedModel = kind.from_config(config, dtype=plan.held)
+    set_attention(model, plan.attention.attention)  # models with an attention of their own know no other names before
     model.train(False)
     return model
 

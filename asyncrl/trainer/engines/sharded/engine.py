@@ -49,10 +49,9 @@ from asyncrl.trainer.engines.sharded.build import (
 )
 from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
+from asyncrl.trainer.engines.sharded.settling import settled_layout
 from asyncrl.trainer.lora import adapters_off, is_adapter, published_name
-from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.models import attention_kind, attention_name
+from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -73,14 +72,13 @@ class ShardedEngine(TrainingEngine):
         place: Place,
         neighbours: Neighbours | None,
         tied_stages: dist.ProcessGroup | None,
-        attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: tuple[OptimizerConfig, int] | None,
     ) -> None:
         self._built, self._plan, self._place = built, plan, place
         self.stage = built.stage
         self._neighbours, self._tied_stages = neighbours, tied_stages
-        self._attention, self._budget = attention, tokens_per_micro_batch
+        self._attention, self._budget = plan.attention.kind, tokens_per_micro_batch
         self._optimizer = None if optimizer is None else self._make_optimizer(*optimizer)
         if optimizer is None:
             self.stage.requires_grad_(False)
@@ -146,26 +144,12 @@ class ShardedEngine(TrainingEngine):
         )
         return list(made)
 
-    def _one_sequence(self, tokens_T: Tensor, wanted_T: NDArray[np.bool_]) -> MicroBatch:
-        lengths_S = np.array([len(tokens_T) - 1])
-        (made,) = micro_batches(
-            tokens_T,
-            wanted_T,
-            np.zeros(1, dtype=np.int64),
-            lengths_S,
-            [0],
-            budget=len(tokens_T),
-            kind=self._attention,
-        )
-        return made
-
     def _fillers(self, number: int) -> list[MicroBatch]:
         """What this rank runs beyond its own `number` micro-batches, as another data-parallel rank has more."""
         most = int(self._place.data.all_reduce_max(torch.tensor([number])))
         if most == number:
             return []
-        tokens_T = torch.zeros(2, dtype=torch.int64, device=self._plan.device)
-        return [self._one_sequence(tokens_T, np.array([False, True]))] * (most - number)
+        return [one_micro_batch([[0, 0]], self._attention, self._plan.device, wanted=True)] * (most - number)
 
     # Passes.
 
@@ -303,19 +287,19 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
 
     @torch.no_grad()
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        tokens_T = torch.tensor(token_ids, device=self._plan.device)
-        found_T = torch.zeros(len(token_ids), device=self._plan.device)
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        together = one_micro_batch(sequences, self._attention, self._plan.device, wanted=True)
+        lengths = [len(tokens) for tokens in sequences]
+        found_T = torch.zeros(sum(lengths), device=self._plan.device)
 
         def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
             found_T[micro_batch.targets_N] = out[0]
             return out[0]
 
-        one = self._one_sequence(tokens_T, np.arange(len(token_ids)) > 0)
-        self._run([one], finish, temperature=1.0, entropy=EntropyMode.none)
+        self._run([together], finish, temperature=1.0, entropy=EntropyMode.none)
         if self._neighbours is not None:
             self._neighbours.broadcast(found_T)
-        return [float(value) for value in found_T]
+        return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
 
     def without_adapters(self) -> AbstractContextManager[None]:
         return adapters_off(self.stage.trunk)
@@ -354,12 +338,11 @@ class ShardedLoader(EngineLoader):
 
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
-        self._attention = config.model.attn_implementation
         self._neighbours = _neighbours(place)
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
         lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
-        plan = self._plan(dtype, optimizer is not None, lora)
+        plan = self._plan(path, dtype, optimizer is not None, lora)
         built = build_policy(path, plan)
         # Greedy answers report their log-probabilities at temperature 1.
         temperature = self._config.rollout.sampling.temperature or 1.0
@@ -368,20 +351,21 @@ class ShardedLoader(EngineLoader):
         )
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
-        plan = self._plan(self._config.model.dtype, trained=True)
+        plan = self._plan(path, self._config.model.dtype, trained=True)
         return ShardedValueEngine(build_critic(path, plan), plan, **self._engine(optimizer, tied=False))
 
     def reward_model(self, path: str) -> ShardedValueEngine:
-        plan = self._plan(self._config.model.dtype, trained=False)
+        plan = self._plan(path, self._config.model.dtype, trained=False)
         return ShardedValueEngine(build_reward_model(path, plan), plan, **self._engine(None, tied=False))
 
-    def _plan(self, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
+    def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
         torch_dtype: torch.dtype = getattr(torch, str(dtype))
+        layout = settled_layout(path, self._config, torch_dtype, self._device, self._place)
         return BuildPlan(
             self._place.mesh,
             self._device,
-            attention_name(self._attention),
+            layout,
             torch_dtype,
             trained,
             lora=lora,
@@ -395,7 +379,6 @@ class ShardedLoader(EngineLoader):
             "place": self._place,
             "neighbours": self._neighbours,
             "tied_stages": self._place.ends if tied else None,
-            "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
             "optimizer": None if optimizer is None else (optimizer, steps),
         }

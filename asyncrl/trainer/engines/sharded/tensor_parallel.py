@@ -34,12 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig
 
+from asyncrl.architectures.transformers_internals import EXPERTS_MODULE
 from asyncrl.trainer.engines.sharded.collectives import enter, gather, leave, split
 
 Forward = Callable[..., Tensor]
-
-DEALT_EXPERTS = "ep_dispatch_experts"
-"""transformers' style of a module of experts, in `PreTrainedModel.ep_plan`."""
 
 
 class LayoutError(ValueError):
@@ -296,6 +294,6 @@ _STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "rowwise_split_input": _row_split,
     "embedding_rowwise": _embedding,
     "replicated_with_grad_allreduce": _whole_of_own_heads,
-    DEALT_EXPERTS: _deal_experts,
+    EXPERTS_MODULE: _deal_experts,
     "whole": keep_whole,
 }

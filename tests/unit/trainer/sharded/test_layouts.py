@@ -97,7 +97,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
             trained = {plain_name(n): p for n, p in parameters.items() if p.requires_grad}
             told[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
         policy = rank.policy("actor")
-        told["sequence"] = policy.sequence_logprobs(TOKENS)
+        told["scored"] = np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
         owners = {spec.name: world.placement.workers - 1 for spec in policy.published_specs()}
         told["published"] = [(name, tensor.float().numpy().copy()) for name, tensor in policy.gather(owners)]
         told["specs"] = [(spec.name, spec.shape) for spec in policy.published_specs()]
@@ -140,7 +140,7 @@ def test_any_layout_trains_as_one_process_does(
     spread = on_ranks(config, lambda world: train(config, world))
     for told in spread:
         _same_statistics(told["stats"], alone["stats"])
-        np.testing.assert_allclose(told["sequence"], alone["sequence"], atol=1e-5)
+        np.testing.assert_allclose(told["scored"], alone["scored"], atol=1e-5)
         assert told["specs"] == alone["specs"]
     for role in ("actor", "critic"):
         found = {name: pair for told in spread for name, pair in told[role].items()}

@@ -1,0 +1,1 @@
+"""What both engines must know of transformers' models, and the proof that they compute what transformers does."""

@@ -1,0 +1,190 @@
+"""The HTTP server under GserverManager and embedded engine: routes, token, TLS, and limits on what a caller may cost.
+
+A caller without the run's token is refused with 401 before its body is read. One with it may still be at fault, so all
+that it can hold is bounded: a body has a limit per route, kept while it is read; the handshake, the header and the body
+have a time limit each; a compressed body is not unpacked. What is refused is counted by reason, shown under `/metrics`,
+and logged once per address.
+
+aiohttp's low-level server is used without its router and middleware: at thousands of calls per second on one core they
+cost a fifth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from aiohttp import web
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from asyncrl.comm.authentication import SourceLog
+
+HANDSHAKE_LIMIT_S: Final = 10.0
+HEADER_LIMIT_S: Final = 15.0
+"""So long a connection may take to say what it wants, from its beginning or the last answer on. Clients close idle ones
+after `asyncrl.comm.http.KEEP_ALIVE_S`."""
+BODY_LIMIT_S: Final = 60.0
+"""So long a body may take: the largest of all at 10 Mbit/s."""
+_LINGER_S: Final = 2.0
+"""A refused caller that still sends gets so long to read why."""
+_SHUTDOWN_S: Final = 1.0
+
+Body: TypeAlias = bytes
+Handler: TypeAlias = Callable[[web.BaseRequest, Body], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers a path.
+
+    Attributes:
+        handler: takes the request and its body.
+        method: the HTTP method; empty: any.
+        max_bytes: limit of the body.
+        open: whether it answers without the token too.
+    """
+
+    handler: Handler
+    method: str = ""
+    max_bytes: int = 1 << 16
+    open: bool = False
+
+
+class Refused(Exception):
+    """A request that is not served: the status, the body of the answer, and the reason it is counted by."""
+
+    def __init__(self, status: int, body: Any, reason: str) -> None:
+        super().__init__(f"{status}: {body}")
+        self.status, self.body, self.reason = status, body, reason
+
+
+class HttpServer:
+    """Serves `routes`, by path. A handler refuses with `Refused`.
+
+    Args:
+        token: bearer token of every route that is not open; None where there is none.
+        tls: makes it https.
+        registry: gets the counter of refusals.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        *,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        """Refused requests by reason; `unauthorized` are those without the token."""
+        self._routes = dict(routes)
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._tls = tls
+        self._log = SourceLog("call")
+        self._runner: web.ServerRunner | None = None
+        self._server: asyncio.Server | None = None
+        if registry is not None:
+            registry.register(_RefusalCollector(self.refused))
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen; returns the URL. Port 0 takes a free one."""
+        server = web.Server(
+            self._handle,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=HEADER_LIMIT_S,
+            lingering_time=_LINGER_S,
+            auto_decompress=False,
+        )
+        self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        limit_s = None if self._tls is None else HANDSHAKE_LIMIT_S  # aiohttp's TCPSite leaves a handshake a minute
+        self._server = await asyncio.get_running_loop().create_server(
+            server, host, port, ssl=self._tls, ssl_handshake_timeout=limit_s
+        )
+        scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
+        return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Stop listening; calls that are held end."""
+        if self._server is not None and self._runner is not None:
+            self._server.close()
+            await self._runner.cleanup()
+            self._server = self._runner = None
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            route = self._routes.get(request.path)
+            if self._expected is not None and not (route is not None and route.open):
+                self._check_token(request)
+            if route is None:
+                raise Refused(404, {"error": f"no such path: {request.path[:200]}"}, "unknown_path")
+            if route.method and request.method != route.method:
+                raise Refused(405, {"error": f"{request.path} takes {route.method}"}, "unknown_path")
+            return await route.handler(request, await _read(request, route.max_bytes))
+        except Refused as refused:
+            self.refused[refused.reason] += 1
+            self._log.note(request.remote or "?", f"{refused.reason}, answered {refused}")
+            return json_response(refused.body, refused.status)
+
+    def _check_token(self, request: web.BaseRequest) -> None:
+        header = request.headers.get("Authorization", "")  # what is not UTF-8 in it are lone surrogates
+        if self._expected is None or hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
+            return
+        raise Refused(401, {"error": "missing or wrong bearer token"}, "unauthorized")
+
+
+class _RefusalCollector(Collector):
+    def __init__(self, refused: Mapping[str, int]) -> None:
+        self._refused = refused
+
+    def collect(self) -> Iterator[Metric]:
+        """The counter, by reason."""
+        metric = CounterMetricFamily("asyncrl_http_refused", "HTTP requests refused, by reason.", labels=["reason"])
+        for reason, count in self._refused.items():
+            metric.add_metric([reason], count)
+        yield metric
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """`body` as JSON."""
+    return web.Response(body=msgspec.json.encode(body), status=status, headers={"Content-Type": "application/json"})
+
+
+async def _read(request: web.BaseRequest, limit: int) -> Body:
+    """The request's body.
+
+    Raises:
+        Refused: it is larger than `limit`, which is noticed while it comes; or it does not come in time.
+    """
+    content = request.content
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    if content.is_eof():  # it came with the header, as those of most calls do
+        body: bytes = content.read_nowait()
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    received = bytearray()
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            while chunk := await content.readany():
+                if len(received) + len(chunk) > limit:
+                    raise _too_large(limit)
+                received += chunk
+    except TimeoutError:
+        raise Refused(408, {"error": f"the body did not come within {BODY_LIMIT_S:g} s"}, "too_slow") from None
+    except web.RequestPayloadError as error:
+        raise Refused(400, {"error": f"the body is broken: {error}"}, "malformed") from error
+    return bytes(received)
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, {"error": f"the body has more than {limit} bytes"}, "too_large")

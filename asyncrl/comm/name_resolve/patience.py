@@ -1,0 +1,60 @@
+"""How long a back end may be away: etcd elects a leader or restarts, a file system has a stale handle or is full.
+
+A call that fails is made again, with growing waits, until it works or calls of its kind have failed for `limit_s`
+without one that worked. Kinds are told apart because a full disk can be read and not written. An outage is one line in
+the log, whatever calls it concerns and however often they are made again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.name_resolve.errors import NameResolveUnavailable
+
+_log = logging.getLogger(__name__)
+
+_BACKOFF = Backoff(0.05, 1.0)
+
+
+class Patience:
+    """The outages of one resolver. Any thread may call it.
+
+    Args:
+        root: of the resolver, for messages.
+        limit_s: seconds for which calls of a kind may fail.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, root: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self.limit_s, self._clock = root, limit_s, clock
+        self._failing_since: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def worked(self, kind: str) -> None:
+        """A call of `kind` worked: its outage is over."""
+        if self._failing_since:
+            with self._lock:
+                self._failing_since.pop(kind, None)
+
+    def failed(self, kind: str, error: Exception, failures: int) -> float:
+        """A call of `kind` failed for the `failures`-th time in a row; seconds to wait before it is made again.
+
+        Raises:
+            NameResolveUnavailable: calls of this kind have failed for too long.
+        """
+        now = self._clock()
+        with self._lock:
+            begins = not self._failing_since
+            since = self._failing_since.setdefault(kind, now)
+        if now - since >= self.limit_s:
+            raise NameResolveUnavailable(f"{error} (name resolution has failed for {now - since:.0f} s)") from error
+        if begins:
+            _log.warning(
+                "name resolution under %r fails, calls are made again for up to %g s: %s",
+                self._root, self.limit_s, error,
+            )  # fmt: skip
+        return _BACKOFF.delay(failures)

@@ -1,0 +1,134 @@
+"""The engine against transformers at load: prompts into slots, steps of decoding, a prompt scored.
+
+A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
+in longer sequences than the proof has (`asyncrl.architectures.proof`) is refused by the types of the model's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.architectures.proof import (
+    LENGTHS,
+    Tokens,
+    UnsupportedModelError,
+    find_difference,
+    plain_logprobs,
+    probe_for,
+    told,
+)
+from asyncrl.architectures.transformers_internals import (
+    PLAIN_LAYERS,
+    attention_is_replaceable,
+    batch_independent_limit,
+    keeps_recurrent_state,
+    layer_types,
+)
+from asyncrl.inference.embedded.cache import LENGTH_STEP
+from asyncrl.inference.embedded.model_io import ModelRunner
+
+STEPS = 5
+"""Tokens of each sequence that are decoded one by one; what is before goes into its slot as a prompt."""
+_LATE = 2
+"""The second half of the sequences joins so many steps after the first, while those go on."""
+_POSITIONS = len(LENGTHS) * (max(LENGTHS) + 2 * LENGTH_STEP)
+
+
+def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
+    """Refuse what slots of keys and values cannot hold, and what only sequences of up to `longest` tokens would show.
+
+    Raises:
+        UnsupportedModelError: the model has it.
+    """
+    unserved = sorted(layer_types(model.config) - PLAIN_LAYERS)
+    if keeps_recurrent_state(model):
+        where = f" (in its layers {unserved})" if unserved else ""
+        raise _refusal(model, f"it carries a recurrent state from token to token{where}; slots hold keys and values")
+    if unserved:
+        raise _refusal(model, f"its layers {unserved} do not look at all keys or at the last of a window")
+    limit = batch_independent_limit(model.config)
+    if limit is not None and longest > limit:
+        raise _refusal(
+            model,
+            f"a context of {longest} tokens was asked for, and its rotary positions (longrope) change for all "
+            f"sequences of a batch once one is longer than {limit}. Use generation.context_length={limit} or less",
+        )
+
+
+def prove(runner: ModelRunner) -> None:
+    """Compare `runner` with transformers' plain forward on several sequences that share the batch.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding, or the model cannot be computed so.
+    """
+    model, sequences = runner.model, probe_for(runner.model)
+    try:
+        plain = [plain_logprobs(model, tokens) for tokens in sequences]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
+    own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
+    try:
+        decoded = _decoded(runner, sequences)
+        scored = [_scored(runner, tokens) for tokens in sequences]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise _refusal(model, f"{own}its forward with slots fails: {told(error)}") from error
+    tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
+    fault = find_difference([*tails, *plain], [*decoded, *scored], model.dtype)
+    if fault is not None:
+        raise _refusal(model, f"{own}{fault}")
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} is not served by the embedded engine: {reason}. Use generation.backend=sglang"
+    )
+
+
+@torch.inference_mode()
+def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
+    """Log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS] each."""
+    steps = min(STEPS, min(len(tokens) for tokens in sequences) - 2)
+    prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
+    late = len(sequences) // 2
+    cache, runner.cache = runner.cache, runner.new_cache(_POSITIONS)
+    try:
+        logprobs: list[list[Tensor]] = [[] for _ in sequences]
+        _join(runner, prompts, range(late), live=0)
+        for step in range(steps + _LATE):
+            if step == _LATE:
+                _join(runner, prompts, range(late, len(sequences)), live=len(prompts[0]) + step)
+            rows = late if step < _LATE else len(sequences)
+            fed = [min(step - (_LATE if row >= late else 0), steps - 1) for row in range(rows)]  # at the end: once more
+            places = [len(prompts[row]) + fed[row] for row in range(rows)]
+            runner.cache.reserve(rows, max(places) + 1, rows, max(places))
+            tokens_R = torch.tensor([sequences[row][place] for row, place in enumerate(places)], device=runner.device)
+            logits_RV = runner.decode(tokens_R, torch.tensor(places, device=runner.device), full_rows=False)
+            for row, place in enumerate(places):
+                if len(logprobs[row]) < steps:
+                    logprobs[row].append(logits_RV[row].float().log_softmax(-1)[sequences[row][place + 1]])
+        return [torch.stack(each) for each in logprobs]
+    finally:
+        runner.cache = cache
+
+
+def _join(runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, live: int) -> None:
+    """Prefill the prompts of `rows`, last first, while the rows before them hold up to `live` positions."""
+    longest = max(live, max(len(prompts[row]) for row in rows))
+    runner.cache.reserve(rows.stop, longest + 1, rows.start, live)
+    joining = list(reversed(rows))
+    runner.prefill([prompts[row] for row in joining], joining, list(range(len(joining))))
+
+
+@torch.inference_mode()
+def _scored(runner: ModelRunner, tokens: Tokens) -> Tensor:
+    scores = runner.prompt_logprobs(tuple(tokens), 0)[1:]
+    return torch.tensor([score for score in scores if score is not None], device=runner.device)

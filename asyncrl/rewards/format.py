@@ -1,0 +1,33 @@
+"""Reward for the form of an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.api import run_in
+
+
+@run_in("process")
+class FormatReward:
+    """1 if the whole answer matches a regular expression, else 0; runs in a process, as an expression may never end.
+
+    Args:
+        pattern: Python's `re`; `.` is any character, a line's end too.
+        anywhere: a match of any part of the answer will do.
+
+    Raises:
+        ValueError: the pattern is none.
+    """
+
+    def __init__(self, *, pattern: str, anywhere: bool = False) -> None:
+        try:
+            compiled = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._matches = compiled.search if anywhere else compiled.fullmatch
+
+    def __call__(self, data: Mapping[str, Any], completion: str) -> float:
+        """The reward of `completion`, whatever the row."""
+        return 1.0 if self._matches(completion) else 0.0

@@ -1,0 +1,200 @@
+"""Users' agents and environments as the rollout loop wants them: asynchronous, and off its event loop.
+
+What comes with asyncrl is used as it is: it does not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, Sample, StepResult
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+
+
+def is_built_in(thing: object) -> bool:
+    """Whether the class or function `thing`, or the class of the instance, is one of asyncrl's own."""
+    module: str = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.partition(".")[0] == "asyncrl"
+
+
+def adapted_agent(agent: Agent, offloader: Offloader) -> Agent:
+    """`agent`, off the worker's event loop.
+
+    Raises:
+        TypeError: its `collect_trajectory` is a plain function: its queues are those of an event loop.
+    """
+    name = type(agent).__name__
+    if type(agent).run is Agent.run and not is_async(agent.collect_trajectory):
+        raise TypeError(
+            f"agent {name}: `collect_trajectory` is a plain `def`, and its queues are awaited; write `async def "
+            "collect_trajectory`, or a plain `run`, which calls client.generate(...)"
+        )
+    if not is_async(agent.run):
+        kind: type[_AdaptedAgent] = _AgentInThread
+    elif is_built_in(agent):
+        return agent
+    else:
+        kind = _AgentOnUsersLoop
+    adapted: Agent = type(name, (kind,), {})(agent, offloader)  # messages about an agent have its class's name
+    return adapted
+
+
+class _AdaptedAgent(Agent):
+    def __init__(self, agent: Agent, offloader: Offloader) -> None:
+        self._agent, self._offloader = agent, offloader
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        raise NotImplementedError
+
+
+class _AgentOnUsersLoop(_AdaptedAgent):
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        policy: Any = _AtHome(client, self._offloader)
+        samples: Sequence[Sample] = await self._offloader.on_users_loop(self._agent.run(prompt, env, policy))
+        return samples
+
+
+class _AgentInThread(_AdaptedAgent):
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        policy, world = _Blocking(client, self._offloader), _Blocking(env, self._offloader)
+        run: Any = self._agent.run
+        try:
+            samples: Sequence[Sample] = await self._offloader.in_thread(lambda: run(prompt, world, policy))
+            return samples
+        finally:
+            policy.end()
+            world.end()
+
+
+class _AtHome:
+    """`inner`, whose coroutines belong to the worker's own loop, for one who awaits them on another."""
+
+    def __init__(self, inner: object, offloader: Offloader) -> None:
+        self._inner, self._offloader = inner, offloader
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not is_async(found):
+            return found
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._offloader.at_home(found(*args, **kwargs))
+
+        return call
+
+
+class _Blocking:
+    """`inner` for one who calls from a thread: coroutines are waited for. `end` ends the waits and any later call."""
+
+    def __init__(self, inner: object, offloader: Offloader) -> None:
+        self._inner, self._offloader = inner, offloader
+        self._waits: set[Future[Any]] = set()
+        self._ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not is_async(found):
+            return found
+        blocking: Callable[..., Any] | None = None
+        if isinstance(self._inner, OffloadedEnvironment):
+            blocking = self._inner.blocking(name)
+        if blocking is not None:
+            return blocking
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._ended:
+                raise RuntimeError(f"{name} was called after the rollout had ended")
+            wait = self._offloader.from_thread(found(*args, **kwargs))
+            self._waits.add(wait)
+            try:
+                return wait.result()
+            finally:
+                self._waits.discard(wait)
+
+        return call
+
+    def end(self) -> None:
+        """The rollout is over: whoever still waits is told so."""
+        self._ended = True
+        for wait in tuple(self._waits):
+            wait.cancel()
+
+
+class OffloadedEnvironment(Environment):
+    """A user's environment, made at its first use: its plain methods run in threads, others on the users' loop.
+
+    Plain methods of one instance run one after the other. Other attributes are those of the user's own.
+
+    Args:
+        make: makes it; runs in a thread.
+        label: how it is named: `env my.py:MyEnv`.
+        timeout_s: limit of one call.
+    """
+
+    def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, offloader: Offloader) -> None:
+        self._make, self._label, self._timeout_s, self._offloader = make, label, timeout_s, offloader
+        self._env: Environment | None = None
+        self._in_turn = asyncio.Lock()
+        self._given_up = False
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Mapping[str, Any]]:
+        return await self._call("reset", seed=seed, options=options)  # type: ignore[no-any-return]
+
+    async def step(self, action: Any) -> StepResult:
+        return await self._call("step", action)  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Unless it was never made, or a call of it still runs in a thread that cannot be ended."""
+        if self._env is not None and not self._given_up:
+            await self._call("close")
+
+    def blocking(self, name: str) -> Callable[..., Any] | None:
+        """The method `name` for a caller in a thread, in which it runs itself; None where it has to be awaited."""
+        if name not in ("reset", "step"):
+            return None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._env is None:
+                self._env = self._offloader.call_blocking(self._code("made"), self._make)
+            return self._offloader.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        env = self.__dict__.get("_env")
+        if env is None:
+            raise AttributeError(f"{self._label}: {name!r} is asked for before `reset`, which makes the environment")
+        return getattr(env, name)
+
+    def _code(self, name: str) -> Code:
+        return Code(f"{self._label}.{name}", Activity.env, self._timeout_s, RunIn.auto)
+
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._env is None:
+            self._env = await self._offloader.call(self._code("made"), self._make)
+        method = getattr(self._env, name)
+        if is_async(method):
+            return await self._offloader.call(self._code(name), method, *args, **kwargs)
+        return await self._offloader.at_home(self._in_thread(name, method, args, kwargs))
+
+    async def _in_thread(
+        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        async with self._in_turn:
+            if self._given_up:
+                raise RuntimeError(f"{self._label}.{name} is called while an earlier call that was given up still runs")
+            self._given_up = True
+            try:
+                value = await self._offloader.call(self._code(name), method, *args, **kwargs)
+            except UserCodeError as error:
+                self._given_up = error.still_runs
+                raise
+            self._given_up = False
+            return value

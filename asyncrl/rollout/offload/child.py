@@ -1,0 +1,134 @@
+"""A process of the pool: reads calls, runs them one after the other in its main thread, answers.
+
+    python -m asyncrl.rollout.offload.child MEMORY_BYTES
+
+It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
+the reaper of all that its calls start, so that whatever they leave behind is found. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+
+from asyncrl.api.reward import Episode
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.rollout.offload.messages import LENGTH, Call, Reply, Target, packed
+
+LOAD = "load"
+"""Of a `Call`: only load its target."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_TRACEBACK_CHARS = 4000
+
+
+def main() -> None:
+    """Serve calls until the pipe closes."""
+    calls, replies = _own_pipes()
+    _limit(int(sys.argv[1]))
+    own_pid = os.getpid()
+    loaded: dict[bytes, Callable[..., Any]] = {}
+    decoder = msgspec.msgpack.Decoder(Call)
+    _send(replies, Reply())
+    while head := calls.read(LENGTH.size):
+        call = decoder.decode(calls.read(*LENGTH.unpack(head)))
+        reply = _answer(call, loaded)
+        if os.getpid() != own_pid:  # the function forked, and this is what it forked
+            os._exit(0)
+        _send(replies, reply, left_behind=_left_behind())
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes of the protocol, moved away from where prints go and input is read."""
+    calls, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return os.fdopen(calls, "rb"), os.fdopen(replies, "wb")
+
+
+def _limit(memory_bytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]]) -> Reply:
+    try:
+        function = _loaded(call.target, loaded)
+        if call.sees == LOAD:
+            return Reply()
+        value = function(*_arguments(call))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return Reply(value)
+    except BaseException as error:  # the process serves on, whatever the function raises
+        trace = traceback.format_exc()[-_TRACEBACK_CHARS:]
+        return Reply(error=f"{type(error).__name__}: {_text(error)}", traceback=trace)
+
+
+def _loaded(target: Target, loaded: dict[bytes, Callable[..., Any]]) -> Callable[..., Any]:
+    key = msgspec.msgpack.encode(target)
+    if key not in loaded:
+        found: Any = load_plugin(target.path)
+        if inspect.isclass(found):
+            instance: Any = found(**target.args)
+            loaded[key] = instance
+        else:
+            loaded[key] = partial(found, **target.args)
+    return loaded[key]
+
+
+def _arguments(call: Call) -> Sequence[Any]:
+    if call.sees == "episode":
+        return [msgspec.convert(call.arguments[0], Episode)]
+    if call.sees == "group":
+        return [msgspec.convert(call.arguments[0], list[Episode])]
+    return call.arguments
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except Exception as unprintable:
+        return f"(its text cannot be made: {type(unprintable).__name__})"
+
+
+def _left_behind() -> bool:
+    """Whether the calls so far left processes behind; those that have ended are buried."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _send(replies: BinaryIO, reply: Reply, *, left_behind: bool = False) -> None:
+    try:
+        data = packed(msgspec.structs.replace(reply, left_behind=left_behind))
+    except ValueError as error:
+        data = packed(Reply(error=f"what it returned {error}", left_behind=left_behind))
+    replies.write(data)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What goes over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
+
+    4 bytes, little endian: length of what follows
+    MessagePack of a `Call` (to the process) or a `Reply` (from it)
+
+A function travels as its import path, its arguments as plain data.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 16 << 20
+"""Of a call or a reply; a reward has no use for more."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A user's function or class at import path `path`, with its keyword arguments (of the constructor for a class)."""
+
+    path: str
+    args: dict[str, Any]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`."""
+
+    target: Target
+    sees: str
+    arguments: list[Any]
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
+
+    `left_behind`: processes that the call started are still there.
+    """
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    left_behind: bool = False
+
+
+def plain(value: object) -> object:
+    """What MessagePack does not know, as plain data: arrays and scalars of numpy, other mappings.
+
+    Raises:
+        NotImplementedError: it cannot travel.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
+    if callable(tolist):
+        return tolist()
+    raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+def packed(message: Call | Reply) -> bytes:
+    """`message` with its length in front.
+
+    Raises:
+        ValueError: it holds what is no plain data, or is larger than `MAX_BYTES`.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"cannot travel to or from another process: {error}") from error
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"has {len(body)} bytes, more than the {MAX_BYTES} that may travel to or from a process")
+    return LENGTH.pack(len(body)) + body

@@ -1,0 +1,80 @@
+"""What a rollout spends its time on and what its rewards were, by name; follows the rollout through tasks and threads.
+
+with metered() as meter:
+    ...                                  # the rollout, wherever its parts run
+meter.metrics()                          # {"rollout/env_s": 0.8, "rollout/reward_s": 0.2, "reward/correct": 0.5}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextvars import ContextVar
+from enum import StrEnum, auto
+
+
+class Activity(StrEnum):
+    """What a rollout waits for; each is a metric, `rollout/<activity>_s`."""
+
+    generate = auto()
+    env = auto()
+    reward = auto()
+
+
+class Meter:
+    """Of one rollout, parts of which may run in several threads: entries are appended, and read at the end."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
+        self._rewards: defaultdict[str, list[float]] = defaultdict(list)
+        self._failures = 0
+
+    def add_seconds(self, activity: Activity, seconds: float) -> None:
+        """`activity` took `seconds`."""
+        self._seconds[activity].append(seconds)
+
+    def add_reward(self, name: str, value: float) -> None:
+        """The reward `name` gave `value` to an answer."""
+        self._rewards[name].append(value)
+
+    def add_failure(self) -> None:
+        """A reward failed and `failure_reward` stood in for it."""
+        self._failures += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward."""
+        found = {f"rollout/{activity}_s": sum(seconds) for activity, seconds in self._seconds.items() if seconds}
+        if self._failures:
+            found["rollout/failed_rewards"] = float(self._failures)
+        return found | {f"reward/{name}": sum(values) / len(values) for name, values in self._rewards.items()}
+
+
+_current: ContextVar[Meter | None] = ContextVar("asyncrl_meter", default=None)
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[Meter]:
+    """A meter for what runs within, in tasks and threads that it starts too."""
+    meter = Meter()
+    token = _current.set(meter)
+    try:
+        yield meter
+    finally:
+        _current.reset(token)
+
+
+def current_meter() -> Meter:
+    """The meter of the rollout that runs here; outside of one a meter that nobody reads."""
+    return _current.get() or Meter()
+
+
+@contextlib.contextmanager
+def timed(activity: Activity) -> Iterator[None]:
+    """Counts the time within as the rollout's `activity`."""
+    begun = time.monotonic()
+    try:
+        yield
+    finally:
+        current_meter().add_seconds(activity, time.monotonic() - begun)

@@ -1,0 +1,280 @@
+"""One call of a named piece of users' code: where it belongs, timed, limited, its failure under its name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from asyncrl.api.reward import RunIn
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.messages import Target
+from asyncrl.rollout.offload.meter import Activity, timed
+from asyncrl.rollout.offload.policy import Limits
+from asyncrl.rollout.offload.processes import ProcessPool
+from asyncrl.rollout.offload.slow_calls import SlowCalls
+from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit
+from asyncrl.rollout.offload.user_loop import UserLoop, run_on
+
+MAX_ABANDONED = 64
+"""Calls of one code that were given up and still run in their threads; beyond, it is not called until one ends."""
+WATCH_EVERY_S = 0.5
+HELD_S = 1.0
+"""An event loop that does not come round for so long is held by something, which is named."""
+
+_log = logging.getLogger(__name__)
+
+
+class OffloadSettings(Protocol):
+    """What `rollout.user_code` says; see there."""
+
+    threads: int
+    processes: int
+    process_memory_mb: int
+    process_children: int
+    process_max_calls: int
+    slow_call_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A piece of users' code.
+
+    Attributes:
+        label: how it is counted and named: `reward my.py:score`.
+        activity: what its time counts as.
+        timeout_s: limit of a call.
+        run_in: where it runs; `loop` for what may run on the worker's own event loop.
+        target: how a process of the pool finds it; only for `RunIn.process`.
+        sees: what its arguments are, told to that process.
+    """
+
+    label: str
+    activity: Activity
+    timeout_s: float
+    run_in: RunIn
+    target: Target | None = None
+    sees: str = "answer"
+
+
+class Offloader:
+    """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
+
+    `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
+    """
+
+    def __init__(self, settings: OffloadSettings) -> None:
+        memory_bytes = settings.process_memory_mb << 20
+        limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
+        self._users = UserLoop()
+        self._threads = DaemonThreads("user-code")
+        self._places = asyncio.Semaphore(settings.threads)
+        self._pool = ProcessPool(settings.processes, limits)
+        self._slow = SlowCalls(settings.slow_call_s)
+        self._abandoned: dict[str, int] = {}
+        self._running: dict[int, str] = {}
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self._home = asyncio.get_running_loop()
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill the processes; threads end with the worker."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self._pool.close()
+
+    async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function` returns, run where `code` belongs.
+
+        Raises:
+            UserCodeError: it raised, took longer than `code.timeout_s`, or its process was lost.
+        """
+        work = partial(function, *args, **kwargs)
+        if code.run_in == RunIn.process:
+            return await run_on(self._home, self._in_process(code, args))
+        if is_async(function):
+            run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
+            return await self._awaiting(code, work, run)
+        if code.run_in == RunIn.loop:
+            return self._on_this_loop(code, work)
+        return await run_on(self._home, self._in_thread(code, work))
+
+    def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `call`, for a caller that is itself in a thread: what may run in a thread runs in the caller's own.
+
+        The limit is then the caller's own, whose call this is a part of.
+        """
+        if code.run_in != RunIn.process and not is_async(function):
+            with self._told(code):
+                return _checked(code, partial(function, *args, **kwargs))
+        return self.from_thread(self.call(code, function, *args, **kwargs)).result()
+
+    async def on_users_loop(self, work: Awaitable[Any]) -> Any:
+        """What the user's coroutine `work` returns, run on the users' loop without a limit or a label."""
+        return await self._users.run(_awaited(work))
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, run in a thread of its own without a limit or a label."""
+        return await asyncio.wrap_future(self._threads.run(function))
+
+    def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
+        """`work`, begun on the worker's own loop; for threads."""
+        return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
+
+    async def at_home(self, work: Awaitable[Any]) -> Any:
+        """What `work` returns, run on the worker's own loop; for the users' loop."""
+        return await run_on(self._home, _awaited(work))
+
+    def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
+        begun = time.monotonic()
+        with self._told(code):
+            value = _checked(code, work)
+        if (held_s := time.monotonic() - begun) > HELD_S:
+            _log.warning(
+                "%s held an event loop for %.2g s; run it in a thread or a process (run_in)", code.label, held_s
+            )
+        return value
+
+    async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
+        assert code.target is not None, code.label
+        with self._told(code):
+            return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s)
+
+    async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
+        if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:
+            raise UserCodeError(
+                code.label,
+                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
+                "or run it in a process (run_in: process), which can be killed",
+            )
+        async with self._places:
+            with self._told(code):
+                running = self._threads.run(partial(_checked, code, function))
+                try:
+                    async with asyncio.timeout(code.timeout_s) as limit:
+                        return await asyncio.wrap_future(running)
+                except TimeoutError as error:
+                    if not limit.expired():
+                        raise
+                    raise _too_slow(code, "its thread goes on", still_runs=True) from error
+                finally:
+                    if not running.done():
+                        self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
+                        running.add_done_callback(partial(self._came_back, code.label))
+
+    def _came_back(self, label: str, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
+            self._home.call_soon_threadsafe(self._forget_abandoned, label)
+
+    def _forget_abandoned(self, label: str) -> None:
+        self._abandoned[label] -= 1
+
+    async def _awaiting(
+        self, code: Code, function: Callable[[], Awaitable[Any]], run: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> Any:
+        async def work() -> Any:
+            try:
+                return await function()
+            except Exception as error:
+                raise _raised(code, error) from error
+
+        with self._told(code):
+            try:
+                async with asyncio.timeout(code.timeout_s) as limit:
+                    return await run(work())
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise _too_slow(code, "it was cancelled") from error
+            except UnusualExit as error:
+                raise UserCodeError(code.label, str(error)) from error
+
+    @contextlib.contextmanager
+    def _told(self, code: Code) -> Iterator[None]:
+        """Within: a call of `code`, which is timed, named if it is slow, and known to run."""
+        number, begun = next(self._numbers), time.monotonic()
+        self._running[number] = code.label
+        try:
+            with timed(code.activity):
+                yield
+        finally:
+            del self._running[number]
+            now = time.monotonic()
+            if line := self._slow.note(code.label, now - begun, now):
+                _log.warning("%s", line)
+
+    async def _watch(self) -> None:
+        """Name what holds this loop or the users'."""
+        users_told = False
+        while True:
+            begun, answered = time.monotonic(), threading.Event()
+            self._users.ping(answered)
+            await asyncio.sleep(WATCH_EVERY_S)
+            held_s = time.monotonic() - begun - WATCH_EVERY_S
+            if held_s > HELD_S and (running := sorted(set(list(self._running.values())))):
+                _log.warning(
+                    "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
+                    "holds the interpreter's lock: run it in a process (run_in: process)",
+                    held_s,
+                    ", ".join(running),
+                )
+            if not answered.is_set() and held_s < HELD_S:
+                if not users_told:
+                    _log.warning(
+                        "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
+                        "plain `def`, which runs in a thread; it is at\n%s",
+                        WATCH_EVERY_S,
+                        self._users.stack(),
+                    )
+                users_told = True
+            else:
+                users_told = False
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether to call `function` gives something to await: `async def`, also as a method or an instance's call."""
+    while isinstance(function, partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _checked(code: Code, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except UserCodeError:
+        raise
+    except (SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError, GeneratorExit) as error:
+        raise UserCodeError(code.label, f"raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise _raised(code, error) from error
+
+
+def _raised(code: Code, error: Exception) -> UserCodeError:
+    if isinstance(error, UserCodeError):
+        return error
+    return UserCodeError(code.label, f"raised {type(error).__name__}: {error}")
+
+
+def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeError:
+    return UserCodeError(code.label, f"did not return within {code.timeout_s:g} s; {fate}", still_runs=still_runs)
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work

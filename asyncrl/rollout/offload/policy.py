@@ -1,0 +1,48 @@
+"""What may a process of the pool use, and when is it renewed? Pure: the caller brings clocks and measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WATCH_FROM_S = 0.25
+"""A call is watched from here on: most are over by then and cost no look at /proc."""
+WATCH_EVERY_S = 0.25
+"""Between two looks; a fork bomb starts some thousand processes in that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one process and all that it starts.
+
+    Attributes:
+        memory_bytes: address space of each process, and resident memory of all together.
+        processes: how many there may be, itself included.
+        max_calls: after so many calls it is renewed.
+    """
+
+    memory_bytes: int
+    processes: int
+    max_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process and all that it started use at a moment."""
+
+    processes: int
+    resident_bytes: int
+
+
+def excess(limits: Limits, usage: Usage) -> str | None:
+    """Why a process is to be killed; None if it keeps to its limits."""
+    if usage.processes > limits.processes:
+        return f"started {usage.processes - 1} processes (rollout.user_code.process_children={limits.processes - 1})"
+    if usage.resident_bytes > limits.memory_bytes:
+        used, allowed = usage.resident_bytes >> 20, limits.memory_bytes >> 20
+        return f"used {used} MB with what it started (rollout.user_code.process_memory_mb={allowed})"
+    return None
+
+
+def keep(limits: Limits, calls: int, *, left_behind: bool) -> bool:
+    """Whether a process that answered `calls` calls takes another. One that left processes behind does not."""
+    return calls < limits.max_calls and not left_behind

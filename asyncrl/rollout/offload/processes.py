@@ -1,0 +1,222 @@
+"""A pool of processes for users' functions: one call at a time each, killed at its limits, renewed after so many calls.
+
+Life of a process: started for a call that finds none idle (50 to 200 ms), loads the function at its first call, then
+answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
+processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from asyncrl.rollout.offload import child
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Call, Reply, Target, packed
+from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
+from asyncrl.rollout.offload.process_tree import kill_tree, usage
+
+START_LIMIT_S = 120.0
+"""For a process to start, and for it to import the user's module."""
+PRINTED_LIMIT = 64 << 10
+"""Bytes that one process may print into the worker's log; the rest is read and thrown away."""
+_TAIL = 400
+
+_log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+class _Died(Exception):
+    """The process ended, or wrote what is no reply."""
+
+
+@dataclass(eq=False, slots=True)
+class _Process:
+    """A process of the pool, what it has loaded and answered, and the end of what it printed."""
+
+    process: asyncio.subprocess.Process
+    loaded: set[bytes] = field(default_factory=set)
+    calls: int = 0
+    printed: int = 0
+    tail: bytes = b""
+    printing: asyncio.Task[None] | None = None
+
+    async def ask(self, call: bytes) -> Reply:
+        """The reply to `call`, packed (to the start, where it is empty).
+
+        Raises:
+            _Died: see there.
+        """
+        reader, writer = self.process.stdout, self.process.stdin
+        assert reader is not None
+        assert writer is not None
+        try:
+            if call:
+                writer.write(call)
+                await writer.drain()
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            if length > MAX_BYTES:
+                raise _Died(f"announced a reply of {length} bytes")
+            return _replies.decode(await reader.readexactly(length))
+        except msgspec.DecodeError as error:
+            raise _Died(f"wrote what is no reply: {error}") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise _Died("ended") from error
+
+    async def drain_prints(self, worker_log: int) -> None:
+        """Pass on what is printed, up to `PRINTED_LIMIT`."""
+        stream = self.process.stderr
+        assert stream is not None
+        while chunk := await stream.read(1 << 16):
+            room = PRINTED_LIMIT - self.printed
+            if room > 0:
+                os.write(worker_log, chunk[:room])
+                if len(chunk) >= room:
+                    _log.warning("a process of the pool printed more than %d KB; no more of it", PRINTED_LIMIT >> 10)
+            self.printed += len(chunk)
+            self.tail = (self.tail + chunk)[-_TAIL:]
+
+
+class ProcessPool:
+    """See the module's docstring. Use it in one event loop, which runs in a thread that lives as long as the pool.
+
+    Args:
+        size: processes at most.
+        limits: of each.
+    """
+
+    def __init__(self, size: int, limits: Limits) -> None:
+        self._limits = limits
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self.started = 0
+        """Processes started so far."""
+
+    async def call(self, label: str, target: Target, sees: str, arguments: list[Any], timeout_s: float) -> Any:
+        """What `target` returns for `arguments`; the wait for a free process does not count towards `timeout_s`.
+
+        Raises:
+            UserCodeError: it raised, exceeded a limit, or its process died.
+        """
+        try:
+            packed_call = packed(Call(target, sees, arguments))
+        except ValueError as error:
+            raise UserCodeError(label, f"was given what {error}") from error
+        async with self._slots:
+            process = self._idle.pop() if self._idle else None
+            reply = None
+            try:
+                if process is None:
+                    process = await self._start(label)
+                await self._load(process, label, target)
+                reply = await self._limited(process, label, packed_call, timeout_s)
+                process.calls += 1
+            finally:
+                if process is not None:
+                    fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
+                    if fit and process.process.returncode is None:
+                        self._idle.append(process)
+                    else:
+                        await asyncio.shield(self._end(process))
+        if reply.error:
+            raise UserCodeError(label, f"raised {reply.error}\n{reply.traceback}")
+        return reply.value
+
+    async def close(self) -> None:
+        """Kill every process; calls under way fail."""
+        await asyncio.gather(*(self._end(process) for process in list(self._all)))
+
+    async def _start(self, label: str) -> _Process:
+        """A new process, ready for calls."""
+        pipe = asyncio.subprocess.PIPE
+        made = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", child.__name__, str(self._limits.memory_bytes)),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        process = _Process(made)
+        self._all.add(process)
+        self.started += 1
+        process.printing = asyncio.create_task(process.drain_prints(2))
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await process.ask(b"")
+        except BaseException as error:
+            await asyncio.shield(self._end(process))
+            if isinstance(error, TimeoutError | _Died):
+                raise UserCodeError(label, f"has no process: it did not start; {_printed(process)}") from error
+            raise
+        return process
+
+    async def _load(self, process: _Process, label: str, target: Target) -> None:
+        key = msgspec.msgpack.encode(target)
+        if key in process.loaded:
+            return
+        reply = await self._limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
+        if reply.error:
+            raise UserCodeError(label, f"cannot be loaded in a process: {reply.error}\n{reply.traceback}")
+        process.loaded.add(key)
+
+    async def _limited(self, process: _Process, label: str, call: bytes, timeout_s: float) -> Reply:
+        """The reply to `call` unless the process dies or exceeds a limit first."""
+        asking = asyncio.create_task(process.ask(call))
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            wait_s = min(WATCH_FROM_S, timeout_s)
+            while True:
+                done, _ = await asyncio.wait({asking}, timeout=wait_s)
+                if done:
+                    return asking.result()
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    raise UserCodeError(label, f"did not return within {timeout_s:g} s; its process was killed")
+                if process.process.returncode is not None:  # and something that it started holds its pipes
+                    raise _Died("ended")
+                if why := excess(self._limits, await asyncio.to_thread(usage, process.process.pid)):
+                    raise UserCodeError(label, f"{why}; its process was killed")
+                wait_s = min(WATCH_EVERY_S, left_s)
+        except _Died as error:
+            code = await self._exit_code(process)
+            raise UserCodeError(label, f"lost its process: it {error} ({code}); {_printed(process)}") from error
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _exit_code(self, process: _Process) -> str:
+        await self._end(process)
+        code = process.process.returncode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        return f"killed by {signal.Signals(-code).name}"
+
+    async def _end(self, process: _Process) -> None:
+        """Kill the process and all that it started."""
+        if process not in self._all:
+            return
+        self._all.discard(process)
+        if process.process.returncode is None:
+            try:  # it may be ending by itself, with an exit code that tells why
+                async with asyncio.timeout(0.02):
+                    await process.process.wait()
+            except TimeoutError:
+                await asyncio.to_thread(kill_tree, process.process.pid)
+        await process.process.wait()
+        if process.printing is not None:
+            process.printing.cancel()
+            await asyncio.gather(process.printing, return_exceptions=True)
+
+
+def _printed(process: _Process) -> str:
+    tail = process.tail.decode(errors="replace").strip()
+    return f"it last printed: {tail}" if tail else "it printed nothing"

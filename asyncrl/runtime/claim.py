@@ -1,0 +1,197 @@
+"""One launch at a time has a trial: its folder, and its names in name resolution, which launches elsewhere may share.
+
+Two things are held for as long as the launcher lives, each taken before anything of an earlier launch is touched:
+
+- the lock on `<run_dir>/lock`, an advisory one that the kernel gives back when its holder dies. The file says who has
+  it, and after a death who had it;
+- where name resolution is shared (an etcd server, or `system.name_resolve_root`), the entry `run` of the trial, under a
+  lease. The same trial name under another `fileroot` has other locks but the same names.
+
+Who finds the entry taken is refused, with who has it. If that one is dead, the claim is free once its lease has run
+out, or at once where it can be seen from here: a claim names its holder's process by id and start time, and the boot of
+the machine and the pid namespace in which these mean something. Only that very claim is removed, and only one of
+several that do so gets the next: the removal compares, and `add` has one winner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
+from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.keeper import identity_of
+from asyncrl.runtime.resume import TrialError
+from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
+from asyncrl.runtime.worker import open_resolver
+
+LEASE_S = 60.0
+"""Of the claim in name resolution: a launcher may be paused for so long without losing it."""
+_ATTEMPTS = 3
+
+
+class TrialClaim:
+    """What a launcher holds of its trial; made by `take`."""
+
+    def __init__(self, holder: names.TrialHolder, lock: int, former: names.TrialHolder | None) -> None:
+        self.holder = holder
+        self.former = former
+        """The last launch in this folder; None if there was none or it did not say."""
+        self._lock = lock
+        self._resolver: NameResolver | None = None
+
+    @classmethod
+    def take(cls, config: ExperimentConfig) -> Self:
+        """Have the trial for this process.
+
+        Raises:
+            TrialError: another launch has it; its folder is another user's, or others can write there; or name
+                resolution cannot be reached.
+        """
+        run_dir = run_dir_of(config)
+        try:
+            make_private_folder(run_dir)
+            check_tree(run_dir)
+            lock = open_private_file(run_dir / LOCK_FILE)
+        except (NotPrivate, OSError) as error:
+            raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise TrialError(
+                f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
+                "another trial_name"
+            ) from None
+        claim = cls(_this_launch(run_dir), lock, read_holder(run_dir))
+        try:
+            if shares_names(config):
+                claim._take_names(config, run_dir)
+        except BaseException:
+            claim.release()
+            raise
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, claim.holder.encode().encode(), 0)
+        return claim
+
+    def _take_names(self, config: ExperimentConfig, run_dir: Path) -> None:
+        where = f"system.name_resolve={str(config.system.name_resolve)!r}"
+        try:
+            self._resolver = open_resolver(config, run_dir)
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(NameEntryExists):
+                    self._resolver.add(names.TRIAL_KEY, self.holder.encode(), lease_s=LEASE_S)
+                    return
+                other = self._holder_of_names(self._resolver)
+                if other is not None and not _is_dead(other):
+                    break
+        except NameResolveError as error:
+            raise TrialError(f"{where}: {error}") from error
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: another run of {config.experiment_name}/{config.trial_name} uses these "
+            f"names in {where} (system.name_resolve_root={config.system.name_resolve_root!r}){_who(other)}; choose "
+            f"another trial_name. If that one is dead, its claim is free within {LEASE_S:g} s"
+        )
+
+    def _holder_of_names(self, resolver: NameResolver) -> names.TrialHolder | None:
+        """Who has the names; the claim of one that is known to be dead is removed."""
+        try:
+            value = resolver.get(names.TRIAL_KEY)
+            holder = names.TrialHolder.decode(value)
+        except NameEntryNotFound:
+            return None
+        except ValueError as error:
+            raise TrialError(f"the claim in name resolution is damaged: {error}; delete it") from error
+        if _is_dead(holder):
+            resolver.delete_value(names.TRIAL_KEY, value)
+        return holder
+
+    def is_lost(self) -> bool:
+        """Whether another launch has the names by now, because this one was silent for longer than `LEASE_S`.
+
+        Raises:
+            NameResolveError: it cannot be told now.
+        """
+        if self._resolver is None:
+            return False
+        try:
+            return self._resolver.get(names.TRIAL_KEY) != self.holder.encode()
+        except NameEntryNotFound:  # nobody has them; the next renewal takes them back
+            return False
+
+    def release(self) -> None:
+        """Let others have the trial."""
+        if self._resolver is not None:
+            with contextlib.suppress(NameResolveError):  # its lease runs out
+                self._resolver.close()
+        os.close(self._lock)
+
+
+def shares_names(config: ExperimentConfig) -> bool:
+    """Whether the trial's names lie where launches in other folders find them too."""
+    return config.system.name_resolve == NameBackend.etcd3 or bool(config.system.name_resolve_root)
+
+
+def read_holder(run_dir: Path) -> names.TrialHolder | None:
+    """The launch that has, or last had, the folder; None if there was none or it did not say."""
+    try:
+        check_owned(run_dir / LOCK_FILE)
+        return names.TrialHolder.decode((run_dir / LOCK_FILE).read_text())
+    except (OSError, ValueError, NotPrivate):
+        return None
+
+
+def _this_launch(run_dir: Path) -> names.TrialHolder:
+    identity = identity_of(os.getpid())
+    return names.TrialHolder(
+        launch=secrets.token_hex(16),
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        started=-1 if identity is None else identity.started,
+        since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        run_dir=str(run_dir),
+    )
+
+
+def _machine() -> str:
+    """Within which process ids mean the same: this boot of this machine, and this pid namespace. Empty: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def is_here(holder: names.TrialHolder) -> bool:
+    """Whether this process sees the holder's, or would if it lived."""
+    return bool(holder.machine) and holder.machine == _machine()
+
+
+def _is_dead(holder: names.TrialHolder) -> bool:
+    """Whether the holder is known to have ended."""
+    if not is_here(holder):
+        return False
+    identity = identity_of(holder.pid)
+    if identity is None or identity.started != holder.started:
+        return True
+    try:
+        return bool(psutil.Process(holder.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _who(holder: names.TrialHolder | None) -> str:
+    if holder is None:
+        return ""
+    return f": pid {holder.pid} on {holder.host}, since {holder.since}, in {holder.run_dir}"

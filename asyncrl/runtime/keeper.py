@@ -1,0 +1,203 @@
+"""Stands between a launcher and one process, and ends everything that this started when either of the two ends.
+
+    python -I -S keeper.py COMMAND [ARGUMENT ...]
+
+User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
+ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
+hands every orphan of the tree to it. It waits for the first of two things: the end of the command; or the end of its
+standard input, a pipe from the launcher, which means that the launcher is gone, however that came about. Then it kills
+all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
+or by its signal. SIGTERM is passed on.
+
+If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
+is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
+mark in its environment (`asyncrl.runtime.process_tree`).
+
+Run by path: it imports the standard library only, so that it starts in a hundredth of a second and stays small. All
+this is Linux's; elsewhere only the command itself is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+CLEANERS_GRACE_S = 8.0
+"""So long those may take that free what the others leave behind; SGLang's supervisor has the most to do."""
+GONE_LIMIT_S = 12.0
+"""So long all may take; what the kernel has not ended by then waits for a device."""
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Identity(NamedTuple):
+    """A process: its id, and when it started, in the kernel's ticks since boot. Ids are used again, this pair never."""
+
+    pid: int
+    started: int
+
+
+def main(command: list[str]) -> int:
+    """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
+    child = _start(command)
+
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    status = None
+    while status is None:
+        readable, _, _ = select.select([0, woken], [], [])
+        if 0 in readable and not os.read(0, 4096):
+            break
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 4096)
+        status = reap().get(child)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is ended now in any case, and the child's id may be another's
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    end_descendants()
+    return status
+
+
+def _start(command: list[str]) -> int:
+    keeper = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:  # it ended before the call above
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def reap() -> dict[int, int]:
+    """The statuses of the children that have ended, by id; each is told once."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (end := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[end[0]] = end[1]
+    return ended
+
+
+def end_descendants() -> None:
+    """Kill everything below this process, and wait until it is gone; those that clean up last, once they had time."""
+    begin = time.monotonic()
+    while True:
+        reap()
+        waited_s = time.monotonic() - begin
+        left = descendants(os.getpid(), spare_cleaners=waited_s < CLEANERS_GRACE_S)
+        for process in left:
+            kill(process)
+        if not descendants(os.getpid()):
+            return
+        if waited_s > GONE_LIMIT_S:
+            print(f"still there {GONE_LIMIT_S:g} s after SIGKILL: {[process.pid for process in left]}", flush=True)
+            return
+        time.sleep(_POLL_S)
+
+
+def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:
+    """What runs below process `pid`; with `spare_cleaners` without those that clean up, and what they are to end."""
+    children = defaultdict(list)
+    for number in _ids():
+        state = _stat(number)
+        if state is not None and state[0] not in "ZX":
+            children[int(state[1])].append(Identity(number, int(state[19])))
+    found: list[Identity] = []
+    left = children.pop(pid, [])
+    while left:
+        process = left.pop()
+        if spare_cleaners and _cleans_up(process.pid):
+            continue
+        found.append(process)
+        left += children.pop(process.pid, [])
+    return found
+
+
+def kill(process: Identity) -> None:
+    """Kill this very process, never another that has its id by now."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if identity_of(process.pid) == process:  # it had this id after the descriptor was opened: it is the one
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
+
+
+def identity_of(pid: int) -> Identity | None:
+    """The process that has this id now; None if none does."""
+    state = _stat(pid)
+    return None if state is None else Identity(pid, int(state[19]))
+
+
+def _ids() -> list[int]:
+    with contextlib.suppress(FileNotFoundError):  # not Linux
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return []
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name, which may hold anything: state, parent, ..., [19] start time."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return None
+
+
+def _cleans_up(pid: int) -> bool:
+    """Whether the process frees what others leave behind, and then ends by itself."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        name = Path(f"/proc/{pid}/comm").read_bytes()
+        return (
+            name.startswith(b"torch_shm_manag")  # the kernel keeps 15 characters of a name
+            or b"multiprocessing.resource_tracker" in command
+            or b"/sglang/supervisor.py\0" in command
+        )
+    return False
+
+
+def _end_as(status: int) -> None:
+    """End this process as that one did."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    _end_as(main(sys.argv[1:]))

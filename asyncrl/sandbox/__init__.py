@@ -1,0 +1,5 @@
+"""Strangers' programs, run where they can harm nothing: see `sandbox`."""
+
+from asyncrl.sandbox.sandbox import Ended, Limits, Sandbox, SandboxUnavailable
+
+__all__ = ["Ended", "Limits", "Sandbox", "SandboxUnavailable"]

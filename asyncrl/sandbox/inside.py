@@ -1,0 +1,117 @@
+"""Runs inside a new sandbox, before the program: builds its file system, gives up every right, starts the program.
+
+    python -I -S inside.py FD                # FD: a JSON specification, see `Sandbox.run`
+
+It is started by `unshare` in namespaces of its own (processes, mounts, network, IPC, host name; of users too where
+asyncrl does not run as root), as their root. Only the standard library is here, and nothing of asyncrl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import sys
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_LAST_CAPABILITY = 63
+_ROOT = "/tmp"
+"""Where the file system is built, in a mount namespace of its own: the real one's content is not touched."""
+_KEPT = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | 8 | 1024 | 2048
+"""Flags of a mount that a new user namespace may not take away."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        spec = json.load(file)
+    _build(spec)
+    os.chroot(_ROOT)
+    os.chdir("/work")
+    _give_up_rights(spec["uid"])
+    for name, content in spec["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as written:
+            written.write(content)
+    for kind, limit in spec["limits"].items():
+        number = getattr(resource, kind)
+        resource.setrlimit(number, (limit, limit))
+    os.closerange(3, 1 << 16)
+    _be_first_process()
+    os.execve(spec["command"][0], spec["command"], {"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"})
+
+
+def _be_first_process() -> None:
+    """Go on in a child; here wait for its end, and end as it did, which ends every process of the namespace.
+
+    The first process of a namespace ignores signals and inherits orphans, which a program does not expect.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    ended, status = os.wait()
+    while ended != child:
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _build(spec: dict[str, object]) -> None:
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    readable = spec["readable"]
+    assert isinstance(readable, list)
+    sources = {path: os.open(path, os.O_PATH) for path in readable}  # what lies below _ROOT is out of sight soon
+    _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for path in ("/bin", "/lib", "/lib64", "/sbin"):
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), _ROOT + path)
+    for path, source in sources.items():
+        _show(f"/proc/self/fd/{source}", _ROOT + path, folder=True)
+    os.mkdir(f"{_ROOT}/dev")
+    for name in ("null", "zero", "urandom", "random"):
+        _show(f"/dev/{name}", f"{_ROOT}/dev/{name}", folder=False)
+    os.mkdir(f"{_ROOT}/proc")
+    with contextlib.suppress(OSError):  # refused where the outer /proc is masked, as in some containers
+        _mount("proc", f"{_ROOT}/proc", "proc", _MS_NOSUID | _MS_NODEV)
+    os.mkdir(f"{_ROOT}/work")
+    _mount("tmpfs", f"{_ROOT}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['work_bytes']},mode=777")
+    _mount("none", _ROOT, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def _show(source: str, target: str, *, folder: bool) -> None:
+    """Make `source` readable at `target`; a device stays one, a folder cannot be written to."""
+    if folder:
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o444))
+    _mount(source, target, None, _MS_BIND | _MS_REC)
+    if folder:
+        kept = os.statvfs(target).f_flag & _KEPT
+        _mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | kept)
+
+
+def _give_up_rights(uid: int | None) -> None:
+    """Have no capability and never get one; be the user `uid`, where that is given."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # numbers beyond the kernel's last are refused
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    fields = [field.encode() if field is not None else None for field in (source, target, kind)]
+    if _libc.mount(*fields, ctypes.c_ulong(flags), data.encode()) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}, mounting {source} on {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a trajectory has to be before a ModelWorker takes it in, beyond what the codec checks of any.
+
+Its sender is one of the run, but user code made it, and a process of another state of the run may still send. A token
+outside the vocabulary would end the rank in an index error, a version that no server was ever given would make the
+trajectory the freshest of all for ever. Each is refused by name where it arrives: nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.comm.push_pull import InvalidTrajectory
+
+MAX_LOGPROB = 1e-3
+"""A log-probability is at most 0, but for rounding."""
+
+
+class ArrivalCheck:
+    """Checks trajectories against the model and the versions there are. For one thread.
+
+    Args:
+        vocab_size: of the model; None: not known.
+        announced_version: the newest version of the actor that servers were told of. Asked for only when a trajectory
+            is newer than what it said before.
+    """
+
+    def __init__(self, vocab_size: int | None, announced_version: Callable[[], int]) -> None:
+        self._vocab_size = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+        self._announced_version = announced_version
+        self._newest = 0
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Return if `trajectory` can be trained.
+
+        Raises:
+            InvalidTrajectory: it cannot; the message names what is wrong.
+            NameResolveError: it cannot be told now.
+        """
+        samples, name = trajectory.samples, f"{trajectory.rollout_id!r:.80}"
+        prompt, rest = (samples.prompt, samples.rest) if isinstance(samples, SharedPrompt) else (None, samples)
+        columns = SampleColumns.join(rest)
+        highest = int(np.maximum.reduce(columns.tokens, initial=-1))
+        highest = highest if prompt is None else int(np.maximum.reduce(prompt, initial=highest))
+        if highest >= self._vocab_size:
+            raise InvalidTrajectory(f"{name} holds token {highest}, the vocabulary has {self._vocab_size}")
+        generated = columns.loss_mask.astype(bool)
+        if np.minimum.reduce(columns.versions, where=generated, initial=0) < 0:
+            raise InvalidTrajectory(f"{name} holds a generated token without a version")
+        if (high := np.maximum.reduce(columns.behave_logprobs, where=generated, initial=0.0)) > MAX_LOGPROB:
+            raise InvalidTrajectory(f"{name} holds the log-probability {high:g}, above 0")
+        version = int(np.maximum.reduce(columns.versions, initial=-1))
+        if version > self._newest:
+            self._newest = max(self._newest, self._announced_version())
+            if version > self._newest:
+                raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")

@@ -1,0 +1,131 @@
+"""Whole runs whose agents, environments and rewards are slow, hang or crash: they cost samples, never the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SLEEPY = """
+import threading
+import time
+from pathlib import Path
+
+from asyncrl.api import Environment
+
+lock = threading.Lock()
+running = most = 0
+
+
+def score(data, completion):
+    time.sleep(0.5)
+    return sum(c in "02468" for c in completion) / max(len(completion), 1)
+
+
+class SleepyEnv(Environment):
+    def __init__(self, *, reward):
+        self._reward = reward
+
+    def reset(self, *, seed=None, options=None):
+        self._data = options["data"]
+        return self._data["prompt"], {}
+
+    def step(self, action):
+        global running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            Path(__file__).with_name("most").write_text(str(most))
+        time.sleep(2)
+        with lock:
+            running -= 1
+        return "", self._reward(self._data, action), True, False, {}
+
+    def close(self):
+        return None
+"""
+
+HOSTILE = """
+import os
+import sys
+import time
+
+from asyncrl.envs.single_turn import SingleTurnEnv
+
+
+def score(data, completion):
+    fate = (len(completion) + sum(map(ord, data["prompt"]))) % 20
+    if fate == 0:
+        os._exit(3)
+    if fate == 1:
+        time.sleep(3600)
+    if fate == 2:
+        return len(bytearray(10 << 30))
+    if fate == 3:
+        for _ in range(100):
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
+    if fate == 4:
+        sys.stdout.write("x" * 100_000_000)
+    return sum(c in "02468" for c in completion) / max(len(completion), 1)
+
+
+class RaisingEnv(SingleTurnEnv):
+    def reset(self, *, seed=None, options=None):
+        self._data = options["data"]
+        if sum(map(ord, self._data["prompt"])) % 10 == 0:
+            raise ConnectionError("the game server is gone")
+        return "", {}
+
+    def step(self, action):
+        return "", self._reward(self._data, action), True, False, {}
+"""
+
+
+def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(start_run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "sleepy.py"
+    file.write_text(SLEEPY)
+    run = start_run(
+        env__path=f"{file}:SleepyEnv",
+        reward__path=f"{file}:score",
+        rollout__user_code__slow_call_s=1.0,
+        manager__rollout_lease_s=8.0,
+        total_train_steps=3,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    summary, rows = run.summary(), run.rows()
+    assert not {"worker_died", "timeout", "failed"} & summary["books"]["dropped"].keys(), summary["books"]
+    assert len(rows) == 3
+    for row in rows:  # two answers of 2 s each and their rewards of 0.5 s
+        assert row["rollout/env_s"] >= 5.0
+        assert row["rollout/reward_s"] >= 1.0
+        assert row["rollout/generate_s"] > 0.0
+    assert int((tmp_path / "most").read_text()) == 8, "as many steps sleep at a time as rollout.max_concurrent allows"
+    log = (run.run_dir / "logs" / "rollout_worker-0.log").read_text()
+    assert f"env {file}:SleepyEnv.step took " in log
+
+
+def test_rewards_that_hang_or_crash_and_environments_that_raise_are_counted_by_name_and_the_run_goes_on(
+    start_run: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "hostile.py"
+    file.write_text(HOSTILE)
+    run = start_run(
+        env__path=f"{file}:RaisingEnv",
+        reward__path=f"{file}:score",
+        reward__run_in="process",
+        reward__timeout_s=1.0,
+        rollout__user_code__process_memory_mb=1024,
+        total_train_steps=3,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    dropped = run.summary()["books"]["dropped"]
+    assert dropped.get(f"failed: reward {file}:score", 0) > 0, dropped
+    assert dropped.get(f"failed: env {file}:RaisingEnv.reset", 0) > 0, dropped
+    assert "worker_died" not in dropped
+    assert run.survivors() == []
+    log = (run.run_dir / "logs" / "rollout_worker-0.log").stat().st_size
+    assert log < 2_000_000

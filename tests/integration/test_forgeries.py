@@ -1,0 +1,282 @@
+"""Forgeries with the run's own keys: messages of valid form that no process of the run would send are refused and
+counted, and nothing of them is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from aiohttp import web
+
+from asyncrl.api import Sample, Trajectory
+from asyncrl.comm.http import HttpRefused, HttpUnreachable, JsonHttp
+from asyncrl.comm.http_server import HttpServer, Route, json_response
+from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
+from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer
+from asyncrl.comm.request_reply.messages import pack
+from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.messages import FinishedRollout, WantedRollout
+from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.service import ManagerService
+
+HOST, LIMIT_S = "127.0.0.1", 20.0
+RUN = RunSecret(b"r" * 32).sockets()
+
+
+def trajectory(name: str = "r", reward: float = 1.0) -> Trajectory:
+    tokens = np.arange(4, dtype=np.int32)
+    versions = np.zeros(4, np.int32)
+    return Trajectory(name, "p", 0, (Sample(tokens, np.ones(4, np.uint8), np.zeros(4, np.float32), versions, reward),))
+
+
+class Received:
+    """A puller that keeps what is delivered; it will never take what is named `invalid`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.puller = TrajectoryPuller(HOST, RUN, on_message=self.take)
+
+    def take(self, trajectory: Trajectory) -> None:
+        if trajectory.rollout_id == "invalid":
+            raise InvalidTrajectory("'invalid' is not for this run")
+        self.names.append(trajectory.rollout_id)
+
+
+@pytest.fixture
+def received() -> Iterator[Received]:
+    received = Received()
+    with closing(received.puller):
+        yield received
+
+
+@pytest.fixture
+def insider() -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        RUN.secure_client(socket)
+        yield socket
+
+
+async def test_what_the_consumer_will_never_take_is_refused_for_good(received: Received) -> None:
+    pusher = TrajectoryPusher([received.puller.endpoint], RUN, identity="rollout_worker/0")
+    with pytest.raises(TrajectoryRejected, match="not for this run"):
+        await pusher.push(trajectory("invalid"), LIMIT_S)
+    await pusher.push(trajectory("sound"), LIMIT_S)
+    assert await pusher.close(LIMIT_S) == []
+    assert received.names == ["sound"]
+    assert (received.puller.counters.malformed, received.puller.counters.received) == (1, 1)
+
+
+def forged_header(change: Any) -> list[bytes]:
+    """A sound message whose header is changed."""
+    header, payload = (bytes(frame) for frame in encode_trajectories([trajectory("forged")]))
+    content = msgspec.msgpack.decode(header)
+    change(content)
+    return [msgspec.msgpack.encode(content), payload]
+
+
+def forged_array(name: str, index: int, value: float) -> list[bytes]:
+    """A sound message with one value of an array replaced."""
+    header, payload = (bytes(frame) for frame in encode_trajectories([trajectory("forged")]))
+    changed, offset = bytearray(payload), 0
+    for spec in msgspec.msgpack.decode(header)["arrays"]:
+        dtype, count = np.dtype(spec["dtype"]), math.prod(spec["shape"])
+        if spec["name"] == name:
+            np.frombuffer(changed, dtype, count, offset)[index] = value
+        offset += -(-count * dtype.itemsize // 8) * 8
+    return [header, bytes(changed)]
+
+
+def entry(content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = content["meta"][0]
+    return found
+
+
+FORGED = {
+    "NaN log-probability": lambda: forged_array("behave_logprobs", 1, math.nan),
+    "infinite reward": lambda: forged_array("rewards", 0, math.inf),
+    "negative token": lambda: forged_array("tokens", 2, -7),
+    "loss_mask of 2": lambda: forged_array("loss_mask", 0, 2),
+    "version below -1": lambda: forged_array("versions", 0, -2),
+    "longer than its tokens": lambda: forged_array("lengths", 0, 5),
+    "length that overflows": lambda: forged_array("lengths", 0, (1 << 63) - 1),
+    "negative length": lambda: forged_array("lengths", 0, -4),
+    "more samples than there are": lambda: forged_array("sizes", 0, 2),
+    "a prompt that is not there": lambda: forged_array("prompt_lengths", 0, 1),
+    "empty id": lambda: forged_header(lambda content: entry(content).update(rollout_id="")),
+    "long id": lambda: forged_header(lambda content: entry(content).update(rollout_id="r" * 300)),
+    "order of a wrong type": lambda: forged_header(lambda content: entry(content).update(order="0")),
+    "NaN metric": lambda: forged_header(lambda content: entry(content).update(metrics={"m": math.nan})),
+    "another protocol": lambda: forged_header(lambda content: content.update(protocol=1)),
+    "another kind": lambda: forged_header(lambda content: content.update(kind="trajectory")),
+    "an entry too many": lambda: forged_header(lambda content: content["meta"].append(content["meta"][0])),
+    "an array too few": lambda: forged_header(lambda content: content["arrays"].pop()),
+}
+
+
+async def test_forged_trajectories_are_refused_and_counted_and_none_is_delivered(
+    received: Received, insider: zmq.Socket[bytes]
+) -> None:
+    insider.connect(received.puller.endpoint)
+    insider.rcvtimeo = int(LIMIT_S * 1000)
+    for number, (name, make) in enumerate(FORGED.items()):
+        insider.send_multipart([msgspec.msgpack.encode([number]), *make()])
+        reply = msgspec.msgpack.decode(await asyncio.to_thread(insider.recv))
+        assert (reply["type"], reply["numbers"]) == ("refused", [number]), name
+    for numbers in ([1, 2], [-1], [], ["a"], None):  # of one trajectory
+        insider.send_multipart([msgspec.msgpack.encode(numbers), *encode_trajectories([trajectory("forged")])])
+    insider.send_multipart([msgspec.msgpack.encode([99]), *encode_trajectories([trajectory("sound")])])
+    reply = {"type": ""}
+    while reply["type"] != "accepted":
+        reply = msgspec.msgpack.decode(await asyncio.to_thread(insider.recv))
+    assert reply["numbers"] == [99]
+    assert received.names == ["sound"]
+    assert received.puller.counters.malformed == len(FORGED) + 5
+
+
+class Step(Request[Done], frozen=True):
+    version: int
+
+
+async def test_forged_calls_are_refused_and_counted_and_no_handler_sees_them(insider: zmq.Socket[bytes]) -> None:
+    seen = []
+
+    async def step(request: Step) -> Done:
+        seen.append(request.version)
+        return Done()
+
+    with closing(RequestServer(HOST, RUN, immediate={Step: step})) as server:
+        insider.connect(server.endpoint)
+        sound = pack(7, "step", Step(3))
+        bodies = [{}, {"version": "3"}, {"version": 3.5}, {"version": None}, {"version": 3, "more": 1}, [3], b"\xc1"]
+        for body in bodies:
+            insider.send_multipart([sound[0], body if isinstance(body, bytes) else msgspec.msgpack.encode(body)])
+        for frames in (
+            [b"", sound[1]],
+            [sound[0]],
+            [*sound, b"x"],
+            pack(7, "exec", Step(3)),
+            pack(7, "", Step(3)),
+        ):
+            insider.send_multipart(frames)
+        client = RequestClient(server.endpoint, RUN)
+        await client.call(Step(4), timeout_s=LIMIT_S)
+        with pytest.raises(RemoteError, match="UnknownCall"):
+            await client.call(Unserved(), timeout_s=LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            while server.malformed < len(bodies) + 6:  # noqa: ASYNC110 - there is no event for a refusal
+                await asyncio.sleep(0.01)
+        client.close()
+    assert seen == [4]
+
+
+class Unserved(Request[Done], frozen=True):
+    pass
+
+
+async def test_a_forged_report_to_the_manager_changes_nothing(http_security: HttpSecurity) -> None:
+    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0)
+    service.begin(0)
+    http = ManagerHttp(
+        service.verbs(),
+        security=http_security,
+        registry=manager_registry(service, FleetDecisions("interrupt", 1.0)),
+    )
+    client = ManagerClient(await http.start(HOST), "rollout_worker/0", http_security, retry_s=1.0)
+    wanted = [WantedRollout(name, f"p-{name}", order) for order, name in enumerate("ab")]
+    await client.allocate(wanted, timeout_s=5)
+    client.finish([FinishedRollout("a", True)])
+    await client.flush()
+    await client.report_consumed(1, ["a"], [])
+    before = service.gate.books()
+    with pytest.raises(HttpRefused, match="cannot be trained yet"):
+        await client.report_consumed(1_000_000, ["b"], [])
+    client.finish([FinishedRollout("b", True)])
+    with pytest.raises(HttpRefused, match="'a' was used before"):
+        await client.allocate([WantedRollout("a", "p-a", 0)], timeout_s=0.0)
+    assert service.gate.books() == before
+    assert http.refused == {"malformed": 2}
+    await client.close()
+    await http.close()
+
+
+class Stranger:
+    """Listens where a forged entry leads, and keeps what it is sent."""
+
+    def __init__(self, tls: Any) -> None:
+        async def keep(request: web.BaseRequest, body: bytes) -> web.Response:
+            self.sent.append((request.headers.get("Authorization"), body))
+            return json_response({"status": "ok"})
+
+        self.sent: list[tuple[str | None, bytes]] = []
+        self.http = HttpServer({"/call": Route(keep)}, token=None, tls=tls)
+
+
+@pytest.mark.parametrize("proof", ["none", "another run's certificate", "adopted"])
+async def test_a_server_that_does_not_prove_itself_is_sent_nothing(
+    proof: str, http_security: HttpSecurity, tmp_path: Path
+) -> None:
+    other = RunSecret.create(tmp_path / "other").http()
+    stranger = Stranger(other.server_context() if "certificate" in proof else None)
+    url = await stranger.http.start(HOST)
+    security = dataclasses.replace(http_security, adopted=frozenset({url})) if proof == "adopted" else http_security
+    client = JsonHttp(security)
+    if proof == "adopted":  # it is spoken to, and not sent the token
+        await client.call("POST", f"{url}/call", {"a": 1}, timeout_s=LIMIT_S)
+        assert stranger.sent == [(None, b'{"a":1}')]
+        with pytest.raises(HttpUnreachable, match="no server of this run"):
+            await client.call("POST", f"{url}1/call", {"a": 1}, timeout_s=LIMIT_S)
+    else:
+        with pytest.raises(HttpUnreachable):
+            await client.call("POST", f"{url}/call", {"a": 1}, timeout_s=LIMIT_S)
+        assert stranger.sent == []
+    await client.close()
+    await stranger.http.close()
+
+
+async def test_a_server_of_the_run_is_spoken_to_wherever_it_is(http_security: HttpSecurity) -> None:
+    stranger = Stranger(http_security.server_context())
+    url = await stranger.http.start(HOST)
+    client = JsonHttp(http_security)
+    await client.call("POST", f"{url}/call", timeout_s=LIMIT_S)
+    await client.call("POST", f"{url.replace(HOST, 'localhost')}/call", timeout_s=LIMIT_S)
+    assert {token for token, _ in stranger.sent} == {f"Bearer {http_security.token}"}
+    await client.close()
+    await stranger.http.close()
+
+
+async def test_a_redirect_is_not_followed(http_security: HttpSecurity) -> None:
+    async def elsewhere(request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/"})
+
+    server = HttpServer({"/call": Route(elsewhere)}, token=None, tls=http_security.server_context())
+    url = await server.start(HOST)
+    client = JsonHttp(http_security)
+    with pytest.raises(HttpRefused, match="answered 307"):
+        await client.call("POST", f"{url}/call", timeout_s=LIMIT_S)
+    await client.close()
+    await server.close()
+
+
+async def test_the_token_alone_opens_no_connection_in_the_clear(http_security: HttpSecurity) -> None:
+    server = Stranger(http_security.server_context())
+    url = await server.http.start(HOST)
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {http_security.token}"}) as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.post(url.replace("https", "http") + "/call")
+    assert server.sent == []
+    await server.http.close()

@@ -1,0 +1,216 @@
+"""Nothing that a process started outlives it or its launcher: not what left its session, nor what forked twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import psutil
+import pytest
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.display import Display
+from asyncrl.runtime.claim import TrialClaim
+from asyncrl.runtime.keeper import Identity, identity_of, kill
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.process_tree import end_launch, kept, mark_of
+
+LIMIT_S = 20.0
+WORKER = r"""
+import os, signal, socket, subprocess, sys, time
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+listener = socket.create_server(("127.0.0.1", 0))
+listener.set_inheritable(True)
+for forks in (["plain"], ["setsid"], ["setsid", "again"], ["ignoring"]):
+    if os.fork() == 0:
+        if "setsid" in forks:
+            os.setsid()
+        if "again" in forks and os.fork():
+            os._exit(0)
+        if "ignoring" in forks:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        os.write(1, b"%d\n" % os.getpid())  # whole, whatever the others write
+        time.sleep(600)
+        os._exit(0)
+os.write(1, b"port %d\n" % listener.getsockname()[1])
+time.sleep(600)
+"""
+
+
+class Kept:
+    """A worker below its keeper, and what user code left: four children, two of them sessions of their own."""
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        command = kept([sys.executable, "-c", WORKER])
+        env = os.environ | (environment or {})
+        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.keeper.stdout is not None
+        words = [self.keeper.stdout.readline().split() for _ in range(5)]
+        self.port = next(int(line[1]) for line in words if line[0] == "port")
+        self.children = [psutil.Process(int(line[0])) for line in words if line[0] != "port"]
+        self.keeper.stdout.close()
+
+    @property
+    def worker(self) -> psutil.Process:
+        found = [p for p in psutil.Process(self.keeper.pid).children() if p.pid not in {c.pid for c in self.children}]
+        return found[0]
+
+    def assert_nothing_is_left(self) -> None:
+        assert [child for child in psutil.wait_procs(self.children, timeout=LIMIT_S)[1] if runs(child)] == []
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", self.port))  # nobody listens there any more
+
+    def end(self) -> None:
+        for process in self.children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.keeper.kill()
+        self.keeper.wait(LIMIT_S)
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.fixture
+def worker() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.end()
+
+
+def test_when_the_launcher_is_gone_everything_goes(worker: Kept) -> None:
+    assert worker.keeper.stdin is not None
+    worker.keeper.stdin.close()  # as the kernel does when the launcher is killed
+    assert worker.keeper.wait(LIMIT_S) == -signal.SIGKILL
+    worker.assert_nothing_is_left()
+
+
+def test_when_the_worker_is_killed_everything_goes_and_its_signal_is_told(worker: Kept) -> None:
+    worker.worker.kill()
+    assert worker.keeper.wait(LIMIT_S) == -signal.SIGKILL
+    worker.assert_nothing_is_left()
+
+
+def test_sigterm_reaches_the_worker_and_its_exit_code_is_told(worker: Kept) -> None:
+    worker.keeper.terminate()
+    assert worker.keeper.wait(LIMIT_S) == 7
+    worker.assert_nothing_is_left()
+
+
+def test_a_killed_keeper_takes_its_worker_along_and_the_next_start_finds_the_rest() -> None:
+    launch, bystander = os.urandom(16).hex(), None
+    worker = Kept(environment=mark_of(launch))
+    try:
+        bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        own_worker = worker.worker
+        worker.keeper.kill()
+        psutil.wait_procs([own_worker], timeout=LIMIT_S)
+        assert not runs(own_worker)
+        orphans = {child.pid for child in worker.children if runs(child)}
+        assert orphans, "the kernel ended them all: nothing to find"
+        assert orphans <= set(end_launch(launch))
+        worker.assert_nothing_is_left()
+        assert end_launch(launch) == []
+        assert bystander.poll() is None
+    finally:
+        worker.end()
+        if bystander is not None:
+            bystander.kill()
+            bystander.wait()
+
+
+class Notes:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_the_next_launch_of_a_trial_ends_what_a_killed_one_left(tmp_path: Path) -> None:
+    config, notes = ExperimentConfig(fileroot=str(tmp_path)), Notes()
+    killed = TrialClaim.take(config)
+    worker = Kept(environment=mark_of(killed.holder.launch))
+    try:
+        worker.keeper.kill()  # and the launcher at the same moment
+        killed.release()
+        worker.keeper.wait(LIMIT_S)
+        launcher = Launcher(config, cast(Display, notes))
+        launcher.prepare()
+        worker.assert_nothing_is_left()
+        (line,) = notes.lines
+        assert line.startswith("ended what an earlier launch left running: pid ")
+        launcher.release()
+        again = Launcher(config, cast(Display, notes))
+        again.prepare()
+        again.release()
+        assert len(notes.lines) == 1
+    finally:
+        worker.end()
+
+
+def test_a_process_is_known_by_its_start_time_not_by_its_id_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        identity = identity_of(process.pid)
+        assert identity is not None
+        kill(Identity(process.pid, identity.started - 1))  # who had this id before
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        kill(identity)
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+
+
+LAUNCHER = """
+import asyncio, sys
+from pathlib import Path
+from asyncrl.runtime.launchers.local import Backend
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", Path(sys.argv[2]).read_text()]
+
+async def main():
+    backend = Backend(Path(sys.argv[1]))
+    worker = await backend.start(WorkerPlan("toy", 0))
+    while len(worker.last_lines()) < 5:
+        await asyncio.sleep(0.01)
+    print(*worker.last_lines(), sep="\\n", flush=True)
+    await worker.wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(tmp_path / "worker.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        guard = threading.Timer(LIMIT_S, launcher.kill)
+        guard.start()
+        lines = [launcher.stdout.readline().split() for _ in range(5)]
+        guard.cancel()
+        children = [psutil.Process(int(words[0])) for words in lines if words[0] != "port"]
+        try:
+            launcher.kill()
+            left = psutil.wait_procs(children, timeout=LIMIT_S)[1]
+            assert [child for child in left if runs(child)] == []
+        finally:
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()

@@ -1,0 +1,193 @@
+"""One launch at a time has a trial, wherever its names lie; and its folder is its user's alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from asyncrl.comm import names
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.display import make_display
+from asyncrl.runtime import claim as claim_module
+from asyncrl.runtime.claim import TrialClaim, read_holder
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.resume import TrialError
+from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
+from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.worker import open_resolver
+
+KEY = names.model_version_key("actor")
+
+
+@pytest.fixture(params=["shared_folder", pytest.param("etcd3", marks=pytest.mark.etcd)])
+def configs(request: pytest.FixtureRequest, tmp_path: Path) -> list[ExperimentConfig]:
+    """One trial name under two `fileroot`s, which share names."""
+    made = [ExperimentConfig(fileroot=str(tmp_path / root)) for root in ("one", "two")]
+    for config in made:
+        config.experiment_name = tmp_path.name  # etcd lives longer than a test
+        config.system.name_resolve_root = str(tmp_path / "shared")
+        if request.param == "etcd3":
+            config.system.name_resolve = "etcd3"
+            config.system.name_resolve_root = request.getfixturevalue("etcd_address")
+    return made
+
+
+@pytest.fixture
+def _any_umask() -> Iterator[None]:
+    previous = os.umask(0)
+    yield
+    os.umask(previous)
+
+
+def launcher_of(config: ExperimentConfig) -> Launcher:
+    return Launcher(config, make_display("none", "", 1, 1))
+
+
+def dead_holder(config: ExperimentConfig) -> names.TrialHolder:
+    """What a launcher that has ended said of itself."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    claim = TrialClaim.take(config)
+    claim.release()
+    return structs.replace(claim.holder, launch="of the dead", pid=process.pid)
+
+
+def test_a_second_run_of_the_name_is_refused_by_name_before_anything_is_deleted(
+    configs: list[ExperimentConfig],
+) -> None:
+    first, second = (launcher_of(config) for config in configs)
+    configs[1].resume = Resume.restart
+    first.prepare()
+    kept = second.run_dir / "metrics.jsonl"
+    kept.parent.mkdir(parents=True, mode=0o700)
+    kept.write_text("{}\n")
+    kept.chmod(0o600)
+    with open_resolver(configs[0], first.run_dir) as resolver:
+        resolver.add(KEY, "v7")
+        with pytest.raises(TrialError, match=f"another run of .*: pid {os.getpid()} on .*since 20.*{first.run_dir}"):
+            second.prepare()
+        assert resolver.get(KEY) == "v7"
+        assert kept.read_text() == "{}\n"
+        first.release()
+        second.prepare()
+        assert list(resolver.get_subtree()) == [names.TRIAL_KEY]
+    second.release()
+
+
+def test_what_a_dead_launch_left_is_taken_over_at_once(configs: list[ExperimentConfig]) -> None:
+    dead = dead_holder(configs[0])
+    with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
+        resolver.add(names.TRIAL_KEY, dead.encode())
+        resolver.add(KEY, "v7")
+        second = launcher_of(configs[1])
+        second.prepare()
+        assert names.TrialHolder.decode(resolver.get(names.TRIAL_KEY)).pid == os.getpid()
+        assert KEY not in resolver.get_subtree()
+        second.release()
+
+
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"pid": os.getppid()}])
+def test_only_the_very_process_counts_as_the_holder(
+    configs: list[ExperimentConfig], change: dict[str, str | int]
+) -> None:
+    """A holder on another machine may live; a living process with another start time only has the dead one's id."""
+    dead = structs.replace(dead_holder(configs[0]), **change)
+    with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
+        resolver.add(names.TRIAL_KEY, dead.encode())
+        second = launcher_of(configs[1])
+        if "machine" in change:
+            with pytest.raises(TrialError, match="free within 60 s"):
+                second.prepare()
+        else:
+            second.prepare()
+        second.release()
+        resolver.clear_subtree()
+
+
+def test_of_two_that_find_the_same_dead_claim_one_wins(
+    configs: list[ExperimentConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other comes between the look at the dead claim and its removal."""
+    dead = dead_holder(configs[0])
+    other: list[TrialClaim] = []
+    is_dead = claim_module._is_dead
+
+    def overtaken(holder: names.TrialHolder) -> bool:
+        if not other:
+            other.append(None)  # type: ignore[arg-type]  # not again within the call below
+            other[0] = TrialClaim.take(configs[1])
+        return is_dead(holder)
+
+    with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
+        resolver.add(names.TRIAL_KEY, dead.encode())
+        monkeypatch.setattr(claim_module, "_is_dead", overtaken)
+        with pytest.raises(TrialError, match="another run of"):
+            TrialClaim.take(configs[0])
+        assert names.TrialHolder.decode(resolver.get(names.TRIAL_KEY)) == other[0].holder
+        assert not other[0].is_lost()
+        resolver.add(names.TRIAL_KEY, dead.encode(), replace=True)
+        assert other[0].is_lost()
+        other[0].release()
+        resolver.clear_subtree()
+
+
+def test_a_second_run_in_the_folder_is_told_who_has_it(tmp_path: Path) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    first = launcher_of(config)
+    first.prepare()
+    with pytest.raises(TrialError, match=f"another run is using .*: pid {os.getpid()} on .*, since 20"):
+        launcher_of(config).prepare()
+    assert read_holder(first.run_dir) is not None
+    first.release()
+
+
+@pytest.mark.usefixtures("_any_umask")
+@pytest.mark.parametrize("shared", [False, True])
+def test_locks_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path, shared: bool) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path / "root"))
+    if shared:
+        config.system.name_resolve_root = str(tmp_path / "shared")
+    launcher = launcher_of(config)
+    launcher.prepare()
+    folder = tmp_path / "shared" / config.experiment_name / config.trial_name
+    folder = folder if shared else launcher.run_dir / NAMES_DIR
+    for private in (launcher.run_dir, launcher.run_dir.parent, folder, folder.parent):
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700, private
+    for file in (launcher.run_dir / LOCK_FILE, launcher.run_dir / SECRET_FILE, folder / ".lock"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    launcher.release()
+
+
+def test_a_folder_that_others_can_only_read_is_closed(tmp_path: Path) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    run_dir = run_dir_of(config)
+    run_dir.mkdir(parents=True)
+    run_dir.chmod(0o755)
+    (run_dir / LOCK_FILE).touch(0o644)
+    launcher = launcher_of(config)
+    launcher.prepare()
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run_dir / LOCK_FILE).stat().st_mode) == 0o600
+    launcher.release()
+
+
+@pytest.mark.parametrize("where", [".", "weights", "weights/config.json"])
+@pytest.mark.parametrize("fault", ["writable", "foreign"])
+def test_a_folder_that_others_may_have_written_to_is_refused(tmp_path: Path, where: str, fault: str) -> None:
+    if fault == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    run_dir = run_dir_of(config)
+    (run_dir / "weights").mkdir(parents=True)
+    (run_dir / "weights" / "config.json").write_text("{}")
+    (run_dir / where).chmod(0o777) if fault == "writable" else os.chown(run_dir / where, 12345, -1)
+    expected = "mode 0777" if fault == "writable" else "belongs to user 12345"
+    with pytest.raises(TrialError, match=f"{run_dir / where} .*{expected}"):
+        launcher_of(config).prepare()

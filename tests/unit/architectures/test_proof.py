@@ -1,0 +1,341 @@
+"""The proof sees every fault that it is there for, however small random weights make it, and no rounding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from asyncrl.architectures.proof import UnsupportedModelError, find_difference, probe_sequences
+from asyncrl.inference.embedded import cached_attention, model_io
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.trainer import packed_attention, proof
+from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.models import Critic
+from asyncrl.trainer.proof import first_layout, settle_attention
+from asyncrl.trainer.settings import AttentionImplementation
+
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_local_experts": 4},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 6},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "granite": {"logits_scaling": 3.0},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mamba": {"state_size": 8},
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+        "original_max_position_embeddings": 24,
+        "eos_token_id": 2,
+    },
+}
+SPREADS = (0.02, 0.25)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    common = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "initializer_range": spread,
+    }
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING[model_type](**{**common, **MODELS[model_type]})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model
+
+
+def settle(model: PreTrainedModel, setting: AttentionImplementation = AttentionImplementation.sdpa) -> AttentionKind:
+    engine = FlatPolicyEngine(model, temperature=0.7, attention=first_layout(setting)[0], tokens_per_micro_batch=16)
+    settle_attention(engine, setting)
+    return engine.attention
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma2", "gpt_oss", "granite"])
+def test_attention_that_keeps_sequences_apart_is_trained_packed(
+    model_type: str, spread: float, dtype: torch.dtype
+) -> None:
+    assert settle(build(model_type, spread, dtype)) == AttentionKind.packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["lfm2", "bamba", "bloom", "mamba"])
+def test_what_leaks_is_trained_on_padded_rows_and_the_log_says_why(
+    model_type: str, spread: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert settle(build(model_type, spread, dtype)) == AttentionKind.padded
+    assert "is trained on padded rows" in caplog.text
+    assert "packed" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["lfm2", "bamba"])
+def test_a_leak_that_raises_nothing_is_seen_by_its_gradient(
+    model_type: str,
+    spread: float,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without `seq_idx` torch's convolution mixes neighbours and says nothing."""
+    monkeypatch.setattr("asyncrl.trainer.micro_batch.packing_arguments", lambda *_: {})
+    with caplog.at_level(logging.WARNING):
+        assert settle(build(model_type, spread, dtype)) == AttentionKind.padded
+    if model_type == "lfm2" and spread == SPREADS[0]:  # what it does to the log-probabilities looks like rounding
+        assert "packed sequences leak into each other" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_packed_attention_that_leaks_is_refused(
+    spread: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of all sequences in one row: each sees those before it."""
+
+    def one_row(lengths: Any, device: torch.device) -> list[Any]:
+        return packed_attention_blocks([sum(lengths)], device)
+
+    packed_attention_blocks = packed_attention.attention_blocks
+    monkeypatch.setattr("asyncrl.trainer.micro_batch.attention_blocks", one_row)
+    assert settle(build("llama", spread, dtype)) == AttentionKind.padded
+
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def without(name: str, module: Any, function: str) -> Mutation:
+    """The attention function `function` of `module` deaf to the keyword `name`."""
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(module, function)
+
+        def deaf(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{key: value for key, value in kwargs.items() if key != name})
+
+        patch.setattr(module, function, deaf)
+
+    return mutate
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out"), [("gpt_oss", "s_aux"), ("gemma2", "softcap"), ("granite", "scaling")]
+)
+def test_packed_attention_that_leaves_something_out_is_not_used(
+    model_type: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(left_out, packed_attention, "packed_attention")(monkeypatch)
+    packed_attention.register_attention(packed_attention.PACKED, packed_attention.packed_attention)
+    try:
+        assert settle(build(model_type)) == AttentionKind.padded
+    finally:
+        monkeypatch.undo()
+        packed_attention.register_attention(packed_attention.PACKED, packed_attention.packed_attention)
+
+
+@pytest.mark.parametrize("model_type", ["granite", "gemma2"])
+def test_logits_that_are_made_in_an_unknown_way_are_refused_by_name(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.architectures.transformers_internals._LOGIT_FACTORS", {})
+    with pytest.raises(UnsupportedModelError) as refused:
+        settle(build(model_type))
+    message = str(refused.value)
+    assert message.startswith(
+        f"{type(build(model_type)).__name__} cannot be trained with model.attn_implementation='sd"
+    )
+    for part in (
+        "packed (asyncrl_packed): 4 sequences computed together differ",
+        "on padded rows (eager)",
+        "Use model.",
+    ):
+        assert part in message
+
+
+def test_a_model_whose_own_forward_fails_is_refused_with_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", dtype=torch.bfloat16)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel of this type")
+
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(UnsupportedModelError, match=r"own forward of it in bfloat16 fails: RuntimeError: no kernel"):
+        settle(model)
+
+
+def test_layers_that_only_long_sequences_tell_apart_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    assert settle(model) == AttentionKind.padded
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", AttentionKind.packed), ("lfm2", AttentionKind.padded)])
+def test_a_critic_is_proven_by_its_trunk_though_its_values_are_all_zero(model_type: str, kind: AttentionKind) -> None:
+    critic = FlatValueEngine(
+        Critic(build(model_type, 0.02).base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16
+    )
+    settle_attention(critic, AttentionImplementation.sdpa)
+    assert critic.attention == kind
+
+
+def test_the_proof_leaves_no_gradient_and_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama").requires_grad_(True)
+    settle(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+# The embedded engine.
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_rounding_of_bfloat16_is_no_fault(model_type: str, spread: float) -> None:
+    GenerationEngine(build(model_type, spread, torch.bfloat16), max_running_requests=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("lfm2", r"it carries a recurrent state from token to token \(in its layers \['conv'\]\)"),
+        ("mamba", "it carries a recurrent state"),
+        ("bloom", "it has an attention of its own; its forward with slots fails"),
+    ],
+)
+def test_what_they_cannot_hold_is_refused_by_name(model_type: str, reason: str) -> None:
+    model = build(model_type)
+    with pytest.raises(UnsupportedModelError, match=reason) as refused:
+        GenerationEngine(model, max_model_len=32)
+    assert str(refused.value).startswith(f"{type(model).__name__} is not served by the embedded engine: ")
+    assert str(refused.value).endswith("Use generation.backend=sglang")
+
+
+@pytest.mark.parametrize("function", ["slot_attention", "slot_decode_attention"])
+@pytest.mark.parametrize(
+    ("model_type", "left_out"), [("gpt_oss", "s_aux"), ("gemma2", "softcap"), ("granite", "scaling")]
+)
+def test_an_engine_whose_prefill_or_decoding_leaves_something_out_refuses(
+    model_type: str, left_out: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(left_out, cached_attention, function)(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=r"differ from transformers. plain forward"):
+        GenerationEngine(build(model_type))
+
+
+def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
+    original = model_io.ModelRunner.prefill
+    patch.setattr(
+        model_io.ModelRunner,
+        "prefill",
+        lambda self, prompts, slots, members: original(self, prompts, slots, [0 for _ in members]),
+    )
+
+
+def _no_mask(patch: pytest.MonkeyPatch) -> None:
+    original = model_io.decode_bias
+    patch.setattr(model_io, "decode_bias", lambda *args: torch.zeros_like(original(*args)))
+
+
+def _late_position(patch: pytest.MonkeyPatch) -> None:
+    original = model_io.ModelRunner.decode
+    patch.setattr(
+        model_io.ModelRunner,
+        "decode",
+        lambda self, tokens, positions, full_rows: original(self, tokens, positions + 1, full_rows),
+    )
+
+
+@pytest.mark.parametrize("mutate", [_one_slot_for_all, _no_mask, _late_position])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_slots_that_are_mixed_up_are_seen(mutate: Mutation, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is not served"):
+        GenerationEngine(build("llama", spread))
+
+
+def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
+    engine = GenerationEngine(build("llama"))
+    cache = engine._batch.runner.cache
+    assert (cache.length, cache.tokens) == (0, 0)
+
+
+# What only long sequences show.
+
+
+def test_a_long_neighbour_changes_the_rotary_positions_of_longrope_so_that_it_is_refused() -> None:
+    model = build("phi3")
+    engine = FlatPolicyEngine(model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=99)
+    settle_attention(engine, AttentionImplementation.sdpa)  # short sequences do not show it
+    short, long = list(range(9)), [5] * 30
+    (alone,), (_, beside) = engine.score_sequences([short]), engine.score_sequences([long, short])
+    assert max(abs(a - b) for a, b in zip(alone, beside, strict=True)) > 0.01
+    proof.refuse_longer_than_independent(model, 24)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Phi3ForCausalLM cannot be trained on sequences of 25 .* Use at most 24"
+    ):
+        proof.refuse_longer_than_independent(model, 25)
+
+
+def test_the_embedded_engine_refuses_longrope_beyond_its_first_length() -> None:
+    GenerationEngine(build("phi3"), max_model_len=24)
+    with pytest.raises(UnsupportedModelError, match=r"Phi3ForCausalLM .* Use generation.context_length=24 or less"):
+        GenerationEngine(build("phi3"), max_model_len=25)
+
+
+# The comparison itself.
+
+
+def test_probes_are_of_the_vocabulary_within_the_context_and_of_two_halves() -> None:
+    sequences = probe_sequences(10, context=9)
+    assert [len(tokens) for tokens in sequences] == [9, 9, 9, 7]
+    assert {token for tokens in sequences[::2] for token in tokens} <= set(range(5))
+    assert {token for tokens in sequences[1::2] for token in tokens} <= set(range(5, 10))
+    assert probe_sequences(10, context=9) == sequences
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_is_a_difference(dtype: torch.dtype) -> None:
+    plain = [torch.zeros(3)]
+    assert find_difference(plain, plain, dtype) is None
+    assert find_difference(plain, [torch.tensor([0.0, float("nan"), 0.0])], dtype) is not None
+
+
+def test_an_output_that_does_not_depend_on_its_tokens_proves_nothing() -> None:
+    embedding = nn.Embedding(10, 4)
+
+    class Model:
+        def get_input_embeddings(self) -> nn.Module:
+            return embedding
+
+    def together(sequences: Any) -> list[Tensor]:
+        return [embedding(torch.tensor(tokens)).sum(-1) * 0.0 for tokens in sequences]
+
+    fault = proof.find_leak(Model(), probe_sequences(10), together)  # type: ignore[arg-type]
+    assert fault is not None
+    assert "no gradient by its own tokens" in fault

@@ -1,0 +1,191 @@
+"""A back end of name resolution that is away for a while ends nobody who can wait."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import FileResolver, NameResolveError, NameResolveTimeout, NameResolveUnavailable, keeper
+from asyncrl.comm.name_resolve.patience import Patience
+from asyncrl.comm.push_pull import TrajectoryPusher
+from asyncrl.rollout import process
+from asyncrl.rollout.process import RolloutWorker
+
+LIMIT_S = 10.0
+
+
+class Away:
+    """Makes the next `times` file operations of name resolution fail with `error`; none where it is 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        self.error = errno.ESTALE
+        self.failed = threading.Event()
+        for owner, name in ((Path, "open"), (os, "listdir")):
+            monkeypatch.setattr(owner, name, self._failing(getattr(owner, name)))
+
+    def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.times > 0 and "names" in str(args[0]):
+                self.times -= 1
+                self.failed.set()
+                raise OSError(self.error, os.strerror(self.error), str(args[0]))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Away:
+    return Away(monkeypatch)
+
+
+@pytest.fixture
+def resolver(tmp_path: Path) -> Iterator[FileResolver]:
+    with FileResolver(tmp_path / "names") as resolver:
+        yield resolver
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.ENOSPC])
+def test_every_call_survives_a_back_end_that_is_away(resolver: FileResolver, away: Away, error: int) -> None:
+    away.error, away.times = error, 2
+    resolver.add("a/b", "1")
+    away.times = 2
+    assert resolver.get("a/b") == "1"
+    away.times = 2
+    assert resolver.get_subtree("a") == {"a/b": "1"}
+    away.times = 2
+    assert resolver.watch("a/b", LIMIT_S, None) == "1"
+    away.times = 2
+    assert resolver.wait("a/b", LIMIT_S) == "1"
+    away.times = 2
+    resolver.delete("a/b")
+    away.times = 2
+    resolver.clear_subtree()
+
+
+def test_what_is_no_matter_of_time_is_told_at_once(resolver: FileResolver, away: Away) -> None:
+    resolver.add("a", "1")
+    away.error, away.times = errno.EACCES, 1
+    with pytest.raises(NameResolveError, match="Permission denied") as refusal:
+        resolver.get("a")
+    assert not isinstance(refusal.value, NameResolveUnavailable)
+
+
+def test_watching_in_an_outage_ends_at_its_own_limit(resolver: FileResolver, away: Away) -> None:
+    away.times = 1_000_000
+    with pytest.raises(NameResolveTimeout):
+        resolver.watch("a", 0.05)
+
+
+def test_an_outage_that_lasts_too_long_is_told_with_its_reason(tmp_path: Path, away: Away) -> None:
+    resolver = FileResolver(tmp_path / "names", patience_s=0.1)
+    away.times = 1_000_000
+    with pytest.raises(NameResolveUnavailable, match=r"Stale file handle.*failed for \d+ s"):
+        resolver.get_subtree("a")
+
+
+def test_a_process_that_was_asked_to_stop_does_not_wait_for_the_end_of_an_outage(
+    resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.comm.name_resolve.base.HURRY_S", 0.0)
+    away.times = 1_000_000
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(resolver.get, "a")
+        assert away.failed.wait(LIMIT_S)
+        resolver.hurry()
+        with pytest.raises(NameResolveUnavailable):
+            looking.result(LIMIT_S)
+
+
+def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "AGAIN_S", 0.001)
+    renewed = threading.Event()
+    attempts = 0
+
+    def renew(name: str) -> bool:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 20:
+            raise NameResolveUnavailable("etcd is away")
+        renewed.set()
+        return True
+
+    keeping = keeper.LeaseKeeper(renew, Patience("/names", 0.005))
+    keeping.keep("a", 0.01)
+    try:
+        assert renewed.wait(LIMIT_S)
+        assert keeping.names() == ["a"]
+    finally:
+        keeping.stop()
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "name resolution under '/names' fails"
+    ]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_outage_is_told_once_and_another_one_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock, error = Clock(), OSError("disk full")
+    patience = Patience("/names", 60.0, clock)
+    for failures in range(1, 5):
+        clock.now += 10
+        assert patience.failed("add", error, failures) > 0
+        assert patience.failed("get", error, failures) > 0
+        patience.worked("watch")
+    assert len(caplog.records) == 1
+    patience.worked("add")
+    patience.worked("get")
+    patience.failed("get", error, 1)
+    assert len(caplog.records) == 2
+
+
+def test_calls_of_one_kind_may_fail_for_so_long_whatever_others_do() -> None:
+    """As on a full disk, which can be read."""
+    clock, error = Clock(), OSError("disk full")
+    patience = Patience("/names", 60.0, clock)
+    for _ in range(6):
+        patience.failed("add", error, 1)
+        patience.worked("get")
+        clock.now += 10.0
+    with pytest.raises(NameResolveUnavailable, match=r"disk full \(name resolution has failed for 60 s\)"):
+        patience.failed("add", error, 7)
+
+
+async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
+    resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MEMBERSHIP_INTERVAL_S", 0.0)
+    followed: asyncio.Queue[list[str]] = asyncio.Queue()
+    pusher = SimpleNamespace(set_addresses=lambda addresses: followed.put_nowait(list(addresses)))
+    worker = cast(RolloutWorker, SimpleNamespace(resolver=resolver, index=0))
+    resolver.add(names.puller_key(0), "tcp://one")
+    following = asyncio.create_task(RolloutWorker._follow_pullers(worker, cast(TrajectoryPusher, pusher)))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            assert await followed.get() == ["tcp://one"]
+            away.times = 3
+            resolver.add(names.puller_key(0), "tcp://two", replace=True)
+            while await followed.get() != ["tcp://two"]:
+                pass
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)

@@ -1,0 +1,306 @@
+"""Rewards by name and weight; users' agents and environments in either form, as a worker makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.api import (
+    Agent,
+    Completion,
+    Episode,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+    SamplingParams,
+)
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import metered
+from asyncrl.rollout.scoring import episode_of
+from asyncrl.rollout.settings import NamedRewardConfig, check
+from asyncrl.rollout.user_code import Plugins
+
+TOKENIZER = CharTokenizer()
+MINE = """
+import asyncio
+import threading
+import time
+from asyncrl.agents.sample_builder import SampleBuilder
+from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.api import Agent, Environment, GenerationRequest, run_in
+from asyncrl.envs.single_turn import SingleTurnEnv
+
+home = []
+
+
+def twos(data, completion, *, each=1.0):
+    return each * completion.count("2")
+
+
+async def later(data, completion):
+    await asyncio.sleep(0)
+    return 10.0
+
+
+@run_in("process")
+def in_process(episode):
+    return 100.0 * len(episode.turns) + 1000.0 * episode.generated_tokens
+
+
+class Ranks:
+    def __init__(self, *, step=0.5):
+        self.step = step
+
+    def __call__(self, group):
+        order = sorted(group, key=lambda episode: episode.reward)
+        return [self.step * order.index(episode) for episode in group]
+
+
+def too_few(group):
+    return [1.0]
+
+
+def raises(data, completion):
+    raise ValueError("no such row")
+
+
+def nothing(data, completion):
+    return None
+
+
+class PlainEnv(Environment):
+    def __init__(self, *, reward):
+        home.append(threading.get_ident())
+        self._reward = reward
+
+    def reset(self, *, seed=None, options=None):
+        home.append(threading.get_ident())
+        self._data = options["data"]
+        return "", {}
+
+    def step(self, action):
+        home.append(threading.get_ident())
+        return "", self._reward(self._data, action), True, False, {}
+
+    def close(self):
+        home.append(threading.get_ident())
+
+
+class AwaitingEnv(SingleTurnEnv):
+    async def step(self, action):
+        home.append(threading.get_ident())
+        return "", await self._reward(self._data, action), True, False, {}
+
+
+class ForgetfulEnv(SingleTurnEnv):
+    async def step(self, action):
+        return "", float(self._reward(self._data, action)), True, False, {}
+
+
+class BrokenEnv(SingleTurnEnv):
+    def step(self, action):
+        raise OSError("no connection")
+
+
+class PlainAgent(Agent):
+    def __init__(self, *, tokenizer):
+        self.tokenizer = tokenizer
+
+    def run(self, prompt, env, client):
+        home.append(threading.get_ident())
+        result = client.generate(GenerationRequest("r", prompt.input_ids, prompt.group_size, prompt.sampling))
+        samples = []
+        for completion in result.completions:
+            env.reset(options={"data": prompt.data})
+            _, reward, *_ = env.step(self.tokenizer.decode(completion.token_ids))
+            builder = SampleBuilder(prompt.input_ids)
+            builder.generate(completion)
+            samples.append(builder.build(reward, truncated=False))
+        return samples
+
+
+class OwnAgent(SingleTurnAgent):
+    async def run(self, prompt, env, client):
+        home.append(threading.get_ident())
+        return await super().run(prompt, env, client)
+
+
+class PlainQueues(Agent):
+    def __init__(self, *, tokenizer):
+        pass
+
+    def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+        return []
+"""
+
+
+class Policy:
+    """Answers `1222`, `12`, `122` on the loop it was made for."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        assert asyncio.get_running_loop() is self._loop
+        texts = ("1222", "12", "122")[: request.n]
+        ids = [TOKENIZER.encode(text) for text in texts]
+        return GenerationResult(
+            request.request_id,
+            tuple(Completion(each, [-0.5] * len(each), [0] * len(each), "stop") for each in ids),
+        )
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> ExperimentConfig:
+    (tmp_path / "mine.py").write_text(MINE)
+    made = ExperimentConfig()
+    made.model.path = str(tiny_model)
+    made.reward.path = f"{tmp_path / 'mine.py'}:twos"
+    return made
+
+
+def part(config: ExperimentConfig, name: str, weight: float = 1.0, **others: Any) -> NamedRewardConfig:
+    path = config.reward.path.replace(":twos", f":{name}")
+    return NamedRewardConfig(path=path, name=name, weight=weight, **others)
+
+
+def called_in() -> list[int]:
+    """The threads in which the user's module was called last."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("asyncrl_plugin_mine")]
+    found: list[int] = modules[-1].home
+    return found
+
+
+async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sample], dict[str, float], list[int]]:
+    plugins = Plugins(config)
+    prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
+    async with plugins.offloader, asyncio.timeout(60):
+        with metered() as meter:
+            samples = await run_episode(plugins.agent, plugins.make_env(), prompt, Policy())
+    return samples, meter.metrics(), called_in()
+
+
+async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: ExperimentConfig) -> None:
+    config.rewards = [
+        part(config, "twos", 0.5, args={"each": 2.0}),
+        part(config, "later", 0.1),
+        part(config, "in_process", 0.001),
+        part(config, "Ranks", -1.0, args={"step": 0.25}),
+    ]
+    config.reward = ExperimentConfig().reward
+    assert list(check(config)) == []
+    samples, metrics, _ = await roll_out(config)
+    # twos + later, then 0.1 for the one turn, 1 a token, and -0.25 a rank by what the environment gave
+    expected = [3 + 1 + 0.1 + 4 - 0.5, 1 + 1 + 0.1 + 2, 2 + 1 + 0.1 + 3 - 0.25]
+    assert [sample.reward for sample in samples] == pytest.approx(expected)
+    assert metrics["reward/twos"] == 4.0
+    assert metrics["reward/later"] == 10.0
+    assert metrics["reward/in_process"] == 3100.0
+    assert metrics["reward/Ranks"] == pytest.approx(0.25)
+    assert metrics["rollout/reward_s"] > 0.0
+
+
+@pytest.mark.parametrize("env", ["PlainEnv", "AwaitingEnv"])
+@pytest.mark.parametrize("agent", ["PlainAgent", "OwnAgent", ""])
+async def test_agents_and_environments_in_either_form_get_the_same_rewards_off_the_loop(
+    config: ExperimentConfig, agent: str, env: str
+) -> None:
+    config.env.path = config.reward.path.replace(":twos", f":{env}")
+    if agent:
+        config.agent.path = config.reward.path.replace(":twos", f":{agent}")
+    samples, metrics, homes = await roll_out(config)
+    assert [sample.reward for sample in samples] == [3.0, 1.0, 2.0]
+    assert homes
+    assert threading.get_ident() not in homes
+    assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "reward .*mine.py:raises raised ValueError: no such row"),
+        ("nothing", "reward .*mine.py:nothing returned None; a reward is a finite number"),
+        ("too_few", "reward .*mine.py:too_few returned 1 rewards for a group of 3 samples; return one for each"),
+    ],
+)
+async def test_a_reward_that_fails_fails_its_rollout_unless_a_value_stands_in(
+    config: ExperimentConfig, name: str, message: str
+) -> None:
+    config.reward.path = config.reward.path.replace(":twos", f":{name}")
+    with pytest.raises(UserCodeError, match=message):
+        await roll_out(config)
+    config.reward.failure_reward = -2.0
+    samples, metrics, _ = await roll_out(config)
+    assert [sample.reward for sample in samples] == [-2.0] * 3
+    assert metrics["rollout/failed_rewards"] == 3.0
+
+
+async def test_an_environment_that_raises_or_forgets_to_await_its_reward_is_named(config: ExperimentConfig) -> None:
+    config.env.path = config.reward.path.replace(":twos", ":BrokenEnv")
+    with pytest.raises(UserCodeError, match=r"env .*mine.py:BrokenEnv.step raised OSError: no connection"):
+        await roll_out(config)
+    config.env.path = config.reward.path.replace(":twos", ":ForgetfulEnv")
+    with pytest.raises(UserCodeError, match=r"a reward is awaited: `value = await self._reward"):
+        await roll_out(config)
+
+
+def test_a_plain_function_with_queues_and_a_coroutine_in_a_thread_are_refused(config: ExperimentConfig) -> None:
+    config.agent.path = config.reward.path.replace(":twos", ":PlainQueues")
+    with pytest.raises(ConfigError, match=r"PlainQueues: `collect_trajectory` is a plain `def`"):
+        Plugins(config)
+    config.agent = ExperimentConfig().agent
+    config.rewards = [part(config, "later", run_in="thread")]
+    with pytest.raises(ConfigError, match=r"rewards\[0\].run_in=thread: .* is `async def`"):
+        Plugins(config)
+
+
+def test_the_settings_of_rewards_are_checked(config: ExperimentConfig) -> None:
+    config.rewards = [
+        part(config, "twos", args={"eech": 1.0}),
+        part(config, "in_process", float("nan"), args={"data": 1}),
+        part(config, "Ranks", failure_reward=float("inf"), args={"step": 1.0, "stop": 2}),
+        NamedRewardConfig(path="asyncrl.rewards.length:length_penalty", name="mean", args={}),
+    ]
+    problems = "\n".join(check(config))
+    for message in (
+        "reward: set together with rewards",
+        "has no parameter 'eech', did you mean 'each'?",
+        "rewards[1].weight=nan",
+        "rewards[2].failure_reward=inf",
+        "has no parameter 'stop'",
+        "rewards[3].name='mean': names the metric",
+        "needs args.per_token",
+    ):
+        assert message in problems, problems
+
+
+def test_an_episode_is_what_the_policy_wrote_and_what_it_was_told() -> None:
+    tokens = TOKENIZER.encode("1+2=3;42")[:6]
+    mask = np.array([0, 0, 1, 1, 0, 1], np.uint8)
+    sample = Sample(
+        np.array(tokens, np.int32), mask, np.zeros(6, np.float32), np.where(mask, 0, -1).astype(np.int32), 0.5
+    )
+    prompt = Prompt("p", 0, {"answer": "3"}, tuple(tokens[:2]), 1, SamplingParams())
+    text = [TOKENIZER.decode([token]) for token in tokens]
+    assert episode_of(prompt, sample, TOKENIZER) == Episode(
+        {"answer": "3"}, text[0] + text[1], (text[2] + text[3], text[5]), "".join(text[2:]), 3, False, 0.5
+    )
+
+
+def test_an_agent_keeps_its_name_where_it_is_adapted(config: ExperimentConfig) -> None:
+    config.agent.path = config.reward.path.replace(":twos", ":OwnAgent")
+    config.rewards = [part(config, "Ranks")]
+    agent: Agent = Plugins(config).agent
+    assert type(agent).__name__ == "OwnAgent"

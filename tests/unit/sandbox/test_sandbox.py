@@ -1,0 +1,129 @@
+"""A stranger's program harms nothing, and how it ended is told."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+
+from asyncrl.sandbox import Limits, Sandbox, SandboxUnavailable
+
+LOOK_AROUND = """
+import os, socket
+
+def tried(name, function):
+    try:
+        print(name, function())
+    except OSError as error:
+        print(name, type(error).__name__)
+
+tried("network", lambda: socket.create_connection(("1.1.1.1", 53), 1))
+tried("own host", lambda: socket.create_connection(("127.0.0.1", 22), 1))
+tried("library", lambda: open(os.path.dirname(os.__file__) + "/written", "w"))
+tried("root", lambda: open("/written", "w"))
+tried("users", lambda: open("/etc/passwd").read())
+tried("others", lambda: [os.kill(pid, 9) for pid in range(3, 10)])
+tried("remount", lambda: os.chroot("/work"))
+tried("own folder", lambda: open("mine.txt", "w").write("1"))
+print("environment", sorted(os.environ), sorted(os.listdir("/work")))
+"""
+FORK_BOMB = """
+import os, time
+started = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(600)
+        started += 1
+except OSError as error:
+    print(started < 16, flush=True)
+"""
+ESCAPE = """
+import os, subprocess, sys, time
+marker = sys.argv[1]
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", marker], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    try:
+        return Sandbox(Limits(wall_s=20.0, memory_mb=256, work_mb=4, output_bytes=1 << 16))
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_it_sees_the_interpreter_and_its_folder_and_nothing_else(sandbox: Sandbox) -> None:
+    ended = sandbox.run({"look.py": LOOK_AROUND}, ["look.py"])
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "network OSError",
+        "own host OSError",
+        "library OSError",
+        "root OSError",
+        "users FileNotFoundError",
+        "others ProcessLookupError",
+        "remount PermissionError",
+        "own folder 1",
+        "environment ['HOME', 'LANG', 'PATH'] ['look.py', 'mine.txt']",
+    ]
+
+
+def test_it_reads_its_input_and_its_arguments(sandbox: Sandbox) -> None:
+    program = "import sys\nprint(sys.argv[1:], len(sys.stdin.read()), open('data.txt').read())"
+    broken = sandbox.run({"a.py": program, "data.txt": "ü\ud800"}, ["a.py"])
+    assert broken.exit_code == 1
+    assert "UnicodeDecodeError" in broken.stderr
+    ended = sandbox.run({"a.py": program, "data.txt": "ü"}, ["a.py", "x y", "$HOME"], stdin="é" * 100_000)
+    assert (ended.exit_code, ended.stdout) == (0, "['x y', '$HOME'] 100000 ü\n")
+    ignored = sandbox.run({"a.py": "print(1)"}, ["a.py"], stdin="x" * 1_000_000)
+    assert (ignored.exit_code, ignored.stdout) == (0, "1\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "said"),
+    [
+        ("x = bytearray(10 << 30)", 1, "MemoryError"),
+        ("open('big', 'wb').write(b'x' * (100 << 20))", 1, "OSError"),
+        ("for i in range(1000): open(str(i), 'wb').write(b'x' * 100_000)", 1, "No space left"),
+        ("import os; os._exit(9)", 9, ""),
+        ("import os; os.kill(os.getpid(), 11)", 139, ""),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+    ],
+)
+def test_what_it_wants_too_much_of_it_does_not_get(sandbox: Sandbox, program: str, exit_code: int, said: str) -> None:
+    ended = sandbox.run({"a.py": program}, ["a.py"])
+    assert said in ended.stderr
+    assert (ended.exit_code, ended.stopped) == (exit_code, "")
+
+
+def test_a_fork_bomb_is_stopped_at_its_number_and_a_flood_of_output_at_its_size(sandbox: Sandbox) -> None:
+    assert sandbox.run({"a.py": FORK_BOMB}, ["a.py"]).stdout == "True\n"
+    ended = sandbox.run({"a.py": "print('x' * 100_000_000)"}, ["a.py"])
+    assert ended.stopped == "output"
+    assert len(ended.stdout) == 1 << 16
+
+
+@pytest.mark.parametrize(("sleep_s", "stopped"), [("600", "time"), ("0", "")])
+def test_whatever_it_started_ends_with_it(sleep_s: str, stopped: str) -> None:
+    try:
+        sandbox = Sandbox(Limits(wall_s=1.0))
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    marker = f"marker-{time.monotonic_ns()}"
+    assert sandbox.run({"a.py": ESCAPE}, ["a.py", marker, sleep_s]).stopped == stopped
+    left = [process for process in psutil.process_iter(["cmdline"]) if marker in (process.info["cmdline"] or ())]
+    assert psutil.wait_procs(left, timeout=10)[1] == []
+
+
+def test_where_no_sandbox_can_be_made_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="util-linux"):
+        Sandbox()
