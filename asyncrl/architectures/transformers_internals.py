@@ -29,8 +29,8 @@ TOKENWISE_LAYERS = frozenset({"moe"})
 """Layer types that look at one token alone."""
 
 EXPERTS_MODULE, EXPERTS_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
-"""Styles in `PreTrainedModel.ep_plan`: a module that is called with tokens, their chosen experts and the weights of these,
-and has `num_experts`; and a parameter of it, whose first dimension is the expert."""
+"""Styles in `PreTrainedModel.ep_plan`: a module that is called with tokens, their chosen experts and the weights of
+these, and has `num_experts`; and a parameter of it, whose first dimension is the expert."""
 
 _LOGIT_FACTORS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "logits_scaling": lambda logits, value: logits / value,  # Granite
