@@ -85,7 +85,7 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "Qwen2.5-0.5B": ("d1", "d2", "d8", "t2"),
     "Qwen2.5-7B": ("d1", "d2", "d8", "t2p2", "d4t2", "d2t2p2"),
     "Qwen2.5-32B": ("d8", "d4t2", "t8", "d2t8", "d2t4p2", "d8t4"),
-    "Qwen3-30B-A3B": ("d8", "d16", "d32", "d8p2"),
+    "Qwen3-30B-A3B": ("d8", "d4t2", "d4t4", "d16", "d32", "d8p2"),
 }
 TOKENS = 16384
 GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))

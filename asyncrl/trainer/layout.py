@@ -1,7 +1,7 @@
 """How a role's model is spread over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's own layout.
 
     d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
-    t<N>   every layer's matrices are cut into N tensor slices
+    t<N>   every layer's matrices are cut into N tensor slices; the experts of a mixture are dealt to them whole
     p<N>   the layers are cut into N pipeline stages
     r<N>   N replicas of what `d` says (hybrid sharding): weights are sharded within a replica and are the same in all,
            so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
