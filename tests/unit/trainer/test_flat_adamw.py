@@ -127,17 +127,6 @@ def test_its_state_continues_bitwise_through_json_and_tensors() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_state_from_before_the_first_step_starts_anew() -> None:
-    model, resumed = network(), network()
-    fresh = FlatAdamW(model.named_parameters(), CONFIG, 4)
-    tensors, meta = fresh.state()
-    second = FlatAdamW(resumed.named_parameters(), CONFIG, 4)
-    train(resumed, second, batches(2))
-    second.load_state({"flat": tensors["flat"]}, meta)
-    xs = batches(3)
-    assert train(resumed, second, xs) == train(model, fresh, xs)
-
-
 def test_a_resumed_run_takes_a_changed_learning_rate_where_its_schedule_stands() -> None:
     model, resumed = network(), network()
     first = FlatAdamW(model.named_parameters(), CONFIG, 8)
@@ -153,7 +142,7 @@ def test_its_state_is_its_storage_by_parameter() -> None:
     optimizer = FlatAdamW(model.named_parameters(), CONFIG, total_steps=2)
     tensors, meta = optimizer.state()
     names = [name for name, _ in model.named_parameters()]
-    assert list(tensors) == [f"{kind}.{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in names]
+    assert set(tensors) == {f"{kind}.{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in names}
     assert meta == {"step": 0}
     train(model, optimizer, batches(1))
     assert all(tensor.abs().sum() > 0 for tensor in tensors.values())  # they moved with the step
