@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from asyncrl.architectures.transformers_internals import EXPERTS_MODULE
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers
 from asyncrl.trainer.lora import add_adapters
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
@@ -79,6 +84,39 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_other_layouts(
             assert stats[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+def test_a_rank_whose_experts_nobody_chose_adds_nothing_and_has_gradients(
+    config: ExperimentConfig, tiny_moe: Path, on_ranks: Any
+) -> None:
+    """Without a gradient, sharded data-parallel ranks would not reduce the same parameters, and wait for each other."""
+    torch.manual_seed(0)
+    experts = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=4))
+    experts.config._experts_implementation = "eager"  # which looks at no expert that nobody chose
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden_TH, weights_TK = torch.randn(3, 8), torch.rand(3, 2)
+    chosen_TK = torch.tensor([[0, 1], [1, 0], [0, 1]])
+
+    def run(module: nn.Module) -> list[Any]:
+        inputs = hidden_TH.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        out = module(inputs[0], chosen_TK, inputs[1])
+        torch.autograd.backward(out.square().sum())
+        grads = [whole(cast(Tensor, parameter.grad)) for parameter in module.parameters()]
+        return [tensor.detach().numpy() for tensor in (out, *(cast(Tensor, x.grad) for x in inputs), *grads)]
+
+    def dealt(world: World) -> list[Any]:
+        mesh = world.place("actor").mesh
+        assert mesh is not None
+        cut_layers(module, {"layers.*": "", "experts": EXPERTS_MODULE}, shape, mesh["tensor"])
+        return run(module.experts)
+
+    module, shape = nn.ModuleDict({"experts": experts}), MixtralConfig(num_attention_heads=2, num_key_value_heads=2)
+    config.trainer.parallel = "t2"
+    spread, alone = on_ranks(config, dealt), run(experts)
+    for found in spread:
+        for mine, expected in zip(found, alone, strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_without_a_plan_of_dealing_its_experts_is_refused_by_name(
     config: ExperimentConfig, tiny_moe: Path, on_ranks: Any
 ) -> None:
@@ -86,8 +124,6 @@ def test_a_model_without_a_plan_of_dealing_its_experts_is_refused_by_name(
     config.trainer.parallel = "t2"
 
     def load(world: World) -> str:
-        from transformers import MixtralConfig
-
         MixtralConfig.base_model_ep_plan = None
         with pytest.raises(LayoutError) as refused:
             build_rank(config, load_graph(config), world, torch.device("cpu"))
