@@ -8,6 +8,7 @@ from asyncrl.algorithms.spec import ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.model_shape import ModelShape, misfits, shape_of
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of, model_of, placement, role_placement
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
@@ -38,7 +39,9 @@ def _models_that_do_not_fit(
     for role, grid in placed.grids.items():
         name, path = _setting(config, role), model_of(config, graph, role)
         shape = base if path is None else shape_of(path)
-        for problem in misfits(grid.layout, shape) if shape is not None else ():
+        if shape is None:
+            continue
+        for problem in (*refusals(shape.model_type, grid.layout), *misfits(grid.layout, shape)):
             if (name, problem) not in said:  # a role with the actor's layout and model is wrong where the actor is
                 said.add((name, problem))
                 yield f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}{problem}"

@@ -44,7 +44,7 @@ class ModelShape:
     def of(cls, described: Mapping[str, Any]) -> ModelShape:
         """From the content of a `config.json`; that of the text part where it has several."""
         text = described.get("text_config") or described
-        model_type = str(text.get("model_type", described.get("model_type", "")))
+        model_type = str(described.get("model_type") or text.get("model_type", ""))
         heads = _number(text, *_HEADS)
         shared = _number(text, "num_kv_shared_layers")
         return cls(

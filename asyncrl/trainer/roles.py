@@ -97,12 +97,13 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
     make = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
+    loaders = {grid: make(config, place, device) for grid, place in world.places.items()}
     for role in filter(world.hosts, roles):
-        place, actor = world.place(role), engines.get(ACTOR)
+        actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
             engines[role] = BaseOf(actor)
         else:
-            engines[role] = _load(role, config, graph, make(config, place, device))
+            engines[role] = _load(role, config, graph, loaders[world.placement.grid(role)])
     follows = config.algorithm.reference.mode == ReferenceMode.ema
     changing = tuple(role for role in roles if role in (ACTOR, CRITIC) or (role == REFERENCE and follows))
     return TrainingRank(engines, TrainState(config.algorithm), world, changing)

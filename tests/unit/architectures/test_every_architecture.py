@@ -16,16 +16,20 @@ import argparse
 import asyncio
 import copy
 import logging
+import multiprocessing
 import random
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -33,22 +37,33 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.architectures.transformers_internals import set_attention
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.trainer.engines.base import PolicyOutputs
+from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
+from asyncrl.trainer.engines.sharded.engine import ShardedLoader
+from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.world import training_world
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 VOCABULARY = 64
 TOLERANCE = 2e-5
 """Nats, fp32; leaks and left-out parts are above 0.1 at weights of this spread."""
+
+Check = Callable[["Candidate"], str]
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -112,7 +127,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "GLM4": ("glm4", {}),
-    "Granite": ("granite", {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}),
+    "Granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+        },
+    ),
     "GraniteMoeHybrid": (
         "granitemoehybrid",
         {
@@ -154,11 +177,12 @@ class Candidate:
 
     folder: Path
     plain: PreTrainedModel
+    ranks: TwoRanks
     reasons: list[str] = field(default_factory=list)
     """Why an engine refused it, as checks found it."""
 
     @classmethod
-    def of(cls, name: str, folder: Path) -> Candidate:
+    def of(cls, name: str, folder: Path, ranks: TwoRanks) -> Candidate:
         """Save the architecture `name` with random weights in `folder`."""
         model_type, settings = ARCHITECTURES[name]
         config = CONFIG_MAPPING[model_type](
@@ -168,7 +192,7 @@ class Candidate:
         AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="float32").eval()
         set_attention(model, "eager")
-        return cls(folder, model)
+        return cls(folder, model, ranks)
 
     def logprobs(self, tokens: list[int], prompt: int) -> Tensor:
         """log p of `tokens[prompt:]`, the sequence alone; differentiable."""
@@ -177,14 +201,14 @@ class Candidate:
         return logprobs[:-1].gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
 
 
-def ragged_batch() -> StepBatch:
-    """Twelve samples of 5 to 24 tokens."""
+def ragged_batch(samples: slice = slice(None)) -> StepBatch:
+    """Twelve samples of 5 to 24 tokens, or some of them."""
     rng = np.random.default_rng(0)
-    samples = []
+    made = []
     for _ in range(12):
         length, prompt = int(rng.integers(5, 25)), int(rng.integers(2, 5))
         mask = (np.arange(length) >= prompt).astype(np.uint8)
-        samples.append(
+        made.append(
             Sample(
                 tokens=rng.integers(3, VOCABULARY, length).astype(np.int32),
                 loss_mask=mask,
@@ -194,29 +218,42 @@ def ragged_batch() -> StepBatch:
                 truncated=False,
             )
         )
-    return build_step_batch([Trajectory("r", "p", 0, tuple(samples))], [0], version=0, num_minibatches=1)
+    return build_step_batch([Trajectory("r", "p", 0, tuple(made[samples]))], [0], version=0, num_minibatches=1)
 
 
 def trainer(candidate: Candidate, attention: AttentionImplementation) -> FlatPolicyEngine:
     """The training engine as a run loads it."""
-    config = ExperimentConfig()
+    config = configured("d1")
     config.model.attn_implementation = attention
-    config.trainer.tokens_per_micro_batch = 96
-    config.rollout.sampling.temperature = 1.0
-    loader = FlatLoader(config, Ranks(), torch.device("cpu"))
+    loader = FlatLoader(config, Place(), torch.device("cpu"))
     return loader.policy(str(candidate.folder), Dtype.float32, OptimizerConfig())
 
 
-def assert_trains_right(candidate: Candidate, engine: FlatPolicyEngine) -> None:
-    """Log-probabilities and gradients of a ragged batch are those of transformers, sequence by sequence."""
-    batch = ragged_batch()
-    weights_T = torch.linspace(-1.0, 1.0, batch.num_tokens)
-    got = engine.logprobs(batch, batch["loss_mask"])
+def configured(parallel: str) -> ExperimentConfig:
+    config = ExperimentConfig()
+    config.trainer.parallel = parallel
+    config.trainer.tokens_per_micro_batch = 96
+    config.rollout.sampling.temperature = 1.0
+    config.generation.context_length = 96
+    return config
+
+
+def gradients_of(engine: PolicyEngine, batch: StepBatch) -> None:
+    """Accumulate the gradients of a sum of log-probabilities, each with a weight of its own."""
+    weights_T = batch["tokens"] / VOCABULARY - 0.5
 
     def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
         return (outputs.logprobs_N * weights_T[micro_batch.targets_N]).sum(), {}
 
     engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), share)
+
+
+def assert_trains_right(candidate: Candidate, engine: FlatPolicyEngine) -> None:
+    """Log-probabilities and gradients of a ragged batch are those of transformers, sequence by sequence."""
+    batch = ragged_batch()
+    weights_T = batch["tokens"] / VOCABULARY - 0.5
+    got = engine.logprobs(batch, batch["loss_mask"])
+    gradients_of(engine, batch)
     candidate.plain.zero_grad()
     for start, length in zip(batch.starts_S, batch.lengths_S, strict=True):
         piece = slice(int(start), int(start + length))
@@ -282,10 +319,107 @@ def served_embedded(candidate: Candidate) -> str:
     return "yes"
 
 
-Check = Callable[[Candidate], str]
+# Spread over ranks.
+
+
+Found = tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]
+"""Log-probabilities of a rank's samples, gradients of its parameters."""
+WAIT_S = 60.0
+
+
+class TwoRanks:
+    """Two processes that train one model after the other, each in a world of its own."""
+
+    def __init__(self, scratch: Path) -> None:
+        context = multiprocessing.get_context("fork")  # which has torch loaded already
+        self._jobs: list[Any] = [context.SimpleQueue() for _ in range(2)]
+        self._told: Any = context.Queue()
+        self._ranks = [context.Process(target=self._be_rank, args=(rank, scratch), daemon=True) for rank in range(2)]
+        for rank in self._ranks:
+            rank.start()
+
+    def train(self, folder: Path, parallel: str) -> list[Found]:
+        """What each rank finds of its part of the model in `folder`.
+
+        Raises:
+            LayoutError: it was refused.
+            RuntimeError: it failed otherwise.
+        """
+        for jobs in self._jobs:
+            jobs.put((str(folder), parallel))
+        found = dict(self._told.get(timeout=WAIT_S) for _ in self._ranks)
+        for told in found.values():
+            if isinstance(told, Exception):
+                raise told
+        return [found[rank] for rank in range(2)]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+
+    def _be_rank(self, rank: int, scratch: Path) -> None:
+        torch.set_num_threads(1)
+        number = 0
+        while True:
+            folder, parallel = self._jobs[rank].get()
+            number += 1
+            place = scratch / f"world{number}"
+            place.mkdir(parents=True, exist_ok=True)
+            try:
+                self._told.put((rank, spread(folder, parallel, rank, place)))
+            except LayoutError as error:
+                self._told.put((rank, error))
+            except Exception:
+                self._told.put((rank, RuntimeError(traceback.format_exc())))
+
+
+def spread(folder: str, parallel: str, rank: int, scratch: Path) -> Found:
+    config = configured(parallel)
+    config.trainer.collective_timeout_s = WAIT_S / 2
+    placed = Placement({ACTOR: WorkerGrid.of(Layout.parse(parallel))})
+    names = make_resolver("file", str(scratch / "names"))
+    with training_world(config, rank, placed, torch.device("cpu"), scratch, names) as world:
+        place = world.place(ACTOR)
+        engine = ShardedLoader(config, place, torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
+        batch = ragged_batch(slice(place.data.rank, None, place.data.world))
+        logprobs_T = engine.logprobs(batch, batch["loss_mask"])
+        gradients_of(engine, batch)
+        gradients = {name: whole(cast(Tensor, each.grad)).numpy() for name, each in engine.parameters().items()}
+        return logprobs_T.numpy(), gradients
+
+
+def trains_as(parallel: str) -> Check:
+    """Two ranks in the layout `parallel` find what the flat engine finds alone."""
+
+    def check(candidate: Candidate) -> str:
+        try:
+            found = candidate.ranks.train(candidate.folder, parallel)
+        except LayoutError:
+            return "refused"
+        alone = trainer(candidate, AttentionImplementation.sdpa)
+        gradients_of(alone, ragged_batch())
+        expected = {n: p.grad.numpy() for n, p in alone.network.named_parameters() if p.grad is not None}
+        largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
+        assert set().union(*(gradients for _, gradients in found)) == expected.keys()
+        for rank, (logprobs_T, gradients) in enumerate(found):
+            samples = slice(rank, None, 2) if parallel == "d2" else slice(None)
+            batch = ragged_batch(samples)
+            logprobs = alone.logprobs(batch, batch["loss_mask"])
+            np.testing.assert_allclose(logprobs_T, logprobs, rtol=0, atol=TOLERANCE)
+            for name, gradient in gradients.items():
+                np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-4 * largest, err_msg=name)
+        return "yes"
+
+    return check
+
+
 CHECKS: dict[str, Check] = {
     "trained packed": trains_packed,
     "trained on padded rows": trains_padded,
+    "d2": trains_as("d2"),
+    "t2": trains_as("t2"),
+    "p2": trains_as("p2"),
     "served by the embedded engine": served_embedded,
 }
 """By column. A new one is one more entry."""
@@ -367,15 +501,21 @@ def reasons_of(name: str, candidate: Candidate) -> list[str]:
     return [f"- {name}, {reason}." for reason in candidate.reasons]
 
 
-def examine(name: str, folder: Path) -> tuple[Candidate, dict[str, str]]:
+def examine(name: str, folder: Path, ranks: TwoRanks) -> tuple[Candidate, dict[str, str]]:
     """Run every check on an architecture."""
-    candidate = Candidate.of(name, folder)
+    candidate = Candidate.of(name, folder, ranks)
     return candidate, {column: check(candidate) for column, check in CHECKS.items()}
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    with closing(TwoRanks(tmp_path_factory.mktemp("ranks"))) as two:
+        yield two
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, tmp_path: Path) -> None:
-    candidate, cells = examine(name, tmp_path)
+def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, tmp_path: Path, ranks: TwoRanks) -> None:
+    candidate, cells = examine(name, tmp_path / "model", ranks)
     page = PAGE.read_text(encoding="utf-8")
     rows = dict(cells_of(line) for line in section(page, "table")[2:])
     fix = f"; write it anew: python {Path(__file__).relative_to(PAGE.parents[1])}"
@@ -391,6 +531,12 @@ def test_the_page_has_these_architectures_and_no_others() -> None:
     assert [cells_of(line)[0] for line in table[2:]] == list(ARCHITECTURES)
 
 
+@pytest.mark.parametrize(("column", "allowed"), [("t2", TENSOR_PARALLEL), ("p2", PIPELINE_PARALLEL)])
+def test_what_is_cut_is_what_the_page_shows_to_be_right(column: str, allowed: frozenset[str]) -> None:
+    rows = dict(cells_of(line) for line in section(PAGE.read_text(encoding="utf-8"), "table")[2:])
+    assert {ARCHITECTURES[name][0] for name, cells in rows.items() if cells[column] == "yes"} == allowed
+
+
 def main() -> None:
     """Rewrite the page's table and reasons."""
     parser = argparse.ArgumentParser(description="Write the table in docs/models.md anew.")
@@ -398,11 +544,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(ARCHITECTURES), help="try SGLang on these alone")
     options = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8")
-    before = dict(cells_of(line) for line in section(page, "table")[2:])
+    old = section(page, "table")
+    columns = [cell.strip() for cell in old[0].strip("| ").split("|")]
+    before = {}
+    for line in old[2:]:  # columns may have come since
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        before[cells[0]] = dict(zip(columns, cells, strict=True))
     lines, reasons = copy.copy(HEADER), []
     for name in ARCHITECTURES:
-        with tempfile.TemporaryDirectory() as folder:
-            candidate, cells = examine(name, Path(folder) / "model")
+        with tempfile.TemporaryDirectory() as folder, closing(TwoRanks(Path(folder) / "ranks")) as ranks:
+            candidate, cells = examine(name, Path(folder) / "model", ranks)
             cells[SGLANG] = before.get(name, {}).get(SGLANG, NOT_TRIED)
             if options.sglang and name in options.only:
                 cells[SGLANG] = served_by_sglang(candidate, options.sglang, Path(folder) / "run")

@@ -169,6 +169,30 @@ def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
     )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layout", "told"),
+    [
+        ("mamba", "d2p2", "trainer.parallel='d2p2': mamba is not shown to be right in stages, as "),
+        ("phi", "p2", "are; use p1: d and t may be above 1"),
+        ("gpt_oss", "t2", "are; use t1: d and p may be above 1"),
+        ("gemma3", "t2", "trainer.parallel='t2': gemma3 is not shown to be right in tensor slices"),
+    ],
+)
+def test_an_architecture_that_is_not_shown_to_be_right_when_it_is_cut(
+    config: ExperimentConfig, gpus: SetGpus, qwen_dir: Path, tmp_path: Path, model_type: str, layout: str, told: str
+) -> None:
+    gpus(0)
+    described = json.loads((qwen_dir / "config.json").read_text())
+    if model_type == "gemma3":  # of the whole, whose text part alone is shown
+        described = {"text_config": described | {"model_type": "gemma3_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
+    (tmp_path / "model.safetensors").touch()
+    config.model.path, config.trainer.parallel = str(tmp_path), layout
+    assert any(told in message for message in check(config)), list(check(config))
+    config.trainer.parallel = "d2"
+    assert list(check(config)) == []
+
+
 def test_flash_attention_that_is_not_installed(
     config: ExperimentConfig, gpus: SetGpus, flash_attention: SetInstalled
 ) -> None:

@@ -132,6 +132,8 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     if tied:  # a parameter of its own while layers are cut; one storage again at the end
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
     layers = len(getattr(trunk, LAYERS, ()))
+    inputs = trunk.get_input_embeddings()
+    embedding = next(name for name, module in trunk.named_modules() if module is inputs)
     cut_stage(trunk, place)
     stage = PolicyStage(
         trunk,
@@ -144,7 +146,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     if not place.last:
         model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
-    names = _names(stage, model, tied)
+    names = _names(stage, model, tied, embedding)
     built = Built(
         stage,
         names,
@@ -154,7 +156,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         {spec.name: _stage_of(spec.name, layers, place.stages) for spec in published},
         {part.name: part for part in folder if plan.lora is None},
         frozenset(names[name] for name in embedding_names(stage)),
-        f"{model.base_model_prefix}.{EMBEDDING}.weight" if tied else None,
+        f"{model.base_model_prefix}.{embedding}.weight" if tied else None,
     )
     _shard(built, plan)
     _materialise(built, path, plan, names, folder)
@@ -221,6 +223,8 @@ def _published(model: PreTrainedModel, folder: list[FolderTensor], dtype: torch.
 
 def _stage_of(name: str, layers: int, stages: int) -> int:
     """The pipeline stage of the tensor `name`, of a model of so many layers."""
+    if stages == 1:
+        return 0
     if match := re.search(rf"(?:^|\.){LAYERS}\.(\d+)\.", name):
         return next(i for i in range(stages) if int(match[1]) in StagePlace(i, stages).layers(layers))
     return 0 if f"{EMBEDDING}." in name else stages - 1
@@ -248,10 +252,10 @@ def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
         keep_whole(stage.head, mesh)
 
 
-def _names(stage: Stage, model: PreTrainedModel, tied: bool) -> dict[str, str]:
+def _names(stage: Stage, model: PreTrainedModel, tied: bool, embedding: str = EMBEDDING) -> dict[str, str]:
     """Name in the model folder by name in the stage."""
     prefix = f"{model.base_model_prefix}."
-    other = {"lm_head.weight": prefix + EMBEDDING + ".weight"} if tied else {}
+    other = {"lm_head.weight": f"{prefix}{embedding}.weight"} if tied else {}
     other |= {"head.weight": "score.weight", "head.bias": "score.bias"}
     return {
         name: plain_name(prefix + name.removeprefix(_TRUNK)) if name.startswith(_TRUNK) else other.get(name, name)
@@ -264,7 +268,7 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     place = stage.place
     if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
-        cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
+        cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
     if plan.recompute:
         checkpoint_layers(stage.trunk)
     low = plan.dtype if plan.dtype != plan.held else None
@@ -302,7 +306,7 @@ def _materialise(
     stage.to_empty(device=plan.device)
     place = stage.place
     if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
-        cast(Any, stage.lm_head).weight = cast(Any, getattr(stage.trunk, EMBEDDING)).weight
+        cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name in untrained:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats, merge_stats
@@ -40,6 +40,7 @@ from asyncrl.trainer.engines.base import (
     ValueLoss,
 )
 from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
+from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
@@ -50,9 +51,11 @@ from asyncrl.trainer.engines.sharded.build import (
 from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.settling import settled_layout
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.lora import adapters_off, is_adapter, published_name
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
 from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
@@ -339,6 +342,7 @@ class ShardedLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._neighbours = _neighbours(place)
+        self._settled: dict[tuple[str, torch.dtype], Layout] = {}  # roles often have one model
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
         lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
@@ -361,11 +365,15 @@ class ShardedLoader(EngineLoader):
     def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
         torch_dtype: torch.dtype = getattr(torch, str(dtype))
-        layout = settled_layout(path, self._config, torch_dtype, self._device, self._place)
+        if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
+            raise LayoutError("; ".join(refused))
+        if (path, torch_dtype) not in self._settled:
+            settled = settled_layout(path, self._config, torch_dtype, self._device, self._place)
+            self._settled[path, torch_dtype] = settled
         return BuildPlan(
             self._place.mesh,
             self._device,
-            layout,
+            self._settled[path, torch_dtype],
             torch_dtype,
             trained,
             lora=lora,

@@ -1,0 +1,51 @@
+"""Which architectures are cut into tensor slices and pipeline stages: those that a test has shown to be computed right.
+
+How a trunk can be cut lies in its code: whether each step of a layer works on a slice, whether the trunk does something
+to its input embeddings that a later stage must not do again. A wrong cut is as silent as any other wrong number. So an
+architecture is let in by name, once the table in `docs/models.md` shows that two slices, or two stages, have the
+log-probabilities and gradients of one process. Data-parallel ranks run a model's own code on whole layers: any model.
+
+Torch-free: the launcher checks it before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.trainer.layout import Layout
+
+_BOTH = frozenset(
+    {
+        "cohere",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "llama",
+        "mistral",
+        "nemotron",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    }
+)
+TENSOR_PARALLEL = _BOTH | {"phi"}
+"""`model_type`s of transformers that are cut into tensor slices."""
+PIPELINE_PARALLEL = _BOTH | {"gpt_oss", "qwen3_5_text", "stablelm"}
+"""`model_type`s of transformers that are cut into pipeline stages."""
+
+
+def refusals(model_type: str, layout: Layout) -> Iterator[str]:
+    """Why a model of `model_type` cannot be trained in `layout`, and what can."""
+    cuts = (("t", layout.tensor, "tensor slices", TENSOR_PARALLEL), ("p", layout.pipeline, "stages", PIPELINE_PARALLEL))
+    for letter, parts, name, shown in cuts:
+        if parts == 1 or model_type in shown:
+            continue
+        works = ["d", *(other for other, _, _, others in cuts if model_type in others)]
+        yield (
+            f"{model_type or 'what names no model_type'} is not shown to be right in {name}, as "
+            f"{', '.join(sorted(shown))} are; use {letter}1: {' and '.join(works)} may be above 1"
+        )
