@@ -135,8 +135,8 @@ class _Merged:
         self._base = Path(str(self._adapters.base))
         if not self._base.is_dir():
             raise ExportError(
-                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give --adapter to "
-                "write them alone"
+                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give "
+                "--adapter to write them alone"
             )
         self._dtype = specs[0].dtype
         self._files = checkpoint_files(self._base)

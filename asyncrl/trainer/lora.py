@@ -152,5 +152,6 @@ def peft_config(config: LoraConfig, targets: list[str], base: str | None = None)
 def adapter_config(config: LoraConfig, base: str, specs: Iterable[TensorSpec]) -> bytes:
     """The content of peft's `adapter_config.json` beside the published adapters `specs` of the model in `base`."""
     kinds = sorted({spec.name.rsplit(".", 3)[1] for spec in specs})  # <layers>.q_proj.lora_A.weight
-    described = peft_config(config, kinds, base).to_dict() | {"target_modules": kinds, "inference_mode": True}
+    described: dict[str, Any] = peft_config(config, kinds, base).to_dict()  # type: ignore[no-untyped-call]
+    described |= {"target_modules": kinds, "inference_mode": True}
     return json.dumps(described, indent=2, sort_keys=True).encode()

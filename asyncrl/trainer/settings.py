@@ -93,7 +93,9 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters of the policy: what is trained instead of its weights."""
 
-    rank: int = setting(0, "rank of the adapters (needs the lora extra); 0: none, all weights are trained", minimum=0, fixed=True)
+    rank: int = setting(
+        0, "rank of the adapters, by the extra `lora`; 0: none, all weights are trained", minimum=0, fixed=True
+    )
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", minimum=0.0, fixed=True)
     targets: list[str] = setting(
         help="names of the layers that get one, for example q_proj; all-linear: every linear layer but embeddings",

@@ -18,10 +18,10 @@ from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.lora import is_adapter, plain_name
-from asyncrl.weights.adapters import published_name
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.step_batch import build_step_batch
+from asyncrl.weights.adapters import published_name
 
 VOCABULARY = 17  # no layout divides it
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 34, "vocab_size": VOCABULARY}
