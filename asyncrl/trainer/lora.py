@@ -3,28 +3,31 @@
 Adapters are the same in every layout: A starts uniform as peft has it (He et al.'s bound), drawn for each layer by the
 layer's name alone, and B at zero, so that an untrained adapter changes nothing. They are kept in fp32. A frozen
 reference that is the very base needs no copy of it: it is the actor with its adapters off.
+
+peft is imported where there are adapters only: it is an extra.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
+from asyncrl.weights.adapters import published_name
 from asyncrl.weights.published import TensorSpec
 
-_ALL = "all-linear"
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
 _ADAPTER = ".default"
 _NAMES_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 BASE_LAYER = ".base_layer"
@@ -37,6 +40,8 @@ def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -
     Raises:
         ValueError: no layer has such a name.
     """
+    from peft import inject_adapter_in_model
+
     names = [
         name
         for name, module in trunk.named_modules()
@@ -44,10 +49,10 @@ def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -
     ]
     kinds = {name.rsplit(".", 1)[-1] for name, module in trunk.named_modules() if isinstance(module, nn.Linear)}
     for target in config.targets:
-        if target not in (_ALL, *kinds):
+        if target not in (ALL_LINEAR, *kinds):
             raise ValueError(
                 f"model.lora.targets={config.targets}: no layer is called {target!r}; there are "
-                f"{', '.join(sorted(kinds))}, or {_ALL}"
+                f"{', '.join(sorted(kinds))}, or {ALL_LINEAR}"
             )
     beside = sorted({name.rsplit(".", 1)[-1] for name in names} & _NAMES_OF_EXPERTS)
     if beside and any(name.endswith(".experts") for name, _ in trunk.named_modules()):
@@ -63,7 +68,7 @@ def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -
 
 
 def _wanted(name: str, targets: list[str]) -> bool:
-    return _ALL in targets or name.rsplit(".", 1)[-1] in targets
+    return ALL_LINEAR in targets or name.rsplit(".", 1)[-1] in targets
 
 
 def is_adapter(name: str) -> bool:
@@ -74,11 +79,6 @@ def is_adapter(name: str) -> bool:
 def plain_name(name: str) -> str:
     """A parameter's name without peft's insertions: of the base as in a model folder, of an adapter without its key."""
     return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
-
-
-def published_name(name: str) -> str:
-    """An adapter's name in peft's folder, from its plain name in the model."""
-    return f"base_model.model.{name}"
 
 
 class WholeAdapters:
@@ -128,6 +128,8 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> Non
 @contextmanager
 def adapters_off(trunk: nn.Module) -> Iterator[None]:
     """`trunk` computes as its base."""
+    from peft.tuners.lora import LoraLayer
+
     layers = [module for module in trunk.modules() if isinstance(module, LoraLayer)]
     before = [layer._disable_adapters for layer in layers]
     try:
@@ -139,13 +141,24 @@ def adapters_off(trunk: nn.Module) -> Iterator[None]:
             layer._disable_adapters = off
 
 
-def peft_config(config: LoraConfig, names: list[str] | None = None) -> PeftConfig:
-    """`config` in peft's words; for the layers `names`, or for those it names by kind."""
-    targets: Any = names if names is not None else sorted(config.targets)
+def peft_config(config: LoraConfig, targets: list[str], base: str | None = None) -> PeftConfig:
+    """`config` in peft's words, for the layers `targets`, by their names or by the last part of these, of `base`."""
+    from peft import LoraConfig as PeftConfig
+
     alpha: Any = config.alpha  # annotated as an integer, used as a number
-    return PeftConfig(r=config.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """`base` + scale * B A, in fp32, rounded to the type of `base`; shapes [out, in], [rank, in], [out, rank]."""
-    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+def adapter_config(config: LoraConfig, base: str, specs: Iterable[TensorSpec]) -> bytes:
+    """The content of peft's `adapter_config.json` beside the published adapters `specs` of the model in `base`."""
+    kinds = sorted({spec.name.rsplit(".", 3)[1] for spec in specs})  # <layers>.q_proj.lora_A.weight
+    described: dict[str, Any] = peft_config(config, kinds, base).to_dict()  # type: ignore[no-untyped-call]
+    described |= {"target_modules": kinds, "inference_mode": True}
+    return json.dumps(described, indent=2, sort_keys=True).encode()

@@ -37,6 +37,7 @@ from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox
+from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -272,17 +273,25 @@ class ModelWorker(Worker):
                 (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
             )
             self._to_servers.hold(request.version, policy.gather(owners))
-        shared = self._shared.setdefault(request.role, SharedFiles(policy.model_config, self._assets))
+        if request.role not in self._shared:
+            self._shared[request.role] = self._shared_files(policy)
         published = publishing.publish(
             policy,
             self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
             role=request.role,
             version=request.version,
             ranks=self._world.place(request.role).everyone,
-            shared=shared if request.to_disk else None,
+            shared=self._shared[request.role] if request.to_disk else None,
             canary=canary,
         )
         return PublishedWeights(str(published))
+
+    def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
+        """What lies beside the weights of every version of `policy`."""
+        model = self.config.model
+        if not model.lora.rank:
+            return SharedFiles(policy.model_config, self._assets)
+        return SharedFiles(adapter_config(model.lora, str(Path(str(model.path))), policy.published_specs()))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""

@@ -85,15 +85,21 @@ class ReferenceMode(StrEnum):
     """It follows the actor as an exponential moving average."""
 
 
+ALL_LINEAR = "all-linear"
+"""In `model.lora.targets`: every linear layer of the model's layers."""
+
+
 @dataclass
 class LoraConfig:
     """Low-rank adapters of the policy: what is trained instead of its weights."""
 
-    rank: int = setting(0, "rank of the adapters; 0: none, all weights are trained", minimum=0, fixed=True)
+    rank: int = setting(
+        0, "rank of the adapters, by the extra `lora`; 0: none, all weights are trained", minimum=0, fixed=True
+    )
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", minimum=0.0, fixed=True)
     targets: list[str] = setting(
         help="names of the layers that get one, for example q_proj; all-linear: every linear layer but embeddings",
-        factory=lambda: ["all-linear"],
+        factory=lambda: [ALL_LINEAR],
         fixed=True,
     )
 
@@ -399,7 +405,7 @@ def hugging_face_folder(name: str, path: str) -> Iterator[str]:
 def _layouts(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.master.graph.types import GraphError
-    from asyncrl.trainer import layout_checks
+    from asyncrl.trainer import layout_checks, lora_checks
 
     try:
         graph = load_graph(config)
@@ -410,6 +416,7 @@ def _layouts(config: ExperimentConfig) -> Iterator[str]:
         yield str(error)
         return
     yield from layout_checks.problems(config, graph, placed)
+    yield from lora_checks.problems(config)
     yield from _too_few_gpus(config, placed)
 
 

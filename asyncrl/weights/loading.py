@@ -7,8 +7,10 @@ as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -54,34 +56,59 @@ def _check_file(path: Path) -> None:
         raise WeightUpdateError(f"{str(path)!r} is no regular file")
 
 
-def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in `folder`, by name, on the CPU.
+def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in `folder`, by name, on the CPU; of those called `names`, where given.
 
     Raises:
         WeightUpdateError: there is none, or it cannot be read.
     """
     try:
-        return _read_shards(folder)
+        return _read_shards(folder, names)
     except (OSError, ValueError) as error:  # a path that is too long, or holds a null byte
         raise WeightUpdateError(f"model_path {str(folder)[:200]!r} cannot be read: {error}") from error
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def checkpoint_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor of the checkpoint in `folder`.
+
+    Raises:
+        WeightUpdateError: there is none, or it cannot be read.
+    """
+    files: dict[str, Path] = {}
+    for shard in _checked_shards(folder):
+        with _opened(shard) as file:
+            files |= dict.fromkeys(file.keys(), shard)
+    return files
+
+
+def _read_shards(folder: Path, names: Collection[str] | None) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for shard in _checked_shards(folder):
+        with _opened(shard) as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if names is None or name in names:
+                    tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _checked_shards(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
     shards = _shards(folder)
     if not shards:
         raise WeightUpdateError(f"model_path {str(folder)!r} holds no *.safetensors")
-    tensors: dict[str, Tensor] = {}
     for shard in shards:
         _check_file(shard)
-        try:
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    tensors[name] = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise WeightUpdateError(f"cannot read {str(shard)!r}: {error}") from error
-    return tensors
+    return shards
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    try:
+        with safe_open(shard, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise WeightUpdateError(f"cannot read {str(shard)!r}: {error}") from error
 
 
 def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -105,7 +132,17 @@ def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Ten
     Raises:
         WeightUpdateError: the checkpoint does not fit the model; nothing was changed.
     """
-    found = read_checkpoint(folder)
+    return match_weights(targets, read_checkpoint(folder), folder)
+
+
+def match_weights(
+    targets: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: Path
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (parameter of the model, its new value) of `found`, which came from `folder`; see `stage_weights`.
+
+    Raises:
+        WeightUpdateError: they do not fit the model.
+    """
     unknown = sorted(set(found) - set(targets))
     if unknown:
         raise WeightUpdateError(

@@ -3,6 +3,10 @@
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, canary.json, manifest.json
 
+A role that trains adapters has these alone in its versions, in one file as peft has them:
+
+    <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, canary.json, manifest.json
+
 The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All take part, in
 three steps, each of which begins when all have done the one before:
 
@@ -22,7 +26,7 @@ the generation servers read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,6 +38,7 @@ from torch import Tensor
 
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
+from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
 from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
 from asyncrl.weights.manifest import (
     MANIFEST_FILE,
@@ -53,24 +58,27 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 """Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""
+_STEM = "model"
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers stay below; beyond it a file is surely no tokenizer
 
 
-def write_model(source: Published, folder: Path, beside: Sequence[Path], ranks: Ranks) -> None:
-    """Write `source` as the new Hugging Face folder `folder`, with copies of the files `beside`; by one rank alone.
+def write_model(
+    source: Published, folder: Path, beside: Mapping[str, bytes], ranks: Ranks, *, adapters: bool = False
+) -> None:
+    """Write `source` as the new Hugging Face folder `folder`, with the files `beside` by name; by one rank alone.
 
     Raises:
         OSError: it cannot be written; nothing is visible then.
     """
-    shards = plan_shards(source.published_specs(), 1)
-    writing = _Writing(source, folder, Manifest("", 0, {}, _tensor_entries(shards)), shards, ranks)
+    shards, stem = _plan(source.published_specs(), 1, adapters, MAX_SHARD_BYTES)
+    writing = _Writing(source, folder, Manifest("", 0, {}, _tensor_entries(shards, stem)), shards, ranks, stem)
     writing.begin()
     writing.write()
     writing.write_index()
-    for file in beside:
-        _write_file(writing.directory / file.name, file.read_bytes())
+    for name, content in beside.items():
+        _write_file(writing.directory / name, content)
     atomic_dir.commit(folder)
 
 
@@ -116,15 +124,16 @@ def publish(
     final = version_dir(root, role, version)
     specs = source.published_specs()
     shards: list[Shard] = []
+    stem = _STEM
     if shared is None:
         entries = _entries(specs, "")
     else:
         whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
         if whole.item() == ranks.world:
             return final
-        shards = plan_shards(specs, ranks.world, max_shard_bytes)
-        entries = _tensor_entries(shards)
-    writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks)
+        shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
+        entries = _tensor_entries(shards, stem)
+    writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks, stem)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
     ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
@@ -151,6 +160,13 @@ def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = 
         before += spec.nbytes
         filled += spec.nbytes
     return shards
+
+
+def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -> tuple[list[Shard], str]:
+    """The files and the stem of their names; adapters are small, and peft reads one file of them."""
+    if adapters:
+        return [Shard(0, list(specs))], ADAPTERS_STEM
+    return plan_shards(specs, world, limit), _STEM
 
 
 def tokenizer_assets(model_dir: Path) -> tuple[Path, ...]:
@@ -188,14 +204,14 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _shard_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, index: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _tensor_entries(shards: Sequence[Shard]) -> dict[str, TensorEntry]:
+def _tensor_entries(shards: Sequence[Shard], stem: str) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for index, shard in enumerate(shards):
-        entries |= _entries(shard.specs, _shard_name(index, len(shards)))
+        entries |= _entries(shard.specs, _shard_name(stem, index, len(shards)))
     return entries
 
 
@@ -213,6 +229,7 @@ class _Writing:
     """Without files."""
     shards: Sequence[Shard]
     ranks: Ranks
+    stem: str = _STEM
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
 
@@ -227,7 +244,7 @@ class _Writing:
     def write(self) -> None:
         owners = {spec.name: shard.rank for shard in self.shards for spec in shard.specs}
         mine = [
-            (self.directory / _shard_name(index, len(self.shards)), shard.specs)
+            (self.directory / _shard_name(self.stem, index, len(self.shards)), shard.specs)
             for index, shard in enumerate(self.shards)
             if shard.rank == self.ranks.rank
         ]

@@ -15,16 +15,25 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from asyncrl.weights import atomic_dir
+from asyncrl.weights.adapters import CONFIG_FILE
 from asyncrl.weights.manifest import FileEntry, file_entry
 
 _STORE = ".shared"
 
 
 class SharedFiles:
-    """A model's configuration and copies of the files `assets`."""
+    """A model's configuration and copies of the files `assets`.
 
-    def __init__(self, config: PretrainedConfig, assets: Sequence[Path] = ()) -> None:
-        self._config = config
+    Args:
+        config: the model's; or, of adapters, the content of peft's: all else is the base model's then.
+
+    Attributes:
+        adapters: whether the weights are adapters.
+    """
+
+    def __init__(self, config: PretrainedConfig | bytes, assets: Sequence[Path] = ()) -> None:
+        self.adapters = isinstance(config, bytes)
+        self._config = config if isinstance(config, bytes) else config.to_json_string(use_diff=True).encode()
         self._assets = tuple(assets)
         self._entries: dict[str, FileEntry] = {}
 
@@ -47,7 +56,7 @@ class SharedFiles:
 
     def _write(self, store: Path) -> dict[str, FileEntry]:
         directory = atomic_dir.begin(store)
-        self._config.to_json_file(str(directory / "config.json"), use_diff=True)
+        (directory / (CONFIG_FILE if self.adapters else "config.json")).write_bytes(self._config)
         for asset in self._assets:
             shutil.copyfile(asset, directory / asset.name)
         files = sorted(directory.iterdir())

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.architectures.transformers_internals import context_limit
@@ -40,6 +41,7 @@ from asyncrl.inference.embedded.types import (
     Job,
 )
 from asyncrl.inference.messages import PauseMode
+from asyncrl.weights.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class GenerationEngine:
         max_model_len: longest prompt + output in tokens; default the model's own limit.
         max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.
         weight_version: label of the weights that the model has now.
-        model_path: where they came from, for reports only.
+        model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
 
     Raises:
@@ -100,9 +102,10 @@ class GenerationEngine:
         full = max_running_requests * self.max_model_len
         self.max_total_tokens = full if max_total_tokens is None else min(max_total_tokens, full)
         self.max_running_requests = max_running_requests
-        self.model_path = model_path
+        self.model_path = self._base_path = model_path
         self.model = model
         self._weights = load_targets(model)
+        self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
         runner = ModelRunner(model, self.max_total_tokens)
         prove(runner)
         self._limits = RequestLimits(
@@ -197,16 +200,19 @@ class GenerationEngine:
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
     ) -> Future[int]:
-        """Load the checkpoint in `path` into the model between two steps.
+        """Load the checkpoint in `path` into the model between two steps; of adapters, merged with the base.
 
         The caller's thread reads and checks the files, then the future yields the number of samples that were frozen.
 
         Raises:
             WeightUpdateError: (from here or from the future) refused; the old weights keep serving.
         """
-        staged = stage_weights(self._weights, Path(path))
+        before = self._replaced
+        staged, replaced = self._stage(Path(path))
 
         def apply() -> int:
+            if replaced is not None and self._replaced != before:
+                raise WeightUpdateError("other weights were loaded while these adapters were read; load them again")
             frozen = len(self._batch.running)
             if frozen and flush_cache:
                 raise WeightUpdateError(
@@ -214,6 +220,7 @@ class GenerationEngine:
                     "flush_cache=false to keep their cache. The weights were not changed."
                 )
             apply_weights(staged)
+            self._replaced = replaced
             self._batch.weights_changed()
             self.model_path = path
             if version is not None:
@@ -229,6 +236,18 @@ class GenerationEngine:
 
         self._mailbox.post(request)
         return change.future
+
+    def _stage(self, folder: Path) -> tuple[list[tuple[Tensor, Tensor]], frozenset[str] | None]:
+        """What the weights in `folder` replace, and the names of what differs from the base then."""
+        if not are_adapters(folder):
+            return stage_weights(self._weights, folder), None
+        adapters = read_adapters(folder)
+        if Path(adapters.base or "") != Path(self._base_path):
+            raise WeightUpdateError(
+                f"{str(folder)!r} has adapters of {adapters.base!r}, this server started with {self._base_path!r}"
+            )
+        staged = stage_adapters(self._weights, adapters, Path(self._base_path), self._replaced)
+        return staged, frozenset(adapters.layers)
 
     def step(self) -> bool:
         """Run commands and one step on the caller's thread, for use without `start`; False when there was nothing to

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.launch import main
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.loading import read_checkpoint
+from asyncrl.weights.manifest import file_entry, read_manifest, write_manifest
 from asyncrl.weights.publishing import publish, tokenizer_assets
 from asyncrl.weights.shared_files import SharedFiles
 
-MakeRun = Callable[[str], Path]
+MakeRun = Callable[..., Path]
 
 
 @pytest.fixture
@@ -35,14 +40,17 @@ def make_run(
 ) -> MakeRun:
     """A run of two steps, each published and saved."""
 
-    def make(dtype: str) -> Path:
-        config.model.dtype = dtype
+    def make(dtype: str, lora_rank: int = 0) -> Path:
+        config.model.dtype, config.model.lora.rank = dtype, lora_rank
         run = tmp_path / "exp" / "trial"
         run.mkdir(parents=True)
         write_run_config(config, run)
         rank = make_rank(config)
         policy = rank.policy("actor")
-        shared = SharedFiles(policy.model_config, tokenizer_assets(Path(str(config.model.path))))
+        base = str(config.model.path)
+        shared = SharedFiles(policy.model_config, tokenizer_assets(Path(base)))
+        if lora_rank:
+            shared = SharedFiles(adapter_config(config.model.lora, base, policy.published_specs()))
         for step in (1, 2):
             run_step(config, rank, make_batch(seed=step))
             publish(policy, run / "weights", role="actor", version=step, ranks=Ranks(), shared=shared)
@@ -90,6 +98,65 @@ def test_the_newest_published_version_is_exported_by_default(make_run: MakeRun, 
     expected, exported = read_checkpoint(run / "weights" / "actor" / "v2"), read_checkpoint(tmp_path / "out")
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", ["published", "checkpoint"])
+def test_adapters_are_merged_into_their_base(
+    dtype: str, source: str, make_run: MakeRun, qwen_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(dtype, lora_rank=4)
+    found = read_checkpoint(run / "weights" / "actor" / "v1")
+    if source == "checkpoint":
+        shutil.rmtree(run / "weights" / "actor" / "v1")
+    assert main(["export", str(run), "--step", "1", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    kind = getattr(torch, dtype)
+    expected = {name: tensor.to(kind) for name, tensor in read_checkpoint(qwen_dir).items()}
+    base = dict(expected)
+    for name, a in found.items():
+        if ".lora_A." in name:
+            layer = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            b = found[name.replace("lora_A", "lora_B")]
+            expected[layer] = (base[layer].float() + 32.0 / 4 * (b.float() @ a.float())).to(kind)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == kind
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(base[name], tensor) for name, tensor in expected.items()), "they were trained"
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert main(["export", str(run), "--step", "1", "--adapter", str(tmp_path / "peft")]) == 0
+    assert sorted(path.name for path in (tmp_path / "peft").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    adapters = read_checkpoint(tmp_path / "peft")
+    assert all(torch.equal(adapters[name], tensor) for name, tensor in found.items())
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(qwen_dir), tmp_path / "peft")
+
+
+def test_merging_needs_adapters_and_their_base(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = make_run("float32", lora_rank=4), tmp_path / "out"
+    for version in (run / "weights" / "actor").glob("v*"):
+        file = version / "adapter_config.json"
+        described = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+        file.unlink()  # a hard link to what other versions share
+        file.write_text(json.dumps(described))
+        manifest = read_manifest(version)
+        entries = {**manifest.files, file.name: file_entry(file)}
+        write_manifest(version, msgspec.structs.replace(manifest, files=entries))
+    assert main(["export", str(run), str(out)]) == 1
+    assert "gone' is not there; put it back there, or give --adapter" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["export", str(run), "--adapter", str(out)]) == 0
+
+
+def test_a_run_without_adapters_has_none_to_export(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(make_run("float32")), "--adapter", str(tmp_path / "out")]) == 1
+    assert "trained all weights, not adapters; leave --adapter out" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_said_with_what_there_is(

@@ -52,13 +52,14 @@ from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.settling import settled_layout
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
-from asyncrl.trainer.lora import adapters_off, is_adapter, published_name
+from asyncrl.trainer.lora import adapters_off, is_adapter
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.weights.adapters import published_name
 from asyncrl.weights.published import TensorSpec
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]

@@ -28,7 +28,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -57,7 +56,7 @@ def cut_layers(model: nn.Module, plan: dict[str, str], config: PretrainedConfig,
     if not any("*" in pattern for pattern in plan):
         raise LayoutError(f"transformers has no tensor-parallel plan for {name}; use d or p in trainer.parallel")
     heads = _Heads(config, mesh.size())
-    styles = _with_adapters(model, {path: _style_of(path, plan) for path, _ in model.named_modules()})
+    styles = _with_adapters({path: _style_of(path, plan) for path, _ in model.named_modules()})
     for path, module in list(model.named_modules()):
         style = styles[path]
         if heads.replicated and style == "colwise" and re.search(r"\.[kv]_proj(\.|$)", path):
@@ -86,11 +85,11 @@ def _style_of(path: str, plan: dict[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
 
-def _with_adapters(model: nn.Module, styles: dict[str, str | None]) -> dict[str, str | None]:
+def _with_adapters(styles: dict[str, str | None]) -> dict[str, str | None]:
     """The style of a layer with an adapter, on its parts: the adapter's output is cut as the layer's is."""
     cut = dict(styles)
-    for path, module in model.named_modules():
-        if (style := styles[path]) is None or not isinstance(module, LoraLayer):
+    for path, style in styles.items():
+        if style is None or f"{path}.lora_A" not in styles:
             continue
         cut[path], cut[f"{path}.base_layer"] = None, style
         if style == "colwise":

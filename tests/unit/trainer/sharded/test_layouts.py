@@ -27,10 +27,11 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
-from asyncrl.trainer.lora import is_adapter, plain_name, published_name
+from asyncrl.trainer.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.step_batch import build_step_batch
+from asyncrl.weights.adapters import published_name
 from asyncrl.weights.model_folder import folder_tensors
 
 VOCABULARY = 17  # no layout divides it

@@ -1,0 +1,54 @@
+"""`model.lora` against what is known before anything starts: peft, and the model's weights by name. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.trainer.settings import ALL_LINEAR
+
+_LAYER_WEIGHT = re.compile(r"(?:^|\.)layers\.\d+\.(?:.*\.)?(\w+)\.weight$")
+
+
+def problems(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with the adapters, each as `setting=value: what is wrong; what to do`."""
+    lora = config.model.lora
+    if not lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield (
+            f"model.lora.rank={lora.rank}: peft is not installed in this environment; install the `lora` extra "
+            "(asyncrl[lora]), or use model.lora.rank=0"
+        )
+    if lora.alpha == 0:
+        yield "model.lora.alpha=0: adapters scaled by nothing train nothing; use a number above 0, for example 2 x rank"
+    if not lora.targets:
+        yield f"model.lora.targets=[]: no layer gets an adapter; name some, or [{ALL_LINEAR}]"
+    kinds = [] if config.model.path is None else layer_kinds(Path(config.model.path).expanduser())
+    for target in lora.targets:
+        if kinds and target not in (ALL_LINEAR, *kinds):
+            yield (
+                f"model.lora.targets={lora.targets}: no layer of model.path={config.model.path!r} is called "
+                f"{target!r}; use some of {', '.join(kinds)}, or {ALL_LINEAR}"
+            )
+
+
+def layer_kinds(folder: Path) -> list[str]:
+    """What matrices are called in the layers of the model in `folder`, by its safetensors; empty where they tell none.
+
+    Of experts that transformers keeps in one tensor, their files may still have one each: training tells those.
+    """
+    kinds: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            matrices = [name for name, tensor in header.items() if len(tensor.get("shape", ())) == 2]
+        except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
+            return []  # what is no model is told elsewhere
+        kinds |= {found[1] for name in matrices if (found := _LAYER_WEIGHT.search(name))}
+    return sorted(kinds)
