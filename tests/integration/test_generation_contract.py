@@ -532,7 +532,7 @@ async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
     whole: dict[float, tuple[Completion, ...]] = {}
     for limit_s in (whole_s, short_s):
         manager = cast("ManagerClient", OneServer(server.backend.url))
-        settings: Json = {"token": server.backend.token, "max_concurrent": 1, "max_failures": 100}
+        settings: Json = {"security": server.backend.security, "max_concurrent": 1, "max_failures": 100}
         async with RolloutClient(manager, request_timeout_s=limit_s, **settings) as client:
             whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
     assert calls[whole_s] == 1

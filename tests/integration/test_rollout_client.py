@@ -321,7 +321,7 @@ async def test_a_request_that_waits_in_the_queue_for_longer_than_the_limit_does_
     expected = await answers(server, request_of())
     server.requests.clear()
     server.busy = True
-    async with client_of(FixedManager(server), request_timeout_s=0.1, max_failures=1) as client:
+    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=1) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await server.until(lambda: len(server.requests) == 4)
         server.busy = False

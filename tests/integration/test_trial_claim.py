@@ -93,7 +93,7 @@ def test_what_a_dead_launch_left_is_taken_over_at_once(configs: list[ExperimentC
         second.release()
 
 
-@pytest.mark.parametrize("change", [{"machine": "another"}, {"pid": os.getppid()}])
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"pid": 1}])
 def test_only_the_very_process_counts_as_the_holder(
     configs: list[ExperimentConfig], change: dict[str, str | int]
 ) -> None:
