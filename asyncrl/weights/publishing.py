@@ -208,7 +208,7 @@ def _shard_name(stem: str, index: int, count: int) -> str:
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _tensor_entries(shards: Sequence[Shard], stem: str) -> dict[str, TensorEntry]:
+def _tensor_entries(shards: Sequence[Shard], stem: str = _STEM) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for index, shard in enumerate(shards):
         entries |= _entries(shard.specs, _shard_name(stem, index, len(shards)))
