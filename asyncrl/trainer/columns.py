@@ -28,7 +28,7 @@ def move_columns(request: MoveColumns, world: World, dealt: Deals, batches: Mapp
     """Give the batch of the grid of `request.target` the columns. Called by all ranks of both grids.
 
     Raises:
-        ValueError: a column is not a vector of numbers; only these cross between grids.
+        ValueError: a column is no vector of numbers, one per token or per sample; only these cross between grids.
     """
     source, target = world.placement.grid(request.source), world.placement.grid(request.target)
     for key in request.keys:
@@ -100,6 +100,11 @@ def _header(column: Tensor, batch: StepBatch, key: str) -> Tensor:
             f"{key!r} has shape {tuple(column.shape)} and type {column.dtype}; only vectors of numbers cross between "
             "roles of different layouts: put the roles in one layout"
         )
+    if len(column) not in (batch.num_tokens, batch.num_seqs):
+        raise ValueError(
+            f"{key!r} has {len(column)} rows, which is neither one per token ({batch.num_tokens}) nor one per sample "
+            f"({batch.num_seqs}); only these cross between roles of different layouts: put the roles in one layout"
+        )
     level = _PER_TOKEN if len(column) == batch.num_tokens else _PER_SAMPLE
     return torch.tensor([_DTYPES.index(column.dtype), level])
 
@@ -120,7 +125,9 @@ def _rows(column: Tensor, batch: StepBatch, rollout: int, key: str) -> Tensor:
 
 
 def _hand_down(column: Tensor | None, batch: StepBatch, copy: Ranks) -> Tensor:
-    """The column of the head of `copy` on all its ranks."""
+    """The column of the head of `copy` on all its ranks; an empty one where no sample was dealt to it."""
+    if column is None and batch.num_seqs == 0:
+        return torch.empty(0)
     if copy.world == 1:
         assert column is not None
         return column

@@ -1,0 +1,61 @@
+"""Whole runs whose models are spread over ranks: they train to the end, and go on in other layouts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS: dict[str, dict[str, str]] = {
+    "sharded": {"trainer__parallel": "d2", "trainer__engine": "sharded"},
+    "tensor slices": {"trainer__parallel": "t2"},
+    "stages": {"trainer__parallel": "p2"},
+    "a critic in slices on the ranks of a sharded actor": {
+        "trainer__parallel": "d2",
+        "algorithm__critic__parallel": "t2",
+    },
+    "a critic in stages on ranks of its own": {
+        "trainer__parallel": "d1",
+        "algorithm__critic__parallel": "p2",
+        "algorithm__critic__ranks": "own",
+    },
+}
+WITH_CRITIC = {"algorithm__graph": "ppo", "algorithm__advantage__name": "gae"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
+    """Finite losses, balanced books, every version published."""
+    layout = LAYOUTS[name]
+    with_critic = WITH_CRITIC if any("critic" in setting for setting in layout) else {}
+    run = start_run(**layout, **with_critic, total_train_steps=3, eval__interval=0)
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
+    losses = {key: value for row in rows for key, value in row.items() if key.endswith("loss") or "grad_norm" in key}
+    assert any("critic" in key for key in losses) == bool(with_critic), losses
+    assert losses, rows[-1].keys()
+    assert all(math.isfinite(value) for row in rows for key, value in row.items() if key in losses)
+    books = run.summary()["books"]
+    assert books["trained"] == 3 * 4
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert (run.run_dir / "weights" / "actor" / "v3" / "manifest.json").exists()
+    assert run.survivors() == []
+
+
+def test_a_killed_run_goes_on_in_another_layout(start_run: Any) -> None:
+    """Its checkpoint is read into whatever layout the ranks have now, and the terminal says that this one is new."""
+    settings = {"checkpoint__interval": 1, "eval__interval": 0}
+    run = start_run(**settings, trainer__parallel="d2", total_train_steps=50)
+    run.wait_for_file("checkpoints/v2")
+    run.kill_tree()
+    resumed = start_run(**settings, trainer__parallel="p2", total_train_steps=6)
+    assert resumed.wait() == 0, resumed.output + resumed.logs()
+    assert "continuing from checkpoint v" in resumed.output
+    assert 'trainer.parallel: "d2" -> "p2"' in resumed.output
+    rows = resumed.rows()
+    assert rows[-1]["step"] == rows[-1]["policy_version"] == 6
+    assert resumed.survivors() == []
