@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.experiment is None:
             print(list_experiments(folder))
             return 0 if args.help else EXIT_CONFIG
+        from asyncrl.commands.hub import resolve_hub_names
         from asyncrl.commands.input_checks import check_data, check_graph
         from asyncrl.config.checks import validate, warnings
         from asyncrl.config.experiment import ExperimentConfig
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.help:
             print(experiment_help(args.experiment, config))
             return 0
+        resolve_hub_names(config)
         validate(config)
         check_graph(config)
         if args.cfg:

@@ -58,7 +58,7 @@ from asyncrl.config.load import load_supervised
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
-from asyncrl.datasets.prompts import make_prompt
+from asyncrl.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -158,8 +158,9 @@ class ReferenceTrainer:
         self.snapshots.append((self.version, copy.deepcopy(self.model.state_dict())))
         behaviour_version, weights = self.snapshots[0]
         self.behaviour.load_state_dict(weights)
+        prompt_format = PromptFormat(self.tokenizer)
         prompts = [
-            make_prompt(ref, self.dataset, self.tokenizer, config.group_size, config.sampling, config.seed)
+            make_prompt(ref, self.dataset, prompt_format, config.group_size, config.sampling, config.seed)
             for ref in (self.prompts.next() for _ in range(config.train_batch_size))
         ]
         return self.answer(prompts, behaviour_version)
@@ -168,7 +169,8 @@ class ReferenceTrainer:
         """Mean reward of one greedy answer to each row, under the current weights."""
         self.behaviour.load_state_dict(self.model.state_dict())
         greedy, stream = replace(self.config.sampling, temperature=0.0), PromptStream(len(dataset), seed=0)
-        prompts = [make_prompt(stream.next(), dataset, self.tokenizer, 1, greedy, 0) for _ in range(len(dataset))]
+        prompt_format = PromptFormat(self.tokenizer)
+        prompts = [make_prompt(stream.next(), dataset, prompt_format, 1, greedy, 0) for _ in range(len(dataset))]
         return float(np.mean([group[0].reward for group in self.answer(prompts, self.version)]))
 
     def answer(self, prompts: Sequence[Prompt], version: int) -> list[Sequence[Sample]]:

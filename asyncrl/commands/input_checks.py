@@ -11,11 +11,13 @@ from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets import DemonstrationDataset, load_dataset
-from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.datasets.files import FileDataset
+from asyncrl.datasets.prompts import Overlong
+from asyncrl.datasets.survey import Survey, survey
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
-from asyncrl.rollout.user_code import load_eval_set, load_train_set
+from asyncrl.rollout.user_code import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
@@ -43,6 +45,39 @@ def check_data(config: Config, folder: Path | None) -> None:
     """
     if messages := list(dict.fromkeys(_wrong_data(config, folder))):
         raise ConfigError("\n".join(messages))
+
+
+ROWS_LOOKED_AT = 1000
+"""Of a dataset that is a class, whose rows may take time to make; of files all rows are looked at."""
+
+
+def check_prompts(config: ExperimentConfig) -> dict[str, Survey]:
+    """Make the prompts of the training set and of the evaluation's, with the tokenizer in `model.path`.
+
+    Returns:
+        What was found, by the name of the setting's group: `dataset` and, where there is an evaluation, `eval`.
+
+    Raises:
+        ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
+    """
+    prompt_format = load_prompt_format(config)
+    sets = {"dataset": load_train_set(config), "eval": load_eval_set(config) if config.eval.interval else None}
+    found = {}
+    for group, rows in sets.items():
+        if rows is None:
+            continue
+        seen = found[group] = survey(rows, prompt_format, None if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
+        if seen.overlong and overlong is Overlong.refuse:
+            raise ConfigError(
+                f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
+                f"({seen.first_overlong}, the longest {seen.longest}); raise it, or set dataset.overlong=filter"
+            )
+        left_out = seen.bad + (seen.overlong if overlong is Overlong.filter else 0)
+        if left_out == seen.looked_at:
+            why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
+            raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
+    return found
 
 
 def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:
@@ -94,5 +129,8 @@ def _check_demonstrations(args: Mapping[str, Any], config: SFTConfig) -> None:
     dataset = load_dataset(path, args, "train", config.seed)
     if not callable(getattr(dataset, "demonstration", None)):
         raise ValueError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
-    for index in range(len(dataset) if isinstance(dataset, JsonlDataset) else 1):
-        cast(DemonstrationDataset, dataset).demonstration(dataset.row(index))
+    for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
+        row = dataset.row(index)
+        if not isinstance(row["prompt"], str):
+            raise ValueError(f"{path!r}: the prompt of row {index} is messages; supervised training takes text")
+        cast(DemonstrationDataset, dataset).demonstration(row)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
-from asyncrl.commands.input_checks import base_model_config
+from asyncrl.commands.input_checks import base_model_config, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
+from asyncrl.datasets.survey import Survey, shown
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
+from asyncrl.runtime.launcher import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.resume import TrialError, check_finished
-from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.run_dir import LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
@@ -36,7 +38,7 @@ def train(config: Config, folder: Path | None) -> int:
         return _run_rl(_with_model(config, folder), console)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -50,6 +52,7 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
             console.print(line)
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
+    surveys = check_prompts(config)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display)
@@ -58,12 +61,30 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
             check_same_data(config)
         launcher.prepare()
         keep_data_record(config)
+        _show_prompts(config, surveys, run_dir, console)
         code = launcher.run()
     finally:
         display.close()
     for line in summary_lines(run_dir):
         console.print(line)
     return code
+
+
+def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_dir: Path, console: Console) -> None:
+    """Say what the prompts are, on the terminal and in `logs/prompts.log`."""
+    lines = [
+        f"{group}: {line}"
+        for group, found in surveys.items()
+        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
+    ]
+    if first := surveys["dataset"].first:
+        text, length = first
+        lines += [f"first prompt, {length} tokens:", shown(text)]
+    for line in lines:
+        console.print(line)
+    logs = run_dir / LOGS_DIR
+    logs.mkdir(exist_ok=True)
+    (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
 
 
 def _with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.config.import_paths import PluginError, load_plugin
-from asyncrl.datasets.jsonl import JSONL, JsonlDataset
+from asyncrl.datasets.files import FileDataset
+from asyncrl.datasets.readers import is_data_path
 
 
 @runtime_checkable
@@ -18,7 +22,9 @@ class Dataset(Protocol):
         ...
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Row `index`: `prompt` (text) and whatever the reward needs. The same on every call and in every process."""
+        """Row `index`: `prompt` (text, or messages) and whatever the reward needs. The same on every call and in every
+        process.
+        """
         ...
 
 
@@ -30,11 +36,27 @@ class DemonstrationDataset(Dataset, Protocol):
         ...
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A dataset whose rows stand in files, so that one that has changed can be named."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, index: int) -> str:
+        """File and line of row `index`."""
+        ...
+
+    def sums(self) -> NDArray[np.uint32]:
+        """`[N]`: a checksum of each row's content."""
+        ...
+
+
 def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
     """The dataset that a `dataset.path` setting names, one split of it.
 
     Args:
-        path: a file ending in `.jsonl`, or the import path `package.module:Class` or `file.py:Class` of a `Dataset`.
+        path: a file ending in `.jsonl` or `.parquet`, a folder, or the import path `package.module:Class` or
+            `file.py:Class` of a `Dataset`.
         args: further keyword arguments of the constructor; `split` and `seed` in them win over the two below.
         split: `train` or `held_out`.
         seed: seed of the dataset's own randomness.
@@ -46,8 +68,8 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
     arguments = {"split": split, "seed": seed, **args}
     given = f"{path!r} with args {dict(args)}" if args else repr(path)
     try:
-        if path.endswith(JSONL):
-            return JsonlDataset(**{"path": path, **arguments})
+        if is_data_path(path):
+            return FileDataset(**{"path": path, **arguments})
         dataset = load_plugin(path)(**arguments)
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it made a {type(dataset).__name__}, which has not both of __len__ and row(index)")
@@ -59,6 +81,6 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
         raise PluginError(f"{given}: {reason}") from error
     if first is None:
         raise PluginError(f"{given}: split {split!r} has no rows")
-    if not isinstance(first.get("prompt"), str):
+    if not isinstance(first.get("prompt"), str | list | tuple):
         raise PluginError(f"{given}: row 0 has no text under 'prompt'; give each row one, its keys are {list(first)}")
     return dataset

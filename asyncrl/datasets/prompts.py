@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
 
 from asyncrl.api import Prompt, SamplingParams, Tokenizer
 from asyncrl.datasets import Dataset
+from asyncrl.datasets.chat import ChatError, ChatTemplate, Message, wrong_messages
 from asyncrl.datasets.order import PromptRef, prompt_seed
 
 
@@ -13,10 +17,107 @@ class BadPrompt(ValueError):
     """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
 
 
+class OverlongPrompt(BadPrompt):
+    """A row whose prompt is longer than allowed and is not shortened."""
+
+
+class Overlong(StrEnum):
+    """What becomes of a prompt that is longer than `dataset.max_prompt_tokens`."""
+
+    filter = "filter"
+    """Its row is left out."""
+    left = "left"
+    """Its text loses its beginning."""
+    right = "right"
+    """Its text loses its end."""
+    middle = "middle"
+    """Its text loses its middle."""
+    refuse = "refuse"
+    """The run does not start."""
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How rows become token ids.
+
+    `chat` is None where prompts are plain text. A prompt longer than `max_tokens`, all of it counted as rendered, is
+    shortened where `overlong` says so: characters of the user's last message (of a plain prompt: of its text) are cut
+    until it fits, so that the template around them stays whole.
+    """
+
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None = None
+    max_tokens: int | None = None
+    overlong: Overlong = Overlong.filter
+
+    def rendered(self, prompt: str | Sequence[Message]) -> str:
+        """The text whose tokens the model gets.
+
+        Raises:
+            BadPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
+                them.
+        """
+        if isinstance(prompt, str) and self.chat is None:
+            return prompt
+        if not isinstance(prompt, str) and (wrong := wrong_messages(prompt)) is not None:
+            raise BadPrompt(f"the prompt is neither text nor messages: {wrong}")
+        if self.chat is None:
+            raise BadPrompt(
+                "the prompt is messages and there is no chat template; set dataset.chat_template to a Jinja file (or "
+                "to auto, with a model whose tokenizer has one), or give text"
+            )
+        try:
+            return self.chat.render(prompt)
+        except ChatError as error:
+            raise BadPrompt(str(error)) from None
+
+    def encode(self, row: Mapping[str, Any]) -> list[int]:
+        """Token ids of the prompt of `row`.
+
+        Raises:
+            KeyError: the row has no `prompt`.
+            BadPrompt: it makes none, or an empty one.
+            OverlongPrompt: it is too long and is not to be shortened, or not even without its text short enough.
+        """
+        prompt = row["prompt"]
+        ids = self._ids(prompt)
+        if not ids:
+            raise BadPrompt("the prompt is empty: give it at least one token")
+        if self.max_tokens is None or len(ids) <= self.max_tokens:
+            return ids
+        too_long = OverlongPrompt(
+            f"dataset.max_prompt_tokens={self.max_tokens}: the prompt has {len(ids)} tokens; raise the setting, have "
+            "such prompts shortened (dataset.overlong=left, right or middle), or leave them out of the dataset"
+        )
+        if self.overlong in (Overlong.filter, Overlong.refuse):
+            raise too_long
+        text, shortened = _last_text(prompt)
+        shortest, longest = 0, len(text) - 1
+        best: list[int] | None = None
+        while shortest <= longest:
+            kept = (shortest + longest) // 2
+            ids = self._ids(shortened(_cut(text, kept, self.overlong)))
+            if len(ids) > self.max_tokens:
+                longest = kept - 1
+            else:
+                shortest = kept + 1
+                best = ids or best
+        if best is None:
+            raise too_long
+        return best
+
+    def _ids(self, prompt: str | Sequence[Message]) -> list[int]:
+        text = self.rendered(prompt)
+        try:
+            return self.tokenizer.encode(text)
+        except ValueError as error:  # a character that an alphabet of few does not have
+            raise BadPrompt(str(error)) from None
+
+
 def make_prompt(
     ref: PromptRef,
     dataset: Dataset,
-    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
     group_size: int,
     sampling: SamplingParams,
     run_seed: int,
@@ -25,13 +126,36 @@ def make_prompt(
 
     Raises:
         KeyError: the dataset's row has no `prompt`.
-        BadPrompt: it is empty.
+        BadPrompt: it makes no prompt.
     """
     row = dataset.row(ref.row)
-    input_ids = tuple(tokenizer.encode(row["prompt"]))
-    if not input_ids:
-        raise BadPrompt(f"row {ref.row} of the dataset has an empty prompt: give it at least one token")
+    try:
+        input_ids = tuple(prompt_format.encode(row))
+    except BadPrompt as error:
+        raise type(error)(f"row {ref.row} of the dataset: {error}") from None
     seeded = replace(
-        sampling, seed=prompt_seed(run_seed, ref.order, ref.attempt), stop_token_ids=(tokenizer.eos_token_id,)
+        sampling,
+        seed=prompt_seed(run_seed, ref.order, ref.attempt),
+        stop_token_ids=(prompt_format.tokenizer.eos_token_id,),
     )
     return Prompt(ref.prompt_id, ref.order, row, input_ids, group_size, seeded)
+
+
+def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], str | list[Message]]]:
+    """The text of `prompt` that may be shortened, and the prompt with another one in its place."""
+    if isinstance(prompt, str):
+        return prompt, str
+    users = [number for number, turn in enumerate(prompt) if turn["role"] == "user" and turn.get("content")]
+    number = users[-1] if users else len(prompt) - 1
+    before, turn, after = prompt[:number], prompt[number], prompt[number + 1 :]
+    return str(turn.get("content") or ""), lambda text: [*before, {**turn, "content": text}, *after]
+
+
+def _cut(text: str, kept: int, side: Overlong) -> str:
+    """`kept` characters of `text`, without those of one `side`."""
+    if side is Overlong.left:
+        return text[len(text) - kept :]
+    if side is Overlong.right:
+        return text[:kept]
+    head = (kept + 1) // 2
+    return text[:head] + text[len(text) - (kept - head) :]

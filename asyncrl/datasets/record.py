@@ -2,7 +2,7 @@
 
 A prompt id names a row by its number. If rows go, come or change places, the ids of used prompts name others: some rows
 would be trained twice and some never, without a word. So the first launch writes down how many rows there are, and of a
-file a checksum of each line, which tells the line that is not what it was.
+file a checksum of each row, which tells the line that is not what it was.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.datasets import Dataset
-from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.datasets import Dataset, Placed
 
 
 class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of a dataset: their number, and CRC-32 of each one's line where there are lines (base64 of uint32)."""
+    """The rows of a dataset: their number, and CRC-32 of each one's content where it has a file (base64 of uint32)."""
 
     rows: int
     line_sums: str | None = None
@@ -26,9 +25,9 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, dataset: Dataset) -> DataRecord:
         """The record of `dataset`."""
-        if not isinstance(dataset, JsonlDataset):
+        if not isinstance(dataset, Placed):
             return cls(len(dataset))
-        return cls(len(dataset), base64.b64encode(dataset.line_sums.astype("<u4").tobytes()).decode())
+        return cls(len(dataset), base64.b64encode(dataset.sums().astype("<u4").tobytes()).decode())
 
     @classmethod
     def read(cls, file: Path) -> DataRecord:
@@ -44,22 +43,20 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def difference(self, dataset: Dataset, path: str) -> str | None:
         """How `dataset`, of the setting `dataset.path`, differs from what was recorded; None where it does not."""
         now = len(dataset)
-        if self.line_sums is None or not isinstance(dataset, JsonlDataset):
+        if self.line_sums is None or not isinstance(dataset, Placed):
             return None if now == self.rows else f"{path!r} has {now} rows; this trial began with {self.rows}"
         before = np.frombuffer(base64.b64decode(self.line_sums), "<u4")
         common = min(now, self.rows)
-        differing = np.flatnonzero(before[:common] != dataset.line_sums[:common])
+        differing = np.flatnonzero(before[:common] != dataset.sums()[:common])
         if len(differing):
             row = int(differing[0])
             return (
-                f"{path}:{dataset.line_numbers[row]} is not what it was when this trial began (row {row}; {now} rows "
+                f"{dataset.place(row)} is not what it was when this trial began (row {row}; {now} rows "
                 f"now, {self.rows} then)"
             )
         if now < self.rows:
-            last = dataset.line_numbers[-1]
-            return (
-                f"{path}:{last} is the last line with a row of training; this trial began with {self.rows - now} more"
-            )
+            last = dataset.place(now - 1)
+            return f"{last} is the last line with a row of training; this trial began with {self.rows - now} more"
         if now > self.rows:
-            return f"{path}:{dataset.line_numbers[common]} is new; this trial began with the {self.rows} rows before it"
+            return f"{dataset.place(common)} is new; this trial began with the {self.rows} rows before it"
         return None

@@ -9,7 +9,8 @@ of `tokenizer_config.json` tells `load_tokenizer` that the light one does. Every
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ from asyncrl.api import Tokenizer
 CONFIG_FILE = "tokenizer_config.json"
 SYMBOLS_KEY = "asyncrl_symbols"
 """The key of `tokenizer_config.json` that marks a `CharTokenizer` and holds its alphabet."""
+TOKENIZER_FILE = "tokenizer.json"
+_FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ARITHMETIC_SYMBOLS = "0123456789+=;#"
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -79,7 +92,7 @@ class CharTokenizer:
             SYMBOLS_KEY: self.symbols,
         }
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (directory / "tokenizer.json").write_text(json.dumps(self._fast_tokenizer(), indent=2) + "\n", encoding="utf-8")
+        (directory / TOKENIZER_FILE).write_text(json.dumps(self._fast_tokenizer(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> CharTokenizer:
@@ -135,12 +148,85 @@ class HuggingFaceTokenizer:
         """Text of `token_ids`, special tokens left out."""
         return str(self.wrapped.decode(list(token_ids), skip_special_tokens=True))
 
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files into `directory`."""
+        self.wrapped.save_pretrained(directory)
+
+
+class FastTokenizer:
+    """The `Tokenizer` verbs over the `tokenizers` library and a folder's `tokenizer.json`: no transformers, no torch.
+
+    Raises:
+        ValueError: the tokenizer does not know its own end-of-sequence token.
+    """
+
+    def __init__(self, folder: Path, eos_token: str) -> None:
+        import tokenizers
+
+        self._backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        eos_token_id = self._backend.token_to_id(eos_token)
+        if eos_token_id is None:
+            raise ValueError(f"tokenizer of {str(folder)!r} has no token {eos_token!r}, its eos_token: mend its files")
+        self._folder = folder
+        self.eos_token_id: int = eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens added."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        """Copy the tokenizer's files into `directory`."""
+        for name in _FILES:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, directory / name)
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the files of the tokenizer in `folder` name: `bos_token`, `eos_token` and so on."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", CONFIG_FILE):
+        file = folder / name
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for key in _SPECIAL_KEYS:
+            value = values.get(key)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[key] = value
+    return found
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of the model directory (or Hugging Face model name) `path`."""
-    config = Path(path) / CONFIG_FILE
-    if config.is_file() and SYMBOLS_KEY in json.loads(config.read_text(encoding="utf-8")):
-        return CharTokenizer.load(config.parent)
+    """The tokenizer of the model folder `path`.
+
+    With a `tokenizer.json` that has all tokens its config names, the `tokenizers` library reads it; else transformers
+    does, which takes seconds and imports torch.
+    """
+    folder = Path(path)
+    config = folder / CONFIG_FILE
+    described = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if SYMBOLS_KEY in described:
+        return CharTokenizer.load(folder)
+    eos_token = special_tokens(folder).get("eos_token")
+    if eos_token is not None and _is_whole(folder / TOKENIZER_FILE, described):
+        return FastTokenizer(folder, eos_token)
     from transformers import AutoTokenizer
 
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(path)))
+
+
+def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:
+    """Whether the `tokenizer.json` at `file` has every added token that `tokenizer_config.json` describes, and no code
+    of its own goes before it.
+    """
+    if not file.is_file() or "auto_map" in described:
+        return False
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
+    known = {(token["id"], token["content"]) for token in added}
+    named = described.get("added_tokens_decoder", {})
+    return all((int(number), token["content"]) in known for number, token in named.items())

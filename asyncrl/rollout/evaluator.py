@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from asyncrl.api import GenerationRequest, GenerationResult
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt
+from asyncrl.datasets.prompts import OverlongPrompt
 from asyncrl.rollout.episode import run_episode
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluationResult
@@ -29,7 +30,7 @@ class Evaluator:
     def __init__(self, plugins: Plugins, client: RolloutClient, *, index: int, workers: int, size: int) -> None:
         self._plugins = plugins
         self._client = client
-        self._rows = range(index, min(size, len(plugins.eval_set)), workers)
+        self._rows = range(index, min(size, len(plugins.eval_set or ())), workers)
 
     async def evaluate(self, version: int) -> EvaluationResult:
         """Rewards and lengths of the share under policy `version` or newer, and which versions it really was.
@@ -38,8 +39,9 @@ class Evaluator:
             Exception: whatever the agent, the environment or the servers raised.
         """
         policy, plugins = _EvaluatedPolicy(self._client, version), self._plugins
+        prompts = [prompt for row in self._rows if (prompt := self._prompt(row)) is not None]
         groups = await asyncio.gather(
-            *(run_episode(plugins.agent, plugins.make_env(), plugins.eval_prompt(row), policy) for row in self._rows)
+            *(run_episode(plugins.agent, plugins.make_env(), prompt, policy) for prompt in prompts)
         )
         samples = [sample for group in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
@@ -49,3 +51,10 @@ class Evaluator:
             min_version=min(versions, default=version),
             max_version=max(versions, default=version),
         )
+
+    def _prompt(self, row: int) -> Prompt | None:
+        """The prompt of `row`; None where it makes none that is short enough, which was counted at the start."""
+        try:
+            return self._plugins.eval_prompt(row)
+        except OverlongPrompt:
+            return None

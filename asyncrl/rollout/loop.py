@@ -31,7 +31,7 @@ from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
 from asyncrl.comm.drop_reasons import DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt
+from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
 from asyncrl.rollout.episode import judge, run_episode, shape
@@ -216,6 +216,9 @@ class RolloutLoop:
 
     def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:
         prompt_id = candidate.ref.prompt_id
+        if isinstance(error, OverlongPrompt):  # said at the start, with how many there are; no sign of a defect
+            _log.debug("prompt %s is left out: %s", prompt_id, error)
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.bad_prompt)
         self._attempts[prompt_id] += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):

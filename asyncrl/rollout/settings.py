@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from asyncrl.api.reward import RunIn
 from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
-from asyncrl.datasets.jsonl import JSONL
+from asyncrl.datasets.chat import AUTO, OFF
+from asyncrl.datasets.prompts import Overlong
+from asyncrl.datasets.readers import JSONL, PARQUET, is_data_path
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -22,14 +24,51 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class SourceConfig:
+    """One of several datasets."""
+
+    path: str = setting("", "as dataset.path")
+    args: dict[str, Any] = setting(help="as dataset.args", factory=dict)
+    fields: dict[str, str] = setting(help="as dataset.fields", factory=dict)
+    weight: float = setting(1.0, "its share of the rows is weight / sum of all weights")
+    name: str = setting("", "its rows say `source: <name>`; empty: its path")
+
+
+@dataclass
 class DatasetConfig:
     """The prompts."""
 
     path: str = setting(
-        "asyncrl.datasets.arithmetic:ArithmeticDataset", "dataset class by import path, or a JSONL file", fixed=True
+        "asyncrl.datasets.arithmetic:ArithmeticDataset",
+        "dataset class by import path, a JSONL or Parquet file, a folder of them, a folder saved by `datasets`, or a "
+        "name on the Hugging Face hub; docs/data.md",
+        fixed=True,
     )
     args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict, fixed=True)
-    max_prompt_tokens: int = setting(512, "longer prompts are refused at the start", unit="tokens", minimum=1)
+    fields: dict[str, str] = setting(
+        help="columns of a file under another name, `{prompt: question, answer: solution}`; a column within a column "
+        "with a dot",
+        factory=dict,
+        fixed=True,
+    )
+    sources: list[SourceConfig] = setting(
+        help="several datasets in place of path, mixed by weight; each with path, args, fields, weight and name",
+        factory=list,
+        fixed=True,
+    )
+    max_prompt_tokens: int = setting(2048, "longest prompt, its chat template counted", unit="tokens", minimum=1)
+    overlong: Overlong = setting(
+        Overlong.filter,
+        "what becomes of longer prompts: their rows are left out, their text is cut (left, right, middle), or the run "
+        "is refused",
+    )
+    chat_template: str = setting(
+        AUTO, "auto: the tokenizer's, where it has one; off: prompts are plain text; or a Jinja file"
+    )
+    chat_template_args: dict[str, Any] = setting(
+        help="further variables of the chat template, as `{enable_thinking: false}`", factory=dict
+    )
+    system_prompt: str = setting("", "system message put before prompts that have none; empty: no such message")
 
 
 @dataclass
@@ -132,6 +171,7 @@ class EvalConfig:
     args: dict[str, Any] = setting(
         help="keyword arguments of the dataset; added to dataset.args where eval.path is null", factory=dict
     )
+    fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
     size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
     timeout_s: float = setting(300.0, "limit of one evaluation", unit="s", minimum=1.0)
 
@@ -144,9 +184,15 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
         )
     data, evaluation = config.dataset, config.eval
-    yield from dataset("dataset", data.path, data.args)
+    yield from _datasets(data)
+    yield from _chat(data)
     if evaluation.path is not None:
         yield from dataset("eval", evaluation.path, evaluation.args)
+    elif evaluation.interval and data.sources:
+        yield (
+            "eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own, or switch it "
+            "off (eval.interval=0)"
+        )
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
     yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
@@ -189,21 +235,62 @@ def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
 
 def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the dataset `path` and `args` of a group of settings, as far as one can tell unloaded."""
-    if path.endswith(JSONL):
+    if is_data_path(path):
         if not Path(path).expanduser().exists():
-            yield f"{group}.path={path!r}: no such file; give a JSONL file, or a dataset class as package.module:Name"
-        yield from signatures.problems(group, "asyncrl.datasets.jsonl:JsonlDataset", args, ("path", "split", "seed"))
+            yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
+        supplied = ("path", "split", "seed", "fields")
+        yield from signatures.problems(group, "asyncrl.datasets.files:FileDataset", args, supplied)
     elif ":" in path:
         yield from signatures.problems(group, path, args, supplied=("split", "seed"))
     else:
-        yield f"{group}.path={path!r}: give a file that ends in {JSONL}, or a dataset class as package.module:Name"
+        yield (
+            f"{group}.path={path!r}: give a file that ends in {JSONL} or {PARQUET}, a folder, or a dataset class as "
+            "package.module:Name"
+        )
+
+
+def _datasets(data: DatasetConfig) -> Iterator[str]:
+    """What is wrong with `dataset`'s path or sources, and their fields."""
+    if not data.sources:
+        yield from dataset("dataset", data.path, data.args)
+        yield from _fields("dataset", data.path, data.fields)
+        return
+    default = DatasetConfig()
+    for name in ("args", "fields"):
+        if getattr(data, name) != getattr(default, name):
+            yield f"dataset.{name}: set together with dataset.sources, each of which has its own; write it there"
+    names: set[str] = set()
+    for number, source in enumerate(data.sources):
+        group, name = f"dataset.sources[{number}]", source.name or source.path
+        if not (math.isfinite(source.weight) and source.weight > 0):
+            yield f"{group}.weight={source.weight}: no share; give a number above 0"
+        if name in names:
+            yield f"{group}.name={source.name!r}: another source is called {name!r} too; give each a name of its own"
+        names.add(name)
+        yield from dataset(group, source.path, source.args)
+        yield from _fields(group, source.path, source.fields)
+
+
+def _fields(group: str, path: str, fields: Mapping[str, str]) -> Iterator[str]:
+    if fields and not is_data_path(path):
+        yield f"{group}.fields={dict(fields)}: {path!r} is a class, not a file; name its rows' fields there"
+
+
+def _chat(data: DatasetConfig) -> Iterator[str]:
+    template = data.chat_template
+    if template not in (AUTO, OFF) and not Path(template).expanduser().is_file():
+        yield f"dataset.chat_template={template!r}: no such file; give auto, off, or a Jinja file"
+    if template == OFF:
+        for name in ("system_prompt", "chat_template_args"):
+            if value := getattr(data, name):
+                yield f"dataset.{name}={value!r}: nothing takes it with dataset.chat_template=off; leave it out"
 
 
 def _held_out_rows(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:
     """Whether evaluation would take rows of the training file that are trained on."""
     args = evaluation.args
     yield from dataset("eval", data.path, {**data.args, **args}) if args else ()
-    if not data.path.endswith(JSONL) or "path" in args:
+    if not is_data_path(data.path) or "path" in args:
         return
     if not data.args.get("held_out_share"):
         yield (
@@ -211,7 +298,7 @@ def _held_out_rows(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]
             "(eval.path=...), hold out a share of this one (dataset.args.held_out_share=0.05), or switch it off "
             "(eval.interval=0)"
         )
-    for key in ("held_out_share", "prompt_template"):
+    for key in ("held_out_share", "prompt_template", "files"):
         if args.get(key, data.args.get(key)) != data.args.get(key):
             yield (
                 f"eval.args.{key}={args[key]!r}: it decides which prompts are held out, and training has another; set "

@@ -14,9 +14,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.datasets import Dataset, load_dataset
+from asyncrl.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, template_source
+from asyncrl.datasets.mixture import Mixture
 from asyncrl.datasets.order import PromptRef
-from asyncrl.datasets.prompts import BadPrompt, make_prompt
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.datasets.readers import is_data_path
+from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
@@ -34,7 +37,8 @@ class Plugins:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         self._config = config
         self._sampling = SamplingParams(**asdict(config.rollout.sampling))
-        self.tokenizer = load_tokenizer(config.model.path)
+        self._format = load_prompt_format(config)
+        self.tokenizer = self._format.tokenizer
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.vocab_size: int | None = model_config.get("vocab_size")
         self.train_set = load_train_set(config)
@@ -65,27 +69,56 @@ class Plugins:
         """The training prompt at `ref`.
 
         Raises:
-            BadPrompt: it is empty, or longer than `dataset.max_prompt_tokens`.
+            BadPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
 
     def eval_prompt(self, row: int) -> Prompt:
-        """Row `row` of the evaluation set: one greedy sample."""
+        """Row `row` of the evaluation set: one greedy sample.
+
+        Raises:
+            BadPrompt: as of `train_prompt`.
+        """
+        assert self.eval_set is not None, "settings that evaluate name a set"
         return self._prompt(
             PromptRef(f"eval-{row}", row, row), self.eval_set, 1, replace(self._sampling, temperature=0.0)
         )
 
     def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
-        prompt = make_prompt(
-            ref, dataset, self.tokenizer, group_size=group_size, sampling=sampling, run_seed=self._config.seed
+        return make_prompt(
+            ref, dataset, self._format, group_size=group_size, sampling=sampling, run_seed=self._config.seed
         )
-        limit = self._config.dataset.max_prompt_tokens
-        if len(prompt.input_ids) > limit:
-            raise BadPrompt(
-                f"dataset.max_prompt_tokens={limit}: row {ref.row} has a prompt of {len(prompt.input_ids)} tokens; "
-                "raise the setting, or leave such rows out of the dataset"
-            )
-        return prompt
+
+
+def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
+    """How rows become token ids, by the tokenizer in `model.path` and the settings of `dataset`.
+
+    Raises:
+        ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
+    """
+    folder, data = Path(str(config.model.path)).expanduser(), config.dataset
+    tokenizer = load_tokenizer(folder)
+    source = None
+    if data.chat_template == AUTO:
+        source = template_source(folder)
+    elif data.chat_template != OFF:
+        try:
+            source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"dataset.chat_template={data.chat_template!r}: cannot be read ({error})") from None
+    if source is None:
+        for name in ("system_prompt", "chat_template_args"):
+            if value := getattr(data, name):
+                raise ConfigError(
+                    f"dataset.{name}={value!r}: the tokenizer in {str(folder)!r} has no chat template to take it; set "
+                    "dataset.chat_template to a Jinja file, or leave it out"
+                )
+        return PromptFormat(tokenizer, None, data.max_prompt_tokens, data.overlong)
+    try:
+        chat = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
+    except ChatError as error:
+        raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
+    return PromptFormat(tokenizer, chat, data.max_prompt_tokens, data.overlong)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:
@@ -94,22 +127,46 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
     Raises:
         ConfigError: they cannot be loaded.
     """
-    return _load_set("dataset", config.dataset.path, config.dataset.args, "train", config.seed)
+    data, seed = config.dataset, config.seed
+    if not data.sources:
+        return _load_set("dataset", data.path, data.args, data.fields, "train", seed)
+    sources = [
+        _load_set(f"dataset.sources[{number}]", source.path, source.args, source.fields, "train", seed)
+        for number, source in enumerate(data.sources)
+    ]
+    names = [source.name or source.path for source in data.sources]
+    try:
+        return Mixture(sources, [source.weight for source in data.sources], names)
+    except ValueError as error:
+        raise ConfigError(f"dataset.sources: {error}") from None
 
 
-def load_eval_set(config: ExperimentConfig) -> Dataset:
-    """The prompts of the evaluation: of `eval.path`, or those that the training set holds out.
+def load_eval_set(config: ExperimentConfig) -> Dataset | None:
+    """The prompts of the evaluation: of `eval.path`, or those that the training set holds out; None where several
+    sources are trained on, of which nothing is held out.
 
     Raises:
         ConfigError: they cannot be loaded.
     """
     data, evaluation = config.dataset, config.eval
     if evaluation.path is not None:
-        return _load_set("eval", evaluation.path, evaluation.args, "held_out", config.seed)
-    return _load_set("dataset", data.path, {**data.args, **evaluation.args}, "held_out", config.seed)
+        fields = _eval_fields(config)
+        return _load_set("eval", evaluation.path, evaluation.args, fields, "held_out", config.seed)
+    if data.sources:
+        return None
+    return _load_set("dataset", data.path, {**data.args, **evaluation.args}, data.fields, "held_out", config.seed)
 
 
-def _load_set(group: str, path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
+def _eval_fields(config: ExperimentConfig) -> Mapping[str, str]:
+    own = config.eval.fields
+    return config.dataset.fields if own is None else own
+
+
+def _load_set(
+    group: str, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int
+) -> Dataset:
+    if fields and is_data_path(path):
+        args = {**args, "fields": dict(fields)}
     try:
         return load_dataset(path, args, split, seed)
     except PluginError as error:

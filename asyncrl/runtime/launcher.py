@@ -62,7 +62,7 @@ REFRESH_S = 0.2
 RESTARTS = 3
 """How often a process that can be replaced is; one that dies still more has a cause that a person must see."""
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Launcher:

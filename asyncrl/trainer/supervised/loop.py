@@ -37,7 +37,7 @@ from transformers import (
 from asyncrl.api import Tokenizer
 from asyncrl.datasets import DemonstrationDataset, load_dataset
 from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
-from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer, load_tokenizer
+from asyncrl.datasets.tokenizers import CharTokenizer, FastTokenizer, HuggingFaceTokenizer, load_tokenizer
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
 
@@ -163,18 +163,15 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, reco
     """Write weights, config, tokenizer and `training.json` aside and synced, then rename the folder to `out_dir`.
 
     Raises:
-        TypeError: the tokenizer is neither a `CharTokenizer` nor a `HuggingFaceTokenizer`.
+        TypeError: the tokenizer is none that `load_tokenizer` returns, which can be saved.
     """
     aside = atomic_dir.begin(out_dir)
     model.save_pretrained(aside)
-    if isinstance(tokenizer, CharTokenizer):
-        tokenizer.save(aside)
-    elif isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.wrapped.save_pretrained(aside)
-    else:
+    if not isinstance(tokenizer, CharTokenizer | FastTokenizer | HuggingFaceTokenizer):
         raise TypeError(
             f"cannot save a {type(tokenizer).__name__}: give what load_tokenizer returns, or a CharTokenizer"
         )
+    tokenizer.save(aside)
     (aside / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for file in aside.iterdir():
         atomic_dir.sync_file(file)

@@ -139,7 +139,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["generation.max_total_tokens=20"], ["generation.max_total_tokens=20", "or more"]),
         (["model.path=/nowhere"], ["model.path='/nowhere'", "config.json"]),
         (["dataset.path=/nowhere.jsonl"], ["dataset.path='/nowhere.jsonl'", "no such file"]),
-        (["dataset.path=/etc"], ["dataset.path='/etc'", "ends in .jsonl"]),
+        (["dataset.path=rows.txt"], ["dataset.path='rows.txt'", "ends in .jsonl"]),
         (["dataset.args.num_row=3"], ["dataset.args={'num_row': 3}", "did you mean 'num_rows'?"]),
         (["dataset.args.num_rows=many"], ["'num_rows' is 'many' (str), expected int"]),
         (["eval.args.num_row=3"], ["eval.args=", "did you mean 'num_rows'?"]),

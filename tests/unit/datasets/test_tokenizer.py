@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.datasets.tokenizers import CharTokenizer, HuggingFaceTokenizer, load_tokenizer
+from asyncrl.datasets.tokenizers import CharTokenizer, FastTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 TEXT = "37+5=42;42+81=123#123"
 
@@ -51,14 +52,21 @@ def test_transformers_reads_the_saved_char_tokenizer_as_the_same_codec(tmp_path:
     assert fast.decode([*tokenizer.encode(TEXT), tokenizer.eos_token_id], skip_special_tokens=True) == TEXT
 
 
-def test_a_directory_without_the_mark_is_opened_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("more_tokens", "kind"), [(False, FastTokenizer), (True, HuggingFaceTokenizer)])
+def test_a_directory_without_the_mark_is_opened_by_tokenizers_or_where_its_config_has_more_tokens_by_transformers(
+    tmp_path: Path, more_tokens: bool, kind: type
+) -> None:
     CharTokenizer().save(tmp_path)
     fast = AutoTokenizer.from_pretrained(tmp_path)
     other = tmp_path / "other"
     fast.save_pretrained(other)
     config = other / "tokenizer_config.json"
-    config.write_text(config.read_text(encoding="utf-8").replace("asyncrl_symbols", "something"), encoding="utf-8")
+    described = json.loads(config.read_text(encoding="utf-8"))
+    del described["asyncrl_symbols"]
+    if more_tokens:
+        described["added_tokens_decoder"] = {"99": {"content": "<more>", "special": True}}
+    config.write_text(json.dumps(described), encoding="utf-8")
     loaded = load_tokenizer(other)
-    assert isinstance(loaded, HuggingFaceTokenizer)
+    assert isinstance(loaded, kind)
     assert loaded.decode(loaded.encode(TEXT)) == TEXT
     assert loaded.eos_token_id == CharTokenizer.eos_token_id

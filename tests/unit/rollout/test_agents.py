@@ -21,7 +21,7 @@ from asyncrl.api import (
 )
 from asyncrl.datasets.arithmetic import ArithmeticDataset, written_out
 from asyncrl.datasets.order import PromptStream, prompt_seed
-from asyncrl.datasets.prompts import make_prompt
+from asyncrl.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.retry import RetryEnv
 from asyncrl.envs.single_turn import SingleTurnEnv
@@ -224,7 +224,8 @@ def test_a_prompt_carries_its_own_seed_and_the_end_token() -> None:
     stream = PromptStream(20, seed=7)
     stream.next()
     ref = stream.next()
-    made = make_prompt(ref, dataset, TOKENIZER, group_size=4, sampling=SamplingParams(max_new_tokens=9), run_seed=7)
+    sampling = SamplingParams(max_new_tokens=9)
+    made = make_prompt(ref, dataset, PromptFormat(TOKENIZER), group_size=4, sampling=sampling, run_seed=7)
     assert (made.prompt_id, made.order, made.group_size) == (ref.prompt_id, 1, 4)
     assert made.sampling == SamplingParams(max_new_tokens=9, stop_token_ids=(EOS,), seed=prompt_seed(7, 1))
     assert TOKENIZER.decode(made.input_ids) == dataset.row(ref.row)["prompt"]
@@ -238,8 +239,15 @@ def test_an_empty_prompt_is_refused() -> None:
         def row(self, index: int) -> dict[str, str]:
             return {"prompt": ""}
 
-    with pytest.raises(ValueError, match="empty prompt"):
-        make_prompt(PromptStream(1, 0).next(), Empty(), TOKENIZER, group_size=1, sampling=SamplingParams(), run_seed=0)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        make_prompt(
+            PromptStream(1, 0).next(),
+            Empty(),
+            PromptFormat(TOKENIZER),
+            group_size=1,
+            sampling=SamplingParams(),
+            run_seed=0,
+        )
 
 
 async def test_a_right_worked_answer_earns_one_and_a_careless_one_nothing() -> None:

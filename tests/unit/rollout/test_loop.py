@@ -29,7 +29,7 @@ from asyncrl.comm.drop_reasons import is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt, make_prompt
+from asyncrl.datasets.prompts import BadPrompt, PromptFormat, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -259,7 +259,8 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
 
     class Prompts(FakePlugins):
         def train_prompt(self, ref: PromptRef) -> Prompt:
-            return make_prompt(ref, cast(Dataset, dataset), cast(Tokenizer, tokenizer), GROUP, SamplingParams(), 1)
+            prompt_format = PromptFormat(cast(Tokenizer, tokenizer))
+            return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
 
     async def push(trajectory: Trajectory) -> None:
         """Nobody trains it."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.demonstrations import by_length, demonstration_batches
-from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,
@@ -119,7 +119,7 @@ def test_a_users_jsonl_continues_a_saved_model(tmp_path: Path) -> None:
     data.write_text(
         '{"prompt": "1+1=", "completion": "#2"}\n{"prompt": "2+2=", "completion": "#4"}\n', encoding="utf-8"
     )
-    phases = [SFTPhase(JsonlDataset(path=str(data)), 3)]
+    phases = [SFTPhase(FileDataset(path=str(data)), 3)]
     tuned = make(tmp_path / "tuned", phases=phases, path=str(base))
     assert weights(tuned).keys() == weights(base).keys()
     assert not torch.equal(weights(tuned)["model.norm.weight"], weights(base)["model.norm.weight"])

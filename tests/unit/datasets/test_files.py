@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.datasets import load_dataset
-from asyncrl.datasets.jsonl import JsonlDataset
+from asyncrl.datasets.files import FileDataset
 from asyncrl.rewards.math_answer import math_answer_reward
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -21,13 +21,13 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 @pytest.mark.parametrize("field", ["prompt", "question", "problem"])
 def test_each_prompt_field_is_read_and_other_fields_are_kept(tmp_path: Path, field: str) -> None:
     path = write(tmp_path / "data.jsonl", [{field: "1+1?", "answer": "2", "level": 3}])
-    row = JsonlDataset(path=str(path)).row(0)
+    row = FileDataset(path=str(path)).row(0)
     assert (row["prompt"], row["answer"], row["level"]) == ("1+1?", "2", 3)
 
 
 def test_the_template_surrounds_the_prompt(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [{"question": "1+1?", "unit": "apples"}])
-    dataset = JsonlDataset(path=str(path), prompt_template="Q: {prompt} ({unit})\nA:")
+    dataset = FileDataset(path=str(path), prompt_template="Q: {prompt} ({unit})\nA:")
     assert dataset.row(0)["prompt"] == "Q: 1+1? (apples)\nA:"
 
 
@@ -46,9 +46,9 @@ def test_a_held_out_share_splits_the_prompts_without_overlap(tmp_path: Path) -> 
     [
         (b"{not json", "one object per line"),
         (b"[1]", "one object per line"),
-        (b'{"answer": "2"}', "prompt, question, problem: add one"),
-        (b'{"prompt": 3}', "prompt, question, problem: add one"),
-        (b'{"prompt": ""}', "prompt, question, problem: add one"),
+        (b'{"answer": "2"}', "prompt, question, problem, messages: add one"),
+        (b'{"prompt": 3}', "prompt, question, problem, messages: add one"),
+        (b'{"prompt": ""}', "prompt, question, problem, messages: add one"),
         (b'{"prompt": "caf\xe9"}', "save the file as UTF-8"),
         (b'{"prompt": "caf\\ud83d?"}', "half of a pair of surrogates, after 'caf'; write the whole character"),
     ],
@@ -57,19 +57,19 @@ def test_a_bad_line_is_named_by_file_and_number_with_what_to_do(tmp_path: Path, 
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=rf"data\.jsonl:2 .*{advice}"):
-        JsonlDataset(path=str(path))
+        FileDataset(path=str(path))
 
 
 def test_a_template_with_a_field_that_a_line_has_not_names_the_line(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [{"prompt": "a", "unit": "m"}, {"prompt": "b"}])
     with pytest.raises(ValueError, match=r"data\.jsonl:2 does not fit prompt_template='\{prompt\} \{unit\}'"):
-        JsonlDataset(path=str(path), prompt_template="{prompt} {unit}")
+        FileDataset(path=str(path), prompt_template="{prompt} {unit}")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "fine"}\n')
-    assert JsonlDataset(path=str(path)).row(0)["prompt"] == "fine"
+    assert FileDataset(path=str(path)).row(0)["prompt"] == "fine"
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "locked"])
@@ -82,19 +82,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
         if os.access(path, os.R_OK):
             pytest.skip("this user may read every file")
     with pytest.raises(ValueError, match=r"data\.jsonl cannot be read \(.*\): give a file"):
-        JsonlDataset(path=str(path))
+        FileDataset(path=str(path))
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no rows: write one JSON object per line"):
-        JsonlDataset(path=str(path))
+        FileDataset(path=str(path))
 
 
 def test_demonstrations_come_from_the_first_completion_field(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [{"prompt": "a", "completion": "b", "answer": "c"}, {"prompt": "d"}])
-    dataset = JsonlDataset(path=str(path))
+    dataset = FileDataset(path=str(path))
     assert dataset.demonstration(dataset.row(0)) == "b"
     with pytest.raises(ValueError, match="completion"):
         dataset.demonstration(dataset.row(1))
@@ -102,6 +102,6 @@ def test_demonstrations_come_from_the_first_completion_field(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the shared GSM8K files are not here")
 def test_gsm8k_loads_and_every_reference_solution_earns_its_reward() -> None:
-    dataset = JsonlDataset(path=str(GSM8K / "test.jsonl"))
+    dataset = FileDataset(path=str(GSM8K / "test.jsonl"))
     assert len(dataset) > 1000
     assert all(math_answer_reward(row, row["answer"]) == 1.0 for row in map(dataset.row, range(len(dataset))))

@@ -1,0 +1,152 @@
+"""Chat templates, rendered as transformers renders them, without transformers (which imports torch).
+
+A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox.
+Environment, filters and functions are those of `transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests
+compare both, text by text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+AUTO, OFF = "auto", "off"
+"""Values of `dataset.chat_template` that name no file."""
+
+Message = Mapping[str, Any]
+
+
+class ChatError(ValueError):
+    """Messages that cannot be rendered; the message says why."""
+
+
+class ChatTemplate:
+    """A template with what it is filled with besides the messages.
+
+    Args:
+        source: the template.
+        special_tokens: what the template knows as `bos_token`, `eos_token` and so on.
+        args: further variables of the template, as `enable_thinking`; they win over `special_tokens`.
+        system_prompt: text of a system message put before messages that begin with none; empty: no such message.
+
+    Raises:
+        ChatError: `source` is no Jinja template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        args: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
+    ) -> None:
+        try:
+            self._template = _compiled(source)
+        except jinja2.TemplateError as error:
+            raise ChatError(f"the chat template is no Jinja template ({error})") from None
+        self._variables = {**special_tokens, **(args or {})}
+        self._system_prompt = system_prompt
+
+    def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+        """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self._system_prompt})
+        return turns
+
+    def render(self, prompt: str | Sequence[Message]) -> str:
+        """The text that the model goes on from: the conversation and the beginning of the assistant's turn.
+
+        Raises:
+            ChatError: the template refuses the messages, or fails.
+        """
+        turns = [_normalised(turn) for turn in self.messages(prompt)]
+        filled = {"tools": None, "documents": None, **self._variables}
+        try:
+            return self._template.render(messages=turns, add_generation_prompt=True, **filled)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
+
+
+def _normalised(turn: Message) -> dict[str, Any]:
+    """Without what is None; reasoning under the names that templates read it by. As transformers does."""
+    given = {key: value for key, value in turn.items() if value is not None}
+    reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def wrong_messages(messages: Any) -> str | None:
+    """Why `messages` is no conversation that an answer can follow; None where it is one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        return "it is no list of messages"
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is no object with a role"
+        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    if messages[-1]["role"] in ("system", "assistant"):
+        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
+    return None
+
+
+def template_source(folder: Path) -> str | None:
+    """The chat template of the tokenizer in `folder`: `chat_template.jinja`, else that of `tokenizer_config.json`, of
+    several the one named `default`; None where it has none.
+    """
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for those who want a mask; it renders as what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type itself reaches further
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,118 @@
+"""Readers of data files: JSON lines, Parquet, folders of them, and what Hugging Face `datasets` saves to disk.
+
+Each gives `Record`s in the order in which they stand in the files, files of a folder in the order of their names.
+Parquet and Arrow are read by pyarrow, of the extra `data`; columns become plain Python values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+JSONL, PARQUET = ".jsonl", ".parquet"
+"""What the names of such files end in."""
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+"""What `datasets` writes beside a saved dataset's Arrow files, and above the folders of several splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row of a file: what it says, where it stands (file and number, from 1), and a checksum of its content."""
+
+    fields: dict[str, Any]
+    place: str
+    sum: int
+
+
+def is_data_path(path: str) -> bool:
+    """Whether `path` is, by its name, a file that is read here, or is a folder."""
+    return path.endswith((JSONL, PARQUET)) or Path(path).expanduser().is_dir()
+
+
+def read(path: Path, files: str = "") -> list[Record]:
+    """The records of a file, or of a folder: those that `files`, a glob pattern, names; by default all data files.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else. The message says where and what to do.
+    """
+    if path.suffix not in (JSONL, PARQUET) and path.is_dir():
+        return [record for file in _files_of(path, files) for record in _read_file(file)]
+    if files:
+        raise ValueError(f"{path} is no folder, of which args.files={files!r} could choose files: leave it out")
+    return list(_read_file(path))
+
+
+def _files_of(folder: Path, pattern: str) -> list[Path]:
+    """The data files of `folder`, sorted."""
+    if not pattern and (folder / _SPLITS).is_file():
+        splits = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        raise ValueError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one, {folder / splits[0]}")
+    if not pattern and (folder / _STATE).is_file():
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        if state.get("_indices_files") or state.get("_indices_data_files"):
+            raise ValueError(f"{folder} keeps its order apart from its rows: save it after flatten_indices()")
+        return [folder / file["filename"] for file in state["_data_files"]]
+    found = sorted(folder.glob(pattern or "**/*"))
+    chosen = [file for file in found if file.is_file() and file.suffix in (JSONL, PARQUET, ".arrow")]
+    if not chosen:
+        named = f" that args.files={pattern!r} names" if pattern else ""
+        raise ValueError(f"{folder} has no data files{named}: give files that end in {JSONL}, {PARQUET} or .arrow")
+    if len({file.suffix for file in chosen}) > 1 or (not pattern and len({file.parent for file in chosen}) > 1):
+        names = ", ".join(str(file.relative_to(folder)) for file in chosen[:4])
+        raise ValueError(f"{folder} holds several sets of files ({names}, ...): choose some by args.files='train-*'")
+    return chosen
+
+
+def _read_file(path: Path) -> Iterator[Record]:
+    return _json_lines(path) if path.suffix == JSONL else _table(path)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = f"{path} cannot be read ({error.strerror})"
+        raise ValueError(f"{reason}: give a file, JSON lines, that this user may read") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{number} is not UTF-8 ({error.reason}): save the file as UTF-8") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON ({error}): write one object per line") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}:{number} is a JSON {type(fields).__name__}: write one object per line")
+        yield Record(fields, f"{path}:{number}", crc32(line.encode()))
+
+
+def _table(path: Path) -> Iterator[Record]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            f"{path} needs the package pyarrow: pip install 'asyncrl[data]', or save the data as JSON lines"
+        ) from None
+    try:
+        if path.suffix == PARQUET:
+            table = pyarrow.parquet.read_table(path)
+        else:
+            with pyarrow.memory_map(str(path)) as source:
+                table = pyarrow.ipc.open_stream(source).read_all()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give a whole Parquet or Arrow file") from None
+    number = 0
+    for batch in table.to_batches():
+        for fields in batch.to_pylist():
+            number += 1
+            content = json.dumps(fields, sort_keys=True, default=str).encode()
+            yield Record(fields, f"{path}:{number}", crc32(content))

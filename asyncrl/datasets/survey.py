@@ -1,0 +1,74 @@
+"""A look at a dataset's prompts before a run starts: how long they are, which make none, what the first looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from asyncrl.datasets import Dataset
+from asyncrl.datasets.prompts import BadPrompt, Overlong, PromptFormat
+
+SHOWN_CHARACTERS = 2000
+"""So much of the first prompt is shown; its beginning and end matter, which a template makes."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found in the `looked_at` rows of a dataset's `rows`.
+
+    `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
+    make no prompt for another reason than their length, `first_bad` says why the first of them does not. `first` is the
+    first prompt as it is used: its text and its number of tokens.
+    """
+
+    rows: int
+    looked_at: int
+    longest: int
+    overlong: int
+    bad: int
+    first_overlong: str
+    first_bad: str
+    first: tuple[str, int] | None
+
+    def lines(self, max_tokens: int, overlong: Overlong) -> list[str]:
+        """What was found, for a person."""
+        of = "" if self.looked_at == self.rows else f" (of the first {self.looked_at})"
+        found = [f"{self.rows} rows; prompts of up to {self.longest} tokens{of}"]
+        if self.overlong:
+            fate = "left out" if overlong in (Overlong.filter, Overlong.refuse) else f"cut ({overlong})"
+            found.append(f"{self.overlong} are longer than dataset.max_prompt_tokens={max_tokens}: {fate}{of}")
+        if self.bad:
+            found.append(f"{self.bad} make no prompt and are left out{of}; {self.first_bad}")
+        return found
+
+
+def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> Survey:
+    """Look at the first `limit` rows of `dataset` (None: all)."""
+    rows = len(dataset)
+    looked_at = rows if limit is None else min(rows, limit)
+    unlimited = replace(prompt_format, max_tokens=None)
+    longest = overlong = bad = 0
+    first_overlong = first_bad = ""
+    first: tuple[str, int] | None = None
+    for number in range(looked_at):
+        row = dataset.row(number)
+        try:
+            length = len(unlimited.encode(row))
+        except BadPrompt as error:
+            bad += 1
+            first_bad = first_bad or f"row {number}: {error}"
+            continue
+        longest = max(longest, length)
+        if prompt_format.max_tokens is not None and length > prompt_format.max_tokens:
+            overlong += 1
+            first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
+        elif first is None:
+            first = prompt_format.rendered(row["prompt"]), length
+    return Survey(rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first)
+
+
+def shown(text: str) -> str:
+    """`text`, without the middle of a long one."""
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"

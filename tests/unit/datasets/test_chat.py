@@ -1,0 +1,255 @@
+"""Chat templates render, and tokenizers encode, exactly as transformers does; overlong prompts are cut."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.datasets.chat import ChatError, ChatTemplate, template_source
+from asyncrl.datasets.prompts import BadPrompt, Overlong, OverlongPrompt, PromptFormat
+from asyncrl.datasets.survey import survey
+from asyncrl.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
+
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{%- endif %}
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content }}
+    {%- if message.tool_calls %}{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA_3 = """{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+MISTRAL = """{{ bos_token }}
+{%- set ns = namespace(turn=0) %}
+{%- for message in messages if message['role'] != 'system' %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}
+    {%- set ns.turn = ns.turn + 1 %}{% if ns.turn > 9 %}{% break %}{% endif %}
+{%- endfor %}
+"""
+GEMMA = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
+"""
+TEMPLATES = {"qwen": QWEN, "llama3": LLAMA_3, "mistral": MISTRAL, "gemma": GEMMA}
+CONVERSATIONS: dict[str, Any] = {
+    "text": "What is 3 + 4?  <b>&amp;</b>\n",
+    "turns": [
+        {"role": "user", "content": "Hi \u00e9\u4f60\u597d \U0001f600"},
+        {"role": "assistant", "content": "<think>so</think>\n\nHello"},
+        {"role": "user", "content": " again? "},
+    ],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2*2"}],
+    "tool": [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "<\u00e9>"}}}],
+        },
+        {"role": "tool", "content": "5", "name": None},
+    ],
+}
+SPECIALS = ["<s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with Qwen's template, as transformers saves it."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator([*TEMPLATES.values(), "What is the sum of the numbers, step by step?"], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+    wrapped.chat_template = QWEN
+    path = tmp_path_factory.mktemp("tokenizer")
+    wrapped.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("args", [{}, {"enable_thinking": False, "date_string": "26 Jul 2024"}], ids=["plain", "args"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_rendered_and_its_tokens_are_transformers_own(
+    folder: Path, name: str, args: dict[str, Any], conversation: str
+) -> None:
+    prompt = CONVERSATIONS[conversation]
+    reference = AutoTokenizer.from_pretrained(folder)
+    chat = ChatTemplate(TEMPLATES[name], special_tokens(folder), args)
+    messages = chat.messages(prompt)
+    options = {"chat_template": TEMPLATES[name], "add_generation_prompt": True, **args}
+    refused = None
+    try:
+        text = reference.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # jinja2's, or TypeError where content is missing
+        refused = str(error)
+    if refused is not None:
+        with pytest.raises(ChatError, match=re.escape(refused)):
+            chat.render(prompt)
+        return
+    ids = reference.apply_chat_template(messages, return_dict=False, **options)
+    assert chat.render(prompt) == text
+    assert PromptFormat(load_tokenizer(folder), chat).encode({"prompt": prompt}) == ids
+
+
+def test_each_template_renders_some_and_refuses_what_it_says(folder: Path) -> None:
+    """So that the comparison above compares texts, and not refusals alone."""
+    for template in TEMPLATES.values():
+        assert len(ChatTemplate(template, special_tokens(folder)).render("hello")) > 10
+    for template, part in ((GEMMA, "System role not supported"), (MISTRAL, None)):
+        chat = ChatTemplate(template, special_tokens(folder), system_prompt="Be brief.")
+        if part is None:
+            assert "brief" not in chat.render("hello")
+            continue
+        with pytest.raises(ChatError, match=part):
+            chat.render("hello")
+
+
+def test_a_tokenizer_json_is_read_without_transformers_as_transformers_reads_it(folder: Path, tmp_path: Path) -> None:
+    reference, own = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert isinstance(own, FastTokenizer)
+    assert own.eos_token_id == reference.eos_token_id
+    for text in (
+        "",
+        "  two  blanks\n\n",
+        "<|im_start|>user\nhi<|im_end|>",
+        "\u00e9\u4f60\U0001f600\u0301 x,y .",
+        "a" * 3000,
+    ):
+        ids = own.encode(text)
+        assert ids == reference.encode(text, add_special_tokens=False)
+        assert own.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    own.save(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert (again.get_vocab(), again.chat_template) == (reference.get_vocab(), reference.chat_template)
+    program = (
+        "import sys; from asyncrl.datasets.tokenizers import load_tokenizer; "
+        f"load_tokenizer({str(folder)!r}).encode('hello'); "
+        "sys.exit(int('transformers' in sys.modules or 'torch' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_a_system_prompt_comes_before_messages_that_have_none(folder: Path) -> None:
+    chat = ChatTemplate(QWEN, {}, system_prompt="Be brief.")
+    assert chat.render("2*2") == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2*2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2*2"}]
+    assert "brief" not in chat.render(own)
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(ChatError, match="SecurityError"):
+            ChatTemplate(source, {}).render("x")
+    with pytest.raises(ChatError, match="no Jinja template"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_a_template_of_its_own_file_wins_and_of_several_the_default(folder: Path, tmp_path: Path) -> None:
+    assert template_source(folder) == QWEN
+    assert template_source(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
+    )
+    assert template_source(tmp_path) == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert template_source(tmp_path) == "J"
+
+
+LONG = "0123456789" * 30
+
+
+@pytest.mark.parametrize(
+    ("overlong", "kept"),
+    [
+        (Overlong.left, lambda text: LONG.endswith(text)),
+        (Overlong.right, lambda text: LONG.startswith(text)),
+        (Overlong.middle, lambda text: LONG.startswith(text[:20]) and LONG.endswith(text[-20:])),
+    ],
+)
+def test_an_overlong_prompt_is_cut_within_its_template(folder: Path, overlong: Overlong, kept: Any) -> None:
+    tokenizer = load_tokenizer(folder)
+    cut = PromptFormat(tokenizer, ChatTemplate(QWEN, {}), 120, overlong)
+    frame = cut.chat.render("@") if cut.chat else ""
+    head, tail = frame.split("@")
+    for prompt in (LONG, [{"role": "user", "content": LONG}]):
+        ids = cut.encode({"prompt": prompt})
+        assert 110 < len(ids) <= 120
+        text = tokenizer._backend.decode(ids, skip_special_tokens=False)  # type: ignore[attr-defined]
+        assert text.startswith(head)
+        assert text.endswith(tail)
+        left = text[len(head) : len(text) - len(tail)]
+        assert 40 < len(left) < len(LONG)
+        assert kept(left)
+    plain = PromptFormat(tokenizer, None, 20, overlong).encode({"prompt": LONG})
+    assert 15 < len(plain) <= 20
+    with pytest.raises(OverlongPrompt, match="max_prompt_tokens=5"):
+        PromptFormat(tokenizer, ChatTemplate(QWEN, {}), 5, overlong).encode({"prompt": LONG})
+
+
+def test_a_survey_counts_what_is_too_long_and_what_makes_no_prompt(folder: Path) -> None:
+    rows: list[Any] = [LONG, [{"role": "assistant", "content": "a"}], "short", LONG, "also short"]
+
+    class Rows:
+        def __len__(self) -> int:
+            return len(rows)
+
+        def row(self, index: int) -> dict[str, Any]:
+            return {"prompt": rows[index]}
+
+    chat = ChatTemplate(QWEN, {})
+    found = survey(Rows(), PromptFormat(load_tokenizer(folder), chat, 100))
+    assert (found.rows, found.looked_at, found.overlong, found.bad) == (5, 5, 2, 1)
+    assert "ends with the role 'assistant'" in found.first_bad
+    assert found.first is not None
+    assert found.first == (chat.render("short"), len(load_tokenizer(folder).encode(chat.render("short"))))
+    assert any("2 are longer than dataset.max_prompt_tokens=100" in line for line in found.lines(100, Overlong.filter))
+    assert survey(Rows(), PromptFormat(load_tokenizer(folder), chat, 100), limit=2).overlong == 1
+
+
+def test_messages_without_a_template_make_no_prompt(folder: Path) -> None:
+    with pytest.raises(BadPrompt, match="no chat template; set dataset"):
+        PromptFormat(load_tokenizer(folder)).encode({"prompt": [{"role": "user", "content": "x"}]})
