@@ -17,24 +17,28 @@ from asyncrl.trainer.layout import Layout
 _BOTH = frozenset(
     {
         "cohere",
+        "deepseek_v3",
         "gemma2",
         "gemma3_text",
         "glm4",
+        "gpt_oss",
         "granite",
         "llama",
         "mistral",
+        "mixtral",
         "nemotron",
         "olmo2",
         "olmo3",
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
     }
 )
 TENSOR_PARALLEL = _BOTH | {"phi"}
 """`model_type`s of transformers that are cut into tensor slices."""
-PIPELINE_PARALLEL = _BOTH | {"gpt_oss", "qwen3_5_text", "stablelm"}
+PIPELINE_PARALLEL = _BOTH | {"deepseek_v2", "granitemoehybrid", "qwen3_5_text", "qwen3_next", "stablelm"}
 """`model_type`s of transformers that are cut into pipeline stages."""
 
 
