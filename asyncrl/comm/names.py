@@ -89,11 +89,12 @@ class WorkerAddress(_Entry, frozen=True):
 
 
 class WorkerStatus(_Entry, frozen=True):
-    """What a worker is at; `reason` says why it failed."""
+    """What a worker is at; `reason` says why it failed; `incarnation`: how many before it died."""
 
     state: State
     pid: int
     reason: str = ""
+    incarnation: int = 0
 
 
 class GenerationServerEntry(_Entry, frozen=True):

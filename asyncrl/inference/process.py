@@ -30,9 +30,6 @@ from asyncrl.runtime.restart_budget import RestartBudget
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker
 
-MAX_RESTARTS = 3
-RESTART_WINDOW_S = 600.0
-
 
 class EngineFailed(RuntimeError):
     """The engine ended and was not started again."""
@@ -58,7 +55,8 @@ class GenerationServer(AsyncWorker):
             EngineStartError: it did not start, or cannot do what the run wants of it.
             EngineFailed: it ended too often.
         """
-        budget = RestartBudget(MAX_RESTARTS, RESTART_WINDOW_S)
+        limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
+        budget = RestartBudget(limit, window_s)
         while True:
             served = await host.start()
             await self._check_kept_requests(served.url)
@@ -68,7 +66,7 @@ class GenerationServer(AsyncWorker):
             finally:
                 self._unregister()
             if not budget.spend(time.monotonic()):
-                raise EngineFailed(f"{reason}\ngiven up after {MAX_RESTARTS} restarts in {RESTART_WINDOW_S:g} s")
+                raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
 
     async def _check_kept_requests(self, url: str) -> None:

@@ -19,8 +19,9 @@ from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.observability.metrics import MetricsWriter, read_rows
+from asyncrl.observability.tail import JsonlTail
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.run_dir import METRICS_FILE
+from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Journal:
         self._buffer = buffer
         self._rows = RowQueue()
         self._metrics: MetricsWriter | None = None
+        self._restart_log: JsonlTail | None = None
+        self._restarts = 0  # over all launches
         self._started_at = 0.0
         self._totals = _Totals(0.0)
 
@@ -77,6 +80,7 @@ class Journal:
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
+        self._restart_log = JsonlTail(run_dir / RESTARTS_FILE)
         self._started_at = now
         self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale], dropped=dropped)
         if version == 0 and self.evaluation_due(0):
@@ -121,6 +125,7 @@ class Journal:
             "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,
             "rollout/in_buffer": len(self._buffer),
+            "restarts": self._count_restarts(),
         }
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
@@ -183,6 +188,12 @@ class Journal:
         """Note an evaluation that failed; returns what its row says of it."""
         self.evaluations_failed.append({"version": version, "reason": reason})
         return {f"eval/{self._config.eval.name}/failed": 1.0}
+
+    def _count_restarts(self) -> int:
+        """How often processes, or all of them, were started again so far."""
+        if self._restart_log is not None:
+            self._restarts += len(self._restart_log.read())
+        return self._restarts
 
     def _write_ready(self) -> None:
         if self._metrics is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.journal import Journal
+from asyncrl.runtime.restart_log import count_restarts
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
     CHECKPOINTS_DIR,
@@ -51,6 +52,7 @@ def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks,
         "eval": journal.accuracies(),
         "evaluations": journal.evaluations,
         "evaluations_failed": journal.evaluations_failed,
+        "restarts": dict(count_restarts(run_dir)),
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),
             "weights": str(run_dir / WEIGHTS_DIR),

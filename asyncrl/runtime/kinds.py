@@ -27,7 +27,7 @@ class Restart(StrEnum):
     whole_run = auto()
     """What it held is lost: the run has to be started again, from the newest checkpoint."""
     alone = auto()
-    """A new one can take its place at any time, and the launcher starts it."""
+    """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ProcessKind:
         leads: its orderly end is the end of the run; asked to stop, it saves first. One kind leads.
         serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
         essential: the run ends with it. The death of any other is noted, and the run goes on.
-        restart: what the launcher does first when one has died.
+        restart: what the launcher does when one has died.
     """
 
     path: str
@@ -90,8 +90,10 @@ def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 KINDS = {
     MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks),
-    GENERATION_SERVER: ProcessKind("asyncrl.inference.process:GenerationServer", _generation_servers, serves=True),
-    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
+    GENERATION_SERVER: ProcessKind(
+        "asyncrl.inference.process:GenerationServer", _generation_servers, serves=True, restart=Restart.alone
+    ),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     GSERVER_MANAGER: ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
     MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
 }

@@ -9,10 +9,13 @@ Life of a run
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
-   - A process ends that can be replaced (`Restart.alone`): a new one is started, a few times.
+   - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Beyond its
+     budget everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
+     (`asyncrl.runtime.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
+   A process that exits with 1 has not died: it says that it cannot go on, and why, and would say so again.
 5. Whatever still runs below the launcher is killed, and the claim is given back.
 """
 
@@ -21,8 +24,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.comm.name_resolve import NameResolveError
@@ -36,6 +41,8 @@ from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process_tree import end_launch
+from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
+from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
@@ -59,8 +66,8 @@ CHECKPOINT_LIMIT_S = 120.0
 """After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
-RESTARTS = 3
-"""How often a process that can be replaced is; one that dies still more has a cause that a person must see."""
+GAVE_UP = 1
+"""Exit code of a process that says that it cannot go on (`Worker.start`)."""
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -74,7 +81,8 @@ class Launcher:
         self._display = display
         self._workers: list[WorkerHandle] = []
         self._watches: set[asyncio.Task[None]] = set()
-        self._restarts: Counter[str] = Counter()
+        self._policy = RestartPolicy(config.system.restarts_per_process, config.system.restart_window_s)
+        self._deaths: Counter[str] = Counter()
         self._interrupts = 0
         self._claim: TrialClaim | None = None
         self._claim_lost = False
@@ -91,9 +99,7 @@ class Launcher:
         try:
             self._end_leftovers(self._claim)
             self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
-            self._clear_names()
-            for ending in (SUMMARY_FILE, BOOKS_FILE):
-                (self.run_dir / ending).unlink(missing_ok=True)
+            self._forget_processes()
             (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
             RunSecret.create(self.run_dir / SECRET_FILE)
             write_run_config(self.config, self.run_dir)
@@ -122,11 +128,18 @@ class Launcher:
         if self.config.resume == Resume.restart:
             for item in used:
                 shutil.rmtree(item) if item.is_dir() else item.unlink()
+        self._say_continuation()
+
+    def _say_continuation(self) -> None:
         for line in continuation(self.run_dir, self.config):
             self._display.note(line)
 
-    def _clear_names(self) -> None:
-        """Forget what an earlier launch announced: its model version and data state are not this one's."""
+    def _forget_processes(self) -> None:
+        """Forget what earlier processes announced and how they ended: their model version and data state are not those
+        of the ones to come.
+        """
+        for ending in (SUMMARY_FILE, BOOKS_FILE):
+            (self.run_dir / ending).unlink(missing_ok=True)
         try:
             with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
                 resolver.clear_subtree(keep=(TRIAL_KEY,))
@@ -148,23 +161,40 @@ class Launcher:
         self._ends: asyncio.Queue[WorkerHandle | None] = asyncio.Queue()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        showing = asyncio.create_task(self._show_metrics())
+        guarding = asyncio.create_task(self._guard_claim())
+        try:
+            while (code := await self._run_processes()) is None:
+                await asyncio.to_thread(self._forget_processes)
+                self._say_continuation()
+            return code
+        finally:
+            guarding.cancel()
+            showing.cancel()
+            self._show_new_rows()
+
+    async def _run_processes(self) -> int | None:
+        """Start everything and see it through; the exit code, or None where the whole run is to be started again."""
+        self._workers.clear()
+        self._ends = asyncio.Queue()  # the ends of those that ran before are none of these
+        if self._claim_lost:
+            return EXIT_FAILED
         for plan in plan_workers(self.config):
             await self._start(plan)
         if self._interrupts:  # before there was anyone to ask
             self._terminate_leader()
         self._display.note(f"started {len(self._workers)} processes, logs in {self.run_dir / LOGS_DIR}")
-        showing = asyncio.create_task(self._show_metrics())
-        guarding = asyncio.create_task(self._guard_claim())
-        try:
-            ended = await self._end_of_run()
-            if ended is not None and not (_leads(ended) and ended.exit_code == 0):
-                return await self._fail(ended)
+        ended, after = await self._end_of_run()
+        if ended is None or (_leads(ended) and ended.exit_code == 0):
             await self._stop_all()
             return EXIT_FAILED if self._claim_lost else EXIT_INTERRUPTED if self._interrupts else EXIT_OK
-        finally:
-            guarding.cancel()
-            showing.cancel()
-            self._show_new_rows()
+        whole_run = after is AfterDeath.whole_run
+        outcome = "as often as it may be by itself: the whole run is started again" if whole_run else ""
+        await self._fail(ended, outcome)
+        if not whole_run or self._interrupts or self._claim_lost:
+            return EXIT_FAILED
+        note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {_how(ended)}")
+        return None
 
     async def _guard_claim(self) -> None:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
@@ -183,12 +213,13 @@ class Launcher:
 
     async def _start(self, plan: WorkerPlan) -> None:
         """Start a process, and have its end reported."""
-        worker = await self._backend.start(plan)
+        worker = await self._backend.start(replace(plan, incarnation=self._deaths[plan.name]))
         self._workers.append(worker)
+        ends = self._ends
 
         async def report_end() -> None:
             await worker.wait()
-            self._ends.put_nowait(worker)
+            ends.put_nowait(worker)
 
         watch = asyncio.create_task(report_end())
         self._watches.add(watch)
@@ -206,44 +237,54 @@ class Launcher:
                 worker.kill()
             self._ends.put_nowait(None)
 
-    async def _end_of_run(self) -> WorkerHandle | None:
-        """The process whose end is that of the run; None where everything is to be stopped at once, because it was
-        asked for twice or the checkpoint took too long.
+    async def _end_of_run(self) -> tuple[WorkerHandle | None, AfterDeath]:
+        """The process whose end is that of the run, and what is to be started again; no process where everything is to
+        be stopped at once, because it was asked for twice or the checkpoint took too long.
         """
         while True:
             ends = [await self._ends.get()]
             while not self._ends.empty():
                 ends.append(self._ends.get_nowait())
             if None in ends:
-                return None
-            final = [worker for worker in ends if worker is not None and not await self._goes_on_without(worker)]
-            if final:  # of several at once, one that failed is the cause
-                return min(final, key=lambda worker: worker.exit_code == 0)
+                return None, AfterDeath.nothing
+            final = [
+                (worker, after)
+                for worker in ends
+                if worker is not None and (after := await self._after_end(worker)) is not AfterDeath.alone
+            ]
+            if final:  # of several at once, one that cannot be started again is the cause, then one that failed
+                return min(final, key=lambda end: (end[1] is AfterDeath.whole_run, end[0].exit_code == 0))
 
-    async def _goes_on_without(self, ended: WorkerHandle) -> bool:
-        """Whether the run goes on: the process is replaced, or it is one that the run can do without."""
-        kind, name = KINDS[ended.plan.kind], ended.plan.name
-        replaced = kind.restart == Restart.alone and self._restarts[name] < RESTARTS and not self._interrupts
+    async def _after_end(self, ended: WorkerHandle) -> AfterDeath:
+        """What is started again after this end; `alone` also where the run goes on without the process."""
+        kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
+        if kind.restart == Restart.alone and ended.exit_code not in (EXIT_OK, GAVE_UP) and not self._interrupts:
+            after = self._policy.died(name, time.monotonic())
+            self._deaths[name] += 1
+        replaced = after is AfterDeath.alone
         if kind.essential and not replaced:
-            return False
+            return after
         outcome = "it is started again" if replaced else "the run goes on without it"
         self._display.note(f"{name} ({ended.description}) {_how(ended)}; {outcome}; its log: {ended.log}")
         self._workers.remove(ended)
         if replaced:
-            self._restarts[name] += 1
+            note_restart(self.run_dir, name, _how(ended))
             await self._start(ended.plan)
-        return True
+        return AfterDeath.alone
 
-    async def _fail(self, ended: WorkerHandle) -> int:
-        """Say what ended, have the rest saved and stopped; returns the exit code."""
-        self._display.note(f"FAILED: {ended.plan.name} ({ended.description}) {_how(ended)}; the end of {ended.log}:")
+    async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
+        """Say what ended and what comes of it, have the rest saved and stopped."""
+        what = f"{ended.plan.name} ({ended.description}) {_how(ended)}"
+        if outcome:
+            self._display.note(f"{what}, {outcome}; the end of {ended.log}:")
+        else:
+            self._display.note(f"FAILED: {what}; the end of {ended.log}:")
         for line in ended.last_lines():
             self._display.note(f"    {line}")
         if not _leads(ended):
             self._terminate_leader()
             await _wait_for([worker for worker in self._workers if _leads(worker)], SAVE_LIMIT_S)
         await self._stop_all()
-        return EXIT_FAILED
 
     def _terminate_leader(self) -> None:
         for worker in self._workers:

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("index", type=int)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--niceness", type=int, default=0, help="lower this process's priority by so much")
+    parser.add_argument("--incarnation", type=int, default=0, help="how many before this one died")
     args = parser.parse_args()
     os.nice(args.niceness)
     os.umask(PRIVATE_UMASK)
@@ -31,7 +32,7 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
-    return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir)).start())
+    return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation)).start())
 
 
 if __name__ == "__main__":

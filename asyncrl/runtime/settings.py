@@ -57,6 +57,13 @@ class SystemConfig:
     stall_timeout_s: float = setting(
         120.0, "no train step for so long: say which stage waits for what, and stop", unit="s", minimum=5.0
     )
+    restarts_per_process: int = setting(
+        3,
+        "how often a GenerationServer or RolloutWorker that died is started again alone, within restart_window_s; with "
+        "one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: it ends at once",
+        minimum=0,
+    )
+    restart_window_s: float = setting(600.0, "after so long a restart is forgotten", unit="s", minimum=1.0)
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

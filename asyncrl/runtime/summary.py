@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.drop_reasons import failure
+from asyncrl.runtime.restart_log import count_restarts
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
 
@@ -36,6 +37,8 @@ def summary_lines(run_dir: Path) -> list[str]:
             for failed in summary.get("evaluations_failed", ())  # one of an earlier version of asyncrl has none
         ]
         lines += _books_lines(summary["books"])
+    if restarts := count_restarts(run_dir):
+        lines.append("restarts   " + ", ".join(f"{what} {count}" for what, count in sorted(restarts.items())))
     return [
         *lines,
         f"metrics    {run_dir / METRICS_FILE}",

@@ -44,11 +44,14 @@ class _StoppedEarly(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Which worker this process is: the `index`-th of its `kind`, of the run in `run_dir`."""
+    """Which worker this process is: the `index`-th of its `kind`, of the run in `run_dir`, after `incarnation` that
+    died.
+    """
 
     kind: str
     index: int
     run_dir: Path
+    incarnation: int = 0
 
     @property
     def name(self) -> str:
@@ -148,7 +151,7 @@ class Worker(ABC):
 
     def set_status(self, state: names.State, reason: str = "") -> None:
         """Publish this worker's state; a last state stays, the others vanish with the process."""
-        value = names.WorkerStatus(state, os.getpid(), reason).encode()
+        value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
         self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 

@@ -29,11 +29,12 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One process to start: the `index`-th of its `kind`, and what it may use."""
+    """One process to start: the `index`-th of its `kind`, what it may use, and after how many that died."""
 
     kind: str
     index: int
     resources: Resources = field(default_factory=Resources)
+    incarnation: int = 0
 
     @property
     def name(self) -> str:
@@ -43,6 +44,7 @@ class WorkerPlan:
     def command(self, run_dir: Path) -> list[str]:
         """The command line that runs it, as one of the run in `run_dir`."""
         command = [sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
+        command += ["--incarnation", str(self.incarnation)]
         return [*command, "--run-dir", str(run_dir), "--niceness", str(self.resources.niceness)]
 
     def environment(self) -> dict[str, str]:

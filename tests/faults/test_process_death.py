@@ -38,9 +38,7 @@ def last_step(run: Any) -> int:
     [
         ("master_worker", False),
         ("model_worker", False),
-        ("generation_server", True),
         ("gserver_manager", True),
-        ("rollout_worker", True),
     ],
 )
 def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str, can_save: bool) -> None:
@@ -100,7 +98,8 @@ def test_an_end_while_a_step_waits_for_an_evaluation_leaves_a_checkpoint_of_that
     """Version 2 is to be evaluated, so it waits for the evaluation of version 0 to end; so do all rows of metrics."""
     (tmp_path / "stuck.py").write_text(STUCK_EVALUATION)
     agent = f"{tmp_path / 'stuck.py'}:Stuck"
-    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=2, agent__path=agent)
+    settings = {"eval__interval": 2, "agent__path": agent, "system__restarts_per_process": 0}
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, **settings)
     run.wait_for_file("weights/actor/v2")
     if dies:
         run.worker(dies).kill()

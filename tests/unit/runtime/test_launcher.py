@@ -14,8 +14,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
-from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, RESTARTS, Launcher
+from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.restart_log import WHOLE_RUN, count_restarts
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.worker_plan import Resources, WorkerPlan
 
@@ -60,11 +61,13 @@ class Stage(LauncherBackend):
         super().__init__(run_dir)
         self.script = script
         self.started: list[str] = []
+        self.incarnations: list[int] = []
         self.stopped: list[str] = []
         self.closed = False
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         self.started.append(plan.name)
+        self.incarnations.append(plan.incarnation)
         worker = Played(plan, self.stopped)
         if plan.name in self.script:
             asyncio.get_running_loop().call_soon(self.script[plan.name], worker)
@@ -115,8 +118,9 @@ Play = Callable[..., tuple[int, Stage, str]]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, ProcessKind]) -> Play:
     """`play(name=what)` runs a launcher whose processes do `what` as they start; gives exit code, stage and notes."""
 
-    def play(**script: Callable[[Played], None]) -> tuple[int, Stage, str]:
+    def play(restarts: int = 3, **script: Callable[[Played], None]) -> tuple[int, Stage, str]:
         config = ExperimentConfig(fileroot=str(tmp_path))
+        config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
         monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
@@ -171,26 +175,82 @@ def test_a_process_that_the_run_can_do_without_may_die(
     assert "FAILED" not in notes
 
 
-@pytest.mark.parametrize("essential", [True, False])
-def test_a_process_that_can_be_replaced_is_a_few_times(
-    play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch, essential: bool
-) -> None:
-    replaceable = ProcessKind("nowhere:Helper", one_each, essential=essential, restart=Restart.alone)
-    monkeypatch.setitem(kinds, "helper", replaceable)
+@pytest.fixture
+def helper(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind whose processes can be replaced, started before the leader."""
+    leader = kinds.pop("leader")
+    monkeypatch.setitem(kinds, "helper", ProcessKind("nowhere:Helper", one_each, restart=Restart.alone))
+    kinds["leader"] = leader
+
+
+@pytest.mark.usefixtures("helper")
+def test_what_can_be_replaced_is_each_time_as_another_incarnation(play: Play, tmp_path: Path) -> None:
     leader: list[Played] = []
     helpers: list[Played] = []
 
-    def die_every_time(worker: Played) -> None:
+    def die_twice(worker: Played) -> None:
         helpers.append(worker)
-        worker.end(1)
-        if len(helpers) > RESTARTS:
+        if len(helpers) < 3:
+            worker.end(-signal.SIGKILL)
+        else:
             leader[0].end(0)
 
-    code, stage, notes = play(leader=leader.append, helper=die_every_time)
-    assert stage.started.count("helper/0") == 1 + RESTARTS
-    assert notes.count("it is started again") == RESTARTS
-    assert code == (EXIT_FAILED if essential else EXIT_OK)
-    assert ("FAILED: helper/0" in notes) == essential
+    code, stage, notes = play(leader=leader.append, helper=die_twice)
+    assert code == EXIT_OK
+    assert list(zip(stage.started, stage.incarnations, strict=True))[-2:] == [("helper/0", 1), ("helper/0", 2)]
+    assert "helper/0 (played) was killed by signal SIGKILL; it is started again; its log: its log" in notes
+    assert "FAILED" not in notes
+    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {"helper/0": 2}
+
+
+@pytest.mark.usefixtures("helper")
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_beyond_its_budget_the_whole_run_is_started_again_once_then_it_fails(
+    play: Play, tmp_path: Path, restarts: int
+) -> None:
+    code, stage, notes = play(restarts=restarts, helper=ends(-signal.SIGSEGV))
+    assert code == EXIT_FAILED
+    once = ["server/0", "client/0", "helper/0", "leader/0", *["helper/0"] * restarts]
+    assert stage.started == [*once, *once]
+    assert stage.stopped == ["leader/0", "client/0", "server/0"] * 2
+    assert notes.count("the whole run is started again") == 1
+    assert notes.count("FAILED: helper/0 (played) was killed by signal SIGSEGV; the end of its log:") == 1
+    counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
+    assert counts == {"helper/0": 2 * restarts, WHOLE_RUN: 1}
+
+
+@pytest.mark.usefixtures("helper")
+def test_without_a_budget_nothing_is_started_again(play: Play) -> None:
+    code, stage, notes = play(restarts=0, helper=ends(-signal.SIGKILL))
+    assert (code, stage.started.count("helper/0")) == (EXIT_FAILED, 1)
+    assert "FAILED: helper/0" in notes
+
+
+@pytest.mark.usefixtures("helper")
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_what_says_that_it_cannot_go_on_is_not_started_again(play: Play, exit_code: int) -> None:
+    code, stage, notes = play(helper=ends(exit_code))
+    assert (code, stage.started.count("helper/0")) == (EXIT_FAILED, 1)
+    assert f"FAILED: helper/0 (played) exited with {exit_code}" in notes
+
+
+def test_a_replaceable_process_that_the_run_can_do_without_never_ends_it(
+    play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaceable = ProcessKind("nowhere:Panel", one_each, essential=False, restart=Restart.alone)
+    monkeypatch.setitem(kinds, "panel", replaceable)
+    leader: list[Played] = []
+    panels: list[Played] = []
+
+    def die_every_time(worker: Played) -> None:
+        panels.append(worker)
+        worker.end(-signal.SIGKILL)
+        if len(panels) == 2:
+            leader[0].end(0)
+
+    code, stage, notes = play(restarts=1, leader=leader.append, panel=die_every_time)
+    assert (code, stage.started.count("panel/0")) == (EXIT_OK, 2)
+    assert "FAILED" not in notes
 
 
 def interrupts(times: int) -> Callable[[Played], None]:
