@@ -23,7 +23,6 @@ class UsedPrompts:
 
     def __init__(self, prompt_ids: Iterable[str] = ()) -> None:
         self._rows: dict[int, bytearray] = {}
-        self._packed: dict[int, str] = {}  # of epochs as they are, so that only those that grew are packed again
         self._others: set[str] = set()
         self._count = 0
         for prompt_id in prompt_ids:
@@ -39,7 +38,6 @@ class UsedPrompts:
             self._others.add(prompt_id)
             return
         epoch, row = parsed
-        self._packed.pop(epoch, None)
         bitmap = self._rows.setdefault(epoch, bytearray())
         byte = row >> 3
         if byte >= len(bitmap):
@@ -66,10 +64,10 @@ class UsedPrompts:
 
     def to_json(self) -> dict[str, Any]:
         """The set as JSON values; `from_json` reads it back."""
-        for epoch in self._rows.keys() - self._packed.keys():
-            bitmap = bytes(self._rows[epoch]).rstrip(b"\0")
-            self._packed[epoch] = base64.b64encode(zlib.compress(bitmap)).decode()
-        epochs = {str(epoch): packed for epoch, packed in sorted(self._packed.items())}
+        epochs = {
+            str(epoch): base64.b64encode(zlib.compress(bytes(bitmap).rstrip(b"\0"))).decode()
+            for epoch, bitmap in sorted(self._rows.items())
+        }
         return {"count": self._count, "epochs": epochs, "others": sorted(self._others)}
 
     @classmethod
