@@ -28,7 +28,8 @@ def test_a_run_trains_keeps_its_bound_balances_its_books_and_leaves_nothing(
 
     kinds = ["generation_server", "gserver_manager", "master_worker", "model_worker", "rollout_worker"]
     assert sorted(title.split()[1] for title in titles) == [f"{kind}/0" for kind in kinds]
-    assert sorted(f.name for f in (run.run_dir / "logs").iterdir()) == [f"{kind}-0.log" for kind in kinds]
+    logs = {f.name for f in (run.run_dir / "logs").iterdir()}
+    assert logs == {"prompts.log", *(f"{kind}-0.log" for kind in kinds)}
 
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -174,7 +174,7 @@ def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
     [
         ("mamba", "d2p2", "trainer.parallel='d2p2': mamba is not shown to be right in stages, as "),
         ("phi", "p2", "are; use p1: d and t may be above 1"),
-        ("gpt_oss", "t2", "are; use t1: d and p may be above 1"),
+        ("stablelm", "t2", "are; use t1: d and p may be above 1"),
         ("gemma3", "t2", "trainer.parallel='t2': gemma3 is not shown to be right in tensor slices"),
     ],
 )
