@@ -81,8 +81,11 @@ class Adapters:
 
 
 def are_adapters(folder: Path) -> bool:
-    """Whether `folder` has adapters instead of whole weights."""
-    return (folder / CONFIG_FILE).is_file()
+    """Whether `folder` has adapters instead of whole weights; False too where its path is none that can be looked at."""
+    try:
+        return (folder / CONFIG_FILE).is_file()
+    except OSError:  # a path that is too long: whoever reads its weights says so
+        return False
 
 
 def read_adapters(folder: Path) -> Adapters:
