@@ -81,7 +81,7 @@ class Adapters:
 
 
 def are_adapters(folder: Path) -> bool:
-    """Whether `folder` has adapters instead of whole weights; False too where its path is none that can be looked at."""
+    """Whether `folder` has adapters instead of whole weights; False also where its path cannot be looked at."""
     try:
         return (folder / CONFIG_FILE).is_file()
     except OSError:  # a path that is too long: whoever reads its weights says so
