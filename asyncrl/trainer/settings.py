@@ -155,6 +155,11 @@ class TrainerConfig:
     tokens_per_micro_batch: int = setting(
         16384, "token budget of one forward and backward pass", unit="tokens", minimum=1
     )
+    share_prefixes: bool = setting(
+        True,
+        "compute a prefix that several samples begin with (a group's prompt, earlier turns, equal answers) once, where "
+        "that saves and the model is proven right so; the results are the same up to rounding",
+    )
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
     )

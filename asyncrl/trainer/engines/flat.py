@@ -151,7 +151,14 @@ class FlatEngine(TrainingEngine):
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> Iterator[MicroBatch]:
         return micro_batches(
-            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self.attention
+            batch["tokens"],
+            wanted,
+            batch.starts_S,
+            lengths,
+            seqs,
+            budget=self._budget,
+            kind=self.attention,
+            prefixes=batch.prefixes if self.attention == AttentionKind.tree else None,
         )
 
 
@@ -298,6 +305,7 @@ class FlatLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._device = config, device
         self._attention = config.model.attn_implementation
+        self._share_prefixes = config.trainer.share_prefixes
         self._engine = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
@@ -334,7 +342,7 @@ class FlatLoader(EngineLoader):
     def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
         refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
-        settle_attention(engine, self._attention)
+        settle_attention(engine, self._attention, share_prefixes=self._share_prefixes)
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

@@ -54,6 +54,7 @@ from asyncrl.trainer.engines.sharded.settling import settled_layout
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.lora import adapters_off, is_adapter
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import EntropyMode
@@ -144,7 +145,14 @@ class ShardedEngine(TrainingEngine):
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> list[MicroBatch]:
         made = micro_batches(
-            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self._attention
+            batch["tokens"],
+            wanted,
+            batch.starts_S,
+            lengths,
+            seqs,
+            budget=self._budget,
+            kind=self._attention,
+            prefixes=batch.prefixes if self._attention == AttentionKind.tree else None,
         )
         return list(made)
 
