@@ -46,8 +46,8 @@ from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
-from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.micro_batch import MicroBatch
