@@ -89,7 +89,7 @@ def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
     engine = FlatPolicyEngine(
         model,
         temperature=1.0,
-        attention=attention_kind(AttentionImplementation.sdpa),
+        attention=AttentionKind.packed,
         tokens_per_micro_batch=64,
     )
     tokens = canary_tokens(17, context=100)
