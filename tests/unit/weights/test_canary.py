@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, load_causal_lm
 from asyncrl.trainer.packed_attention import attention_blocks
 from asyncrl.trainer.parallel import Ranks
