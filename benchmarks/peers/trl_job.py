@@ -1,0 +1,126 @@
+"""The demo's job as a user of TRL would write it; run by `benchmarks/vs_trl.py` in an environment of its own.
+
+    python trl_job.py JOB.json          writes one JSON line an event to the job's `log`
+
+Prompts, group size, minibatches, learning rate and reward are those of `experiments/async_ppo.yaml`. TRL counts
+optimizer steps, four of which are one of ours. The clock stands still while the policy is evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+job = json.loads(Path(sys.argv[1]).read_text())
+torch.set_num_threads(job["threads"])
+log = open(job["log"], "w", buffering=1)  # noqa: SIM115 - for the life of the process
+
+
+def verdict(completion: str, answer: str) -> float:
+    """As `asyncrl.rewards.arithmetic`."""
+    _, marker, result = completion.partition("#")
+    return 1.0 if marker and result == answer else 0.0
+
+
+async def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Scores a batch; where the job says so each verdict takes its time, all at once."""
+    if job["slow_reward"]:
+        low, high, median = job["slow_reward"]
+        seconds = [min(high, max(low, median * random.lognormvariate(0.0, 1.0))) for _ in completions]
+        await asyncio.gather(*(asyncio.sleep(each) for each in seconds))
+    return [verdict(*pair) for pair in zip(completions, answer, strict=True)]
+
+
+class Watch(TrainerCallback):
+    """Writes down the time of every fourth optimizer step, and every few of these the greedy accuracy."""
+
+    def __init__(self) -> None:
+        self.trainer: GRPOTrainer | None = None
+        self.evaluating = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step % job["minibatches"]:
+            return
+        step = state.global_step // job["minibatches"]
+        seconds = time.perf_counter() - self.begun - self.evaluating
+        event = {"step": step, "seconds": seconds}
+        if step % job["evaluate_every"] == 0:
+            before = time.perf_counter()
+            event["accuracy"] = accuracy(model)
+            self.evaluating += time.perf_counter() - before
+        log.write(json.dumps(event) + "\n")
+        control.should_training_stop = event.get("accuracy", 0.0) >= job["until"] and not job["all_steps"]
+
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained(job["model"])
+tokenizer.padding_side = "left"
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+rows = [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
+held_out = [json.loads(line) for line in Path(job["held_out"]).read_text().splitlines()]
+
+
+@torch.no_grad()
+def accuracy(model: Any) -> float:
+    """Greedy, of the held-out rows."""
+    model.eval()
+    inputs = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs.pop("token_type_ids", None)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=job["max_new_tokens"])
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    model.train()
+    return sum(verdict(text, row["answer"]) for text, row in zip(texts, held_out, strict=True)) / len(held_out)
+
+
+samples = job["prompts"] * job["group_size"]
+settings = GRPOConfig(
+    output_dir=job["scratch"],
+    seed=job["seed"],
+    max_steps=job["steps"] * job["minibatches"],
+    per_device_train_batch_size=samples // job["minibatches"],
+    steps_per_generation=job["minibatches"],
+    num_generations=job["group_size"],
+    max_completion_length=job["max_new_tokens"],
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    learning_rate=job["lr"],
+    lr_scheduler_type="cosine",
+    adam_beta1=0.9,
+    adam_beta2=0.99,
+    max_grad_norm=1.0,
+    beta=0.0,
+    epsilon=0.2,
+    loss_type="dapo",
+    bf16=False,
+    use_cpu=True,
+    gradient_checkpointing=False,
+    report_to="none",
+    save_strategy="no",
+    logging_steps=job["minibatches"],
+    disable_tqdm=True,
+    shuffle_dataset=True,
+)
+watch = Watch()
+model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+trainer = GRPOTrainer(
+    model=model,
+    reward_funcs=reward,
+    args=settings,
+    train_dataset=Dataset.from_list(rows),
+    processing_class=tokenizer,
+    callbacks=[watch],
+)
+trainer.train()

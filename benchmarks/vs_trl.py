@@ -1,0 +1,167 @@
+"""asyncrl against TRL on one job: seconds a step, and seconds to an accuracy.
+
+    python benchmarks/vs_trl.py [--seeds 1 2 3] [--slow-reward] [--out DIR] [--json FILE] [--quick] [setting=value ...]
+
+The job is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four minibatches, the
+same learning rate and its schedule, on the same two cores. TRL runs `peers/trl_job.py` in an environment of its own, in
+DIR, made at the first run with the versions named below. The two take turns, seed by seed; figures are medians.
+
+Evaluation: the same 256 held-out problems, greedy, every second step. TRL's clock stands still meanwhile;
+asyncrl's goes on, as its evaluation runs beside training. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal, median 0.3 s),
+all verdicts of a batch at the same time in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asyncrl.config.load import load_supervised
+from asyncrl.datasets.arithmetic import ArithmeticDataset
+from asyncrl.observability.metrics import read_rows
+from asyncrl.trainer.supervised.base_model import ensure_base_model
+
+TORCH, TRL = "torch==2.13.0", "trl==1.16.0"
+STEPS, EVALUATE_EVERY, UNTIL, HELD_OUT = 40, 2, 0.9, 256
+SLOW = (0.1, 3.0, 0.3)
+"""Least, most and median seconds of a verdict."""
+LIMIT_S = 3600.0
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: median seconds a step after the first five, and seconds until the accuracy; None: not reached."""
+
+    step_s: float
+    to_accuracy_s: float | None
+    accuracy: float
+
+
+def trl_python(out: Path) -> Path:
+    """The interpreter with TRL; installed where it is not yet."""
+    python = out / "trl-env" / "bin" / "python"
+    if not (out / "trl-env" / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(out / "trl-env")], check=True)
+        for package in (TORCH, TRL):  # torch first: what depends on it then keeps the build that is there
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", package], check=True)
+        (out / "trl-env" / "complete").touch()
+    return python
+
+
+def write_rows(file: Path, split: str, count: int, seed: int) -> Path:
+    """`count` rows of the demo's dataset as JSON lines."""
+    dataset = ArithmeticDataset(split=split, seed=seed, num_rows=count)
+    file.write_text("".join(json.dumps(dataset.row(index)) + "\n" for index in range(count)))
+    return file
+
+
+def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
+    """One run of TRL."""
+    scratch = out / f"trl-seed{seed}{'-slow' if slow else ''}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    job = {
+        "model": str(model),
+        "rows": str(write_rows(scratch / "rows.jsonl", "train", 16384, seed)),
+        "held_out": str(write_rows(scratch / "held_out.jsonl", "held_out", HELD_OUT, 0)),
+        "log": str(scratch / "log.jsonl"),
+        "scratch": str(scratch),
+        "seed": seed,
+        "steps": steps,
+        "threads": 2,
+        "prompts": 32,
+        "group_size": 8,
+        "minibatches": 4,
+        "lr": 1e-4,
+        "max_new_tokens": 112,
+        "evaluate_every": EVALUATE_EVERY,
+        "until": UNTIL,
+        "all_steps": True,
+        "slow_reward": SLOW if slow else None,
+    }
+    (scratch / "job.json").write_text(json.dumps(job, indent=1))
+    with open(scratch / "output.txt", "w") as output:
+        command = [str(python), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
+        done = subprocess.run(command, stdout=output, stderr=output, timeout=LIMIT_S, check=False)
+    events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]
+    if done.returncode != 0 or len(events) < steps:
+        raise SystemExit(f"TRL ended with {done.returncode} after {len(events)} steps; see {scratch / 'output.txt'}")
+    return outcome([event["seconds"] for event in events], [event.get("accuracy") for event in events])
+
+
+def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overrides: Sequence[str]) -> Outcome:
+    """One run of asyncrl."""
+    trial = f"asyncrl-seed{seed}{'-slow' if slow else ''}"
+    settings = [f"fileroot={out}", "experiment_name=vs_trl", f"trial_name={trial}", "resume=restart", f"seed={seed}"]
+    settings += [f"model.path={model}", f"total_train_steps={steps}", f"eval.interval={EVALUATE_EVERY}"]
+    settings += ["checkpoint.interval=0", "logging.tensorboard=false"]
+    if slow:
+        settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=128"]
+    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    run_dir = out / "vs_trl" / trial
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
+    if done.returncode != 0 or len(rows) != steps:
+        raise SystemExit(f"asyncrl ended with {done.returncode} after {len(rows)} steps; see {run_dir / 'logs'}")
+    return outcome([row["time/elapsed_s"] for row in rows], [row.get("eval/held_out/accuracy") for row in rows])
+
+
+def outcome(seconds: Sequence[float], accuracies: Sequence[float | None]) -> Outcome:
+    """What the ends of steps, in seconds, and the accuracies after some of them say."""
+    steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
+    reached = [at for at, found in zip(seconds, accuracies, strict=True) if found is not None and found >= UNTIL]
+    last = [found for found in accuracies if found is not None][-1]
+    return Outcome(statistics.median(steps), reached[0] if reached else None, last)
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """The median; None where a run did not get there."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+def ratio(peer: float | None, ours: float | None) -> str:
+    """How many times as long the peer takes."""
+    return "-" if peer is None or ours is None else f"{peer / ours:.2f} x"
+
+
+def main() -> None:
+    """Run both, print the table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--slow-reward", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path.home() / ".cache" / "asyncrl" / "vs_trl")
+    parser.add_argument("--json", type=Path, help="where to write the runs")
+    parser.add_argument("--quick", action="store_true", help="8 steps of one seed: shows that it runs")
+    parser.add_argument("overrides", nargs="*", metavar="setting=value", help="of asyncrl")
+    options = parser.parse_args()
+    steps, seeds = (8, options.seeds[:1]) if options.quick else (STEPS, options.seeds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    python, model = trl_python(options.out), ensure_base_model(load_supervised("sft"))
+    runs: dict[str, list[Outcome]] = {"asyncrl": [], "TRL": []}
+    for seed in seeds:
+        runs["asyncrl"].append(run_asyncrl(model, seed, steps, options.slow_reward, options.out, options.overrides))
+        runs["TRL"].append(run_trl(python, model, seed, steps, options.slow_reward, options.out))
+        print(f"seed {seed}: {runs['asyncrl'][-1]}, {runs['TRL'][-1]}", file=sys.stderr, flush=True)
+    print(f"| | seconds a step | seconds to {UNTIL:.2f} | accuracy after {steps} steps |\n|---|--:|--:|--:|")
+    figures = {}
+    for name, made in runs.items():
+        step, to = median([run.step_s for run in made]), median([run.to_accuracy_s for run in made])
+        figures[name] = step, to
+        reached = "not reached" if to is None else f"{to:.1f}"
+        print(f"| {name} | {step:.2f} | {reached} | {statistics.median(run.accuracy for run in made):.3f} |")
+    ratios = [ratio(theirs, ours) for theirs, ours in zip(figures["TRL"], figures["asyncrl"], strict=True)]
+    print(f"| ratio | {ratios[0]} | {ratios[1]} | |")
+    if options.json:
+        options.json.write_text(json.dumps({name: [asdict(run) for run in made] for name, made in runs.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
