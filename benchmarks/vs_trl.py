@@ -7,7 +7,8 @@ same learning rate and its schedule, on the same two cores. TRL runs `peers/trl_
 DIR, made at the first run with the versions named below. The two take turns, seed by seed; figures are medians.
 
 Evaluation: the same 256 held-out problems, greedy, every second step. TRL's clock stands still meanwhile;
-asyncrl's goes on, as its evaluation runs beside training. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal, median 0.3 s),
+asyncrl's goes on, as its evaluation runs beside training. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
+median 0.3 s),
 all verdicts of a batch at the same time in both.
 """
 

@@ -2,8 +2,9 @@
 
 A step is: every few steps, or at once where much has changed, fill the holes that finished samples left with waiting
 ones (prefilling each distinct prompt once), close the remaining holes so that rows stay packed, decode one token for
-every row, hand out what finished. A sample is prefilled up to its last prompt token but one; that last token is decoded
-with everyone else's, so that there is one sampling path and a prompt already in the cache is joined by a copy.
+every slot, draw from it for every sample in it, hand out what finished, part those that went different ways. A sample
+is prefilled up to its last prompt token but one; that last token is decoded with everyone else's, so that there is one
+sampling path and a prompt already in the cache is joined by a copy.
 
 This class runs on one thread and knows neither clocks nor sockets.
 """
@@ -13,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.model_io import ModelRunner
 from asyncrl.inference.embedded.sequence import Sequence
+from asyncrl.inference.embedded.slots import Slots
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
 Detokenize = Callable[[list[int]], str]
@@ -46,12 +49,18 @@ class DecodeBatch:
         self._on_finish, self._detokenize = on_finish, detokenize
         self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
         self.rows: list[Sequence | None] = []
+        self._slots = Slots()
+        self._first_rows = self._slot_of_rows = torch.empty(0, dtype=torch.long, device=runner.device)
+        self._one_to_one = True
+        self._slots_changed = False
         self.version = ""
         self.weights_epoch = 0
         self.steps = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
+        self.decoded_rows = 0
+        """Rows that the model has computed; of samples that share one it is fewer than `generated_tokens`."""
         self._holes = 0
         self._spent_columns: list[int] = []
         self._reorganised_at = 0
@@ -86,19 +95,63 @@ class DecodeBatch:
             return
         if self._lengths_changed:
             self._refresh_lengths()
-        count = len(self.rows)
+        count, slots = len(self.rows), len(self._slots)
         length = self._longest_offset + self.steps + 1
-        self.runner.cache.reserve(count, length, count, length - 1)
+        self.runner.cache.reserve(slots, length, slots, length - 1)
         full_rows = self._uniform and length == self.runner.cache.length
-        logits = self.runner.decode(self._table.inputs(count), self._table.positions(count), full_rows)
+        logits = self._logits(count, full_rows)
         finished = self._table.advance(logits, count)
         self.steps += 1
         self.generated_tokens += self.live
+        self.decoded_rows += slots
         leaving = [self.rows[row] for row in finished.nonzero().view(-1).tolist()]
         if leaving:
             self._leave([sequence for sequence in leaving if sequence is not None], None)
         if self._watched:
             self._watch()
+        if self._slots.shared:
+            self._part()
+
+    def _logits(self, count: int, full_rows: bool) -> Tensor:
+        """Logits `[rows, V]` after one decode step of every slot."""
+        if self._slots_changed:
+            self._refresh_slots()
+        tokens, positions = self._table.inputs(count), self._table.positions(count)
+        if self._one_to_one:
+            return self.runner.decode(tokens, positions, full_rows)
+        tokens, positions = tokens.index_select(0, self._first_rows), positions.index_select(0, self._first_rows)
+        return self.runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
+
+    def _refresh_slots(self) -> None:
+        """Which row feeds each slot, and which slot each row draws from; a hole is fed by any row and read by none."""
+        any_row = next(row for row, sequence in enumerate(self.rows) if sequence is not None)
+        first = [members[0].row if members else any_row for members in self._slots.members]
+        slots = [0 if sequence is None else sequence.slot for sequence in self.rows]
+        numbers = list(range(len(slots)))
+        self._one_to_one = first == numbers and slots == numbers
+        self._first_rows, self._slot_of_rows = self._indices(first), self._indices(slots)
+        self._slots_changed = False
+
+    def _part(self) -> None:
+        """Give samples that have drawn another token than the first of their slot a slot of their own."""
+        if self._slots_changed:
+            if not self.live:
+                return
+            self._refresh_slots()
+        tokens = self._table.inputs(len(self.rows))
+        expected = tokens.index_select(0, self._first_rows).index_select(0, self._slot_of_rows)
+        rows = (tokens != expected).nonzero().view(-1)
+        drawn = zip(rows.tolist(), tokens.index_select(0, rows).tolist(), strict=True)
+        differing = [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
+        if not differing:
+            return
+        if self._lengths_changed:
+            self._refresh_lengths()
+        cached, before = self._longest_offset + self.steps, len(self._slots)
+        copies = self._slots.part(differing)
+        self._slots_changed = True
+        self.runner.cache.reserve(len(self._slots), cached + 1, before, cached)
+        self._copy(copies, cached)
 
     def _reorganisation_due(self) -> bool:
         """Whether enough has changed to pay for joining and packing: one row in `CHANGE_SHARE`, or anything for
@@ -121,7 +174,9 @@ class DecodeBatch:
         running = self.running
         admitted = self._without_empty(self.queue.admit(running))
         if self._holes > len(admitted):
-            self._pack()
+            self._pack_rows()
+        if len(self._slots.holes) > len({sequence.context for sequence in admitted}):
+            self._pack_slots()
         if admitted:
             self._join(admitted, running)
         self._holes = 0
@@ -143,7 +198,6 @@ class DecodeBatch:
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         holes = [row for row, sequence in enumerate(self.rows) if sequence is None]
-        live_rows = len(self.rows)
         for sequence in admitted:
             row = holes.pop() if holes else len(self.rows)
             if row == len(self.rows):
@@ -151,9 +205,16 @@ class DecodeBatch:
             else:
                 self.rows[row] = sequence
             sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
+        alike: dict[tuple[int, ...], list[Sequence]] = {}
+        for sequence in admitted:
+            alike.setdefault(sequence.context, []).append(sequence)
+        live_slots = len(self._slots)
+        for sequences in alike.values():
+            self._slots.enter(sequences)
+        self._slots_changed = True
         live_length = max((self._cached_positions(sequence) for sequence in running), default=0)
         longest = max(len(sequence.prefix) for sequence in admitted)
-        self.runner.cache.reserve(len(self.rows), max(live_length, longest) + 1, live_rows, live_length)
+        self.runner.cache.reserve(len(self._slots), max(live_length, longest) + 1, live_slots, live_length)
         self._table.join(admitted)
         self._fill_slots(admitted, running)
 
@@ -164,20 +225,20 @@ class DecodeBatch:
         """Copy the prefix from a running sample that has it, else prefill it; one of a kind is prefilled once."""
         donors = {s.prefix_hash: s for s in running if s.weights_epoch == self.weights_epoch}
         fresh: dict[tuple[int, ...], list[Sequence]] = {}
-        copies: list[tuple[Sequence, Sequence]] = []
+        copies: dict[int, int] = {}
+        longest = 0
         for sequence in admitted:
             self.prompt_tokens += len(sequence.request.input_ids)
             donor = donors.get(sequence.prefix_hash)
             if not sequence.prefix:
                 continue
             if donor is not None and donor.prefix == sequence.prefix:
-                copies.append((sequence, donor))
+                copies[sequence.slot] = donor.slot
+                longest = max(longest, len(sequence.prefix))
                 self._count_cached(sequence)
             else:
                 fresh.setdefault(sequence.prefix, []).append(sequence)
-        if copies:
-            targets, sources = zip(*((target.row, source.row) for target, source in copies), strict=True)
-            self._move(list(targets), list(sources), max(len(target.prefix) for target, _ in copies))
+        self._copy(copies, longest)
         self._prefill(sorted(fresh.items(), key=lambda item: len(item[0])))
 
     def _count_cached(self, sequence: Sequence) -> None:
@@ -193,30 +254,39 @@ class DecodeBatch:
             now, groups = groups[:count], groups[count:]
             slots, members = [], []
             for member, (_, sequences) in enumerate(now):
-                slots += [sequence.row for sequence in sequences]
-                members += [member] * len(sequences)
+                own = sorted({sequence.slot for sequence in sequences})
+                slots += own
+                members += [member] * len(own)
                 for sequence in sequences[1:]:
                     self._count_cached(sequence)
             self.runner.prefill([prefix for prefix, _ in now], slots, members)
 
-    def _move(self, targets: list[int], sources: list[int], length: int) -> None:
-        device = self.runner.device
-        self.runner.cache.move(torch.tensor(targets, device=device), torch.tensor(sources, device=device), length)
+    def _copy(self, sources: dict[int, int], length: int) -> None:
+        """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""
+        if sources:
+            self.runner.cache.move(self._indices(list(sources)), self._indices(list(sources.values())), length)
 
-    def _pack(self) -> None:
+    def _indices(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.runner.device)
+
+    def _pack_rows(self) -> None:
         """Move the last rows into the holes."""
         count = len(self.running)
         moved = [sequence for sequence in self.rows[count:] if sequence is not None]
         targets = [row for row in range(count) if self.rows[row] is None]
         if targets:
-            sources = [sequence.row for sequence in moved]
-            self._move(targets, sources, max(self._cached_positions(sequence) for sequence in moved))
-            device = self.runner.device
-            self._table.move(torch.tensor(targets, device=device), torch.tensor(sources, device=device))
+            self._table.move(self._indices(targets), self._indices([sequence.row for sequence in moved]))
             for row, sequence in zip(targets, moved, strict=True):
                 self.rows[row] = sequence
                 sequence.row = row
         del self.rows[count:]
+        self._slots_changed = True
+
+    def _pack_slots(self) -> None:
+        """Move the last slots into those that nobody reads."""
+        moved = self._slots.pack()
+        self._slots_changed = True
+        self._copy(moved, max((self._cached_positions(sequence) for sequence in self.running), default=0))
 
     def _refresh_lengths(self) -> None:
         """Recompute by how much the longest sample is ahead of the step count, and whether all are alike."""
@@ -247,7 +317,9 @@ class DecodeBatch:
         self._spent_columns += [sequence.column for sequence in sequences]
         for sequence in sequences:
             self.rows[sequence.row] = None
+            self._slots.leave(sequence)
             sequence.row = sequence.column = -1
+        self._slots_changed = True
         self._holes += len(sequences)
         self._lengths_changed = True
 

@@ -1,9 +1,9 @@
 """Per-row state of the decode batch as tensors, so that a step runs no Python per sample.
 
-Row r belongs to slot r of the KV cache. What a sample produces is written to a column of the output buffers that it
-keeps while its row may change; one more column takes what rows without a sample produce. The buffers are indexed
-`[output position, column]` and addressed flat, so that "next output position" is one addition for all rows and a longer
-buffer leaves every index valid.
+A row is a sample; which slot of the KV cache it reads is not known here (`slots`). What a sample produces is written to
+a column of the output buffers that it keeps while its row may change; one more column takes what rows without a sample
+produce. The buffers are indexed `[output position, column]` and addressed flat, so that "next output position" is one
+addition for all rows and a longer buffer leaves every index valid.
 
 Shapes: R = rows in use, N = most rows, T = output positions, V = vocabulary.
 """
@@ -54,7 +54,7 @@ class RowTable:
         self._columns += columns
 
     def idle(self, rows: list[int]) -> None:
-        """Let rows run empty: at position 0 of their slot, writing to the spare output column, never finishing by
+        """Let rows run empty: at position 0, writing to the spare output column, never finishing by
         length."""
         self._ints[:, self._tensor(rows)] = self._idle_state
 

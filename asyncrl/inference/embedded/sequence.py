@@ -28,8 +28,11 @@ class Sequence:
     cached_tokens: int = 0
     retractions: int = 0
     row: int = -1
+    """Row of the batch's state; it changes as neighbours leave."""
+    slot: int = -1
+    """Slot of the KV cache, which samples with the same tokens share."""
     column: int = -1
-    """Column of the output buffers, kept for as long as it runs; the row changes as neighbours leave."""
+    """Column of the output buffers, kept for as long as it runs."""
     joined_at: int = 0
     """Engine step at which it joined the batch."""
     weights_epoch: int = -1
@@ -63,6 +66,11 @@ class Sequence:
         token."""
         self.prefix = self.request.input_ids[:-1] if not self.tokens else (*self.request.input_ids, *self.tokens[:-1])
         self.prefix_hash = hash(self.prefix)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens that it has when it joins; samples with the same share a slot."""
+        return (*self.prefix, self.last_token)
 
     @property
     def last_token(self) -> int:
