@@ -13,6 +13,7 @@ from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
@@ -53,6 +54,8 @@ class RolloutWorker(AsyncWorker):
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                     vocab_size=self._plugins.vocab_size,
+                    decode=self._plugins.tokenizer.decode_all,
+                    servers_stop=finds_stop_strings(self.config.generation),
                 ) as client,
             ):
                 await self._run(manager, client)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.api.reward import RunIn
 from asyncrl.chat.settings import ChatConfig
+from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.chat import AUTO, OFF
@@ -189,6 +190,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
         )
+    try:
+        check_stop_strings(sampling.stop)
+    except ValueError as error:
+        yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
     data, evaluation = config.dataset, config.eval
     yield from _datasets(data)
     yield from _chat(data)
