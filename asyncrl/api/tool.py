@@ -245,9 +245,10 @@ def _schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dic
     """The schema of `function`, and which keyword-only parameters it has: name to whether it is required."""
     if not TOOL_NAME.fullmatch(name):
         raise ToolSchemaError(f"tool {name!r}: a name has 1 to 64 letters, digits, '_' and '-'; give another `name`")
-    called: Any = function if inspect.isroutine(function) or inspect.isclass(function) else function.__call__
     while isinstance(function, functools.partial):
-        function = called = function.func
+        function = function.func
+    plain = inspect.isroutine(function) or inspect.isclass(function)
+    called: Any = function if plain else vars(type(function)).get("__call__")
     try:
         signature = inspect.signature(function)
         hints = typing.get_type_hints(called)

@@ -32,7 +32,8 @@ class BareFormat(CallFormat):
 
     def read(self, text: str, begin: re.Match[str], tools: Mapping[str, Mapping[str, Any]]) -> Found | None:
         """See the base class."""
-        at, calls = begin.end(), []
+        at = begin.end()
+        calls: list[RawCall] = []
         while True:
             found = json_at(text, at)
             if found is None:

@@ -29,9 +29,9 @@ class Parsed:
     """
 
     content: str
-    reasoning: str | None
-    calls: tuple[ToolCall, ...]
-    malformed: int
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    malformed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Parser:
         """
         walk = _Walk(text, self._format, _parameters(tools))
         if len(text) > MAX_CHARS:
-            return Parsed(text, None, (), 0)
+            return Parsed(text)
         walk.run(reasoning_open)
         calls = tuple(ToolCall(f"call_{number}", call.name, call.arguments) for number, call in enumerate(walk.calls))
         content = "".join(walk.content)
