@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
+import asyncrl.chat.settings
 import asyncrl.inference.settings
 import asyncrl.manager.settings
 import asyncrl.master.settings
@@ -29,6 +30,7 @@ _ROOMS = (
     asyncrl.master.settings,
     asyncrl.rollout.settings,
     asyncrl.tools.settings,
+    asyncrl.chat.settings,
     asyncrl.trainer.settings,
     asyncrl.inference.settings,
     asyncrl.manager.settings,

@@ -169,7 +169,8 @@ def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[st
                     takes = ", ".join(hidden) or "none"
                     yield (
                         f"{group}.args={dict(args)}: {path!r} has no parameter {key!r} after `*`"
-                        f"{did_you_mean(key, hidden)}; those are the ones that settings give ({takes}), the others are the model's"
+                        f"{did_you_mean(key, hidden)}; those are the ones that settings give "
+                        f"({takes}), the others are the model's"
                     )
         case _:
             yield from problems(group, path, args)
@@ -182,6 +183,19 @@ def takes(path: str, name: str) -> bool:
     except PluginError:  # said where the path is checked
         return True
     return params is None or name in params
+
+
+def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
+    """What the parameter `name` of the class or function at `path` is: as `args` say, else its default; None where it
+    has none, or the source does not say.
+    """
+    if name in args:
+        return args[name]
+    try:
+        param = (_params_at(path, 0) or {}).get(name)
+    except PluginError:  # which is refused by name elsewhere
+        return None
+    return None if param is None or param.default is ... else param.default
 
 
 def _params_at(path: str, positional: int) -> Params | None:
