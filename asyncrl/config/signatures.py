@@ -154,6 +154,37 @@ def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
             yield from problems(group, path, args)
 
 
+def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for a tool: of a function the settings give what stands after `*`, the model gives the rest."""
+    try:
+        found = definition(path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    match found:
+        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+            hidden = [arg.arg for arg in taken.kwonlyargs]
+            for key in args:
+                if key not in hidden:
+                    takes = ", ".join(hidden) or "none"
+                    yield (
+                        f"{group}.args={dict(args)}: {path!r} has no parameter {key!r} after `*`"
+                        f"{did_you_mean(key, hidden)}; those are the ones that settings give "
+                        f"({takes}), the others are the model's"
+                    )
+        case _:
+            yield from problems(group, path, args)
+
+
+def takes(path: str, name: str) -> bool:
+    """Whether the class or function at `path` takes an argument `name`, as far as its source says."""
+    try:
+        params = _params_at(path, 0)
+    except PluginError:  # said where the path is checked
+        return True
+    return params is None or name in params
+
+
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
     """What the parameter `name` of the class or function at `path` is: as `args` say, else its default; None where it
     has none, or the source does not say.
