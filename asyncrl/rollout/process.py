@@ -42,6 +42,9 @@ class RolloutWorker(AsyncWorker):
     async def _main_until_stopped(self) -> None:
         self._plugins = Plugins(self.config)
         self._loop_of_main = asyncio.get_running_loop()
+        if self._plugins.chat_format is not None:
+            for line in self._plugins.chat_format.findings.lines():
+                self.log.info("chat template: %s", line)
         rollout = self.config.rollout
         manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
         try:

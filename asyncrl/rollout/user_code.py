@@ -24,7 +24,7 @@ from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
-from asyncrl.inference.settings import context_length
+from asyncrl.inference.settings import GenerationBackend, context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
@@ -139,8 +139,11 @@ def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFor
 
 def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:
     """How episodes converse; `model_config` is the content of the model's `config.json`."""
-    chat = config.rollout.chat
-    limits = Limits(chat.max_turns, context_length(config, model_config), chat.max_tool_s)
+    chat, generation = config.rollout.chat, config.generation
+    context, setting = context_length(config, model_config), "generation.context_length"
+    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
+        context, setting = generation.max_total_tokens, "generation.max_total_tokens"
+    limits = Limits(chat.max_turns, context, chat.max_tool_s, setting)
     return ChatPolicy(limits, chat.reasoning, chat.drift)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import GenerationRequest, Prompt, SamplingParams
 from asyncrl.chat.client import EpisodeClient
-from asyncrl.chat.parsers import PlainParser
+from asyncrl.chat.parsers import parser
 from asyncrl.chat.stop_strings import kept_tokens
 from asyncrl.chat.template import ChatFormat
 from asyncrl.datasets.chat import ChatTemplate
@@ -101,7 +101,7 @@ async def policy_of(
 
 
 def prompt_of(tokenizer: ChatTokenizer, seed: int = 5) -> tuple[Prompt, ChatFormat]:
-    chat = ChatFormat(PromptFormat(tokenizer, ChatTemplate(CHATML, {})), PlainParser())
+    chat = ChatFormat(PromptFormat(tokenizer, ChatTemplate(CHATML, {})), parser("hermes"))
     sampling = SamplingParams(max_new_tokens=40, temperature=TEMPERATURE, seed=seed)
     ids = tuple(chat.begin([{"role": "user", "content": "2+2?"}]))
     return Prompt("p", 0, {"prompt": "2+2?"}, ids, 1, sampling), chat
