@@ -224,8 +224,8 @@ class EpisodeClient:
         if bridge is None:
             return None
         if self._rules.reasoning is Reasoning.branch:
-            shown, reasoned = self._with_reasoning(turn, messages), self._reasoned(turn)
-            if reasoned and chat.hides_reasoning_of(shown, tools, reasoned):
+            reasoned = self._reasoned(turn)
+            if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
                 return None  # as the template shows it
         end_id, sampled = chat.findings.end_id, turn.completion.token_ids
         assert end_id is not None, "only a template with an end-of-turn token has bridges"

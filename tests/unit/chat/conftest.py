@@ -169,6 +169,7 @@ class FakePolicy:
         self._end_id, self._vocab, self._encode, self._texts = end_id, vocab, encode, list(texts)
         self.asked: list[GenerationRequest] = []
         self.said: list[Completion] = []
+        self.answered: list[tuple[GenerationRequest, list[Completion]]] = []
         self.cut = False
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -189,6 +190,7 @@ class FakePolicy:
             versions = [chance.randrange(5) for _ in ids]
             completions.append(Completion(ids, logprobs, versions, finish))
         self.said += completions
+        self.answered.append((request, completions))
         return GenerationResult(request.request_id, tuple(completions))
 
 
