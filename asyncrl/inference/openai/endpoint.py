@@ -181,8 +181,6 @@ class Endpoint:
     ) -> None:
         """Write the response; what cannot be delivered is forgotten."""
         try:
-            if request.transport is not None:  # written is what the system has taken, nothing waits in a buffer of ours
-                request.transport.set_write_buffer_limits(high=0)
             await response.prepare(request)
             for part in parts:
                 await response.write(part)
