@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.api.chat import ChatClient, ChatReply
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
+from asyncrl.chat.client import EpisodeOver
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.calls import Api, Call
 from asyncrl.inference.openai.chat_completions import ChatCompletions
@@ -119,6 +120,8 @@ class Session:
             raise
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_request") from error
+        except EpisodeOver as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
         except asyncio.CancelledError as error:
             if not self.is_open:
                 raise session_is_over() from None
