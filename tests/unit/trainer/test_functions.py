@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
@@ -343,9 +344,7 @@ def test_a_single_masked_token_changes_nothing_else(
         for sample in trajectory.samples:
             logprobs = sample.behave_logprobs.copy()
             logprobs[sample.loss_mask == 0] = -30.0
-            samples.append(
-                Sample(sample.tokens, sample.loss_mask, logprobs, sample.versions, sample.reward, sample.truncated)
-            )
+            samples.append(dataclasses.replace(sample, behave_logprobs=logprobs))
         changed.append(Trajectory(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, tuple(samples)))
     results = []
     for group in (trajectories, changed):
