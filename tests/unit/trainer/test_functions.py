@@ -284,7 +284,7 @@ def test_remax_takes_its_baseline_from_the_trajectory(
 ) -> None:
     config.algorithm.advantage = ChoiceConfig("remax")
     (plain,) = make_trajectories(groups=1)
-    greedy = Trajectory(plain.rollout_id, plain.prompt_id, 0, plain.samples, {"greedy_reward": 0.25})
+    greedy = Trajectory(plain.rollout_id, plain.prompt_id, 0, plain.samples, {"agent/greedy_reward": 0.25})
     batch = build_step_batch([greedy], [0], version=0, num_minibatches=1)
     call = context(config, make_rank(config), "advantage", reads=("rewards",), writes=("advantages",))
     run_call(find_function("advantage"), call, batch)
