@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from asyncrl.api import Prompt, SamplingParams, Tokenizer
+from asyncrl.api import Prompt, SamplingParams
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.chat import ChatError, ChatTemplate, Message, wrong_messages
 from asyncrl.datasets.order import PromptRef, prompt_seed
+from asyncrl.datasets.tokenizers import ChatTokenizer
 
 
 class BadPrompt(ValueError):
@@ -45,7 +46,7 @@ class PromptFormat:
     until it fits, so that the template around them stays whole.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     chat: ChatTemplate | None = None
     max_tokens: int | None = None
     overlong: Overlong = Overlong.filter
