@@ -28,6 +28,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -179,7 +180,10 @@ class ReferenceTrainer:
 
         async def play() -> list[Sequence[Sample]]:
             return await asyncio.gather(
-                *(self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy) for prompt in prompts)
+                *(
+                    self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy)
+                    for prompt in prompts
+                )
             )
 
         return asyncio.run(play())
