@@ -192,6 +192,9 @@ class EpisodeClient:
         """Take `answer`, which nobody was given, out of the records."""
         self._recorder.forget(answer)
 
+    def close(self) -> None:
+        """The episode is over; called by who made the client."""
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
         return self._recorder.samples(reward)

@@ -134,6 +134,17 @@ class UserCodeConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """The policy as OpenAI's and Anthropic's APIs, which each RolloutWorker serves to its agents; docs/endpoint.md."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "interface it listens on, without TLS; another than the loopback's only where agents run on other machines",
+    )
+    max_body_mb: int = setting(32, "largest request", unit="MB", minimum=1)
+
+
+@dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
@@ -165,6 +176,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass
