@@ -241,8 +241,9 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
     inputs = []
     for request in requests:
         for i in range(request.n):
-            sampling = replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i))
-            spec = SamplingSpec(**asdict(sampling))
+            sampling = asdict(replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i)))
+            del sampling["stop"]  # texts that end an answer are looked for around the engine, and there are none here
+            spec = SamplingSpec(**sampling)
             inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     outputs = engine.submit(Job(tuple(inputs)))

@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -46,16 +47,14 @@ class VerifiersDataset:
 
     def __init__(self, *, split: str, seed: int, python: str, env: str, args: Mapping[str, Any] | None = None) -> None:
         asked = b"".join(map(_line, (_what(env, args), {"id": 0, "rows": split})))
-        command = _command(python)
         try:
-            ended = subprocess.run(command, input=asked, stdout=subprocess.PIPE, timeout=START_LIMIT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ValueError(f"python={python!r}: the rows of {env!r} cannot be had: {error}") from None
-        replies = [json.loads(line) for line in ended.stdout.splitlines()]
-        problem = next((reply["error"] for reply in replies if "error" in reply), None)
-        if problem is not None or len(replies) < 2:
-            raise ValueError(f"env={env!r}: {problem or f'its process ended with {ended.returncode}; see the log'}")
-        self._prompts = [row["prompt"] for row in replies[1]["rows"]]
+            loaded, *rest = _replies(_command(python), asked)
+        except OSError as error:
+            raise ValueError(f"python={python!r} cannot be started: {error}") from None
+        found = rest[0] if rest else loaded
+        if "error" in found:
+            raise ValueError(f"env={env!r}: {found['error']}")
+        self._prompts = [row["prompt"] for row in found["rows"]]
         self._split, self._env = split, env
 
     def __len__(self) -> int:
@@ -202,7 +201,7 @@ class _Host:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send({"id": number, "run": row, "split": split, "base_url": base_url, "api_key": api_key})
         try:
-            told = await answer
+            told: dict[str, Any] = await answer
         except asyncio.CancelledError:
             self._send({"cancel": number})
             raise
@@ -244,6 +243,27 @@ class _Host:
 
     def _gone(self) -> VerifiersError:
         return VerifiersError(f"the process that runs {self._env!r} ended; see the worker's log")
+
+
+def _replies(command: Sequence[str], asked: bytes) -> Iterator[dict[str, Any]]:
+    """What the process says to what it is `asked`, until it has said all or what is wrong."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(START_LIMIT_S, process.kill)
+        limit.start()
+        try:
+            process.stdin.write(asked)
+            process.stdin.flush()
+            for _ in asked.splitlines():
+                line = process.stdout.readline()
+                reply = json.loads(line) if line else {"error": f"its process ended within {START_LIMIT_S:g} s"}
+                yield reply
+                if "error" in reply:
+                    break
+        finally:
+            limit.cancel()
+            process.stdin.close()
 
 
 def _command(python: str) -> list[str]:

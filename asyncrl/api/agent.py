@@ -203,12 +203,12 @@ def agent_of(function: Callable[..., Any], args: Mapping[str, Any], **offered: o
     """
     parameters = inspect.signature(function).parameters
     wanted = {name: value for name, value in offered.items() if name in parameters and name not in args}
-    bound = functools.partial(function, **wanted, **args)
     try:
-        inspect.signature(bound).bind(None, None, None)
+        inspect.signature(function).bind(None, None, None, **wanted, **args)
     except TypeError as error:
         raise TypeError(f"an episode is run(prompt, env, client): {error}") from None
     name = getattr(function, "__name__", type(function).__name__)
+    bound = functools.partial(function, **wanted, **args)
     own = {"run": staticmethod(bound), "__module__": function.__module__, "__doc__": function.__doc__}
     made: Agent = type(name, (Agent,), own)()
     return made

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -23,11 +24,25 @@ from asyncrl.api import (
 )
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import named_columns
-from asyncrl.chat.client import EpisodeClient
 
 Filter = Callable[[GroupView], Verdict]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
-MakeClient = Callable[[GenerationClient, Prompt], EpisodeClient]
+
+
+class CountingClient(ChatClient, Protocol):
+    """The client of an episode, which counts what it did, by name, and is closed with it."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The counts so far."""
+        ...
+
+    def close(self) -> None:
+        """The episode is over."""
+        ...
+
+
+MakeClient = Callable[[GenerationClient, Prompt], CountingClient]
 """The client of an episode: of the policy, and of the prompt as the member receives it."""
 
 
@@ -54,7 +69,7 @@ class Group:
 
     policy: GenerationClient
     make_client: MakeClient
-    clients: list[EpisodeClient] = field(default_factory=list)
+    clients: list[CountingClient] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self.policy.generate(request)
@@ -65,17 +80,25 @@ class Group:
         self.clients.append(client)
         return client
 
+    def metrics(self) -> dict[str, float]:
+        """What the episodes' clients counted, summed."""
+        total: Counter[str] = Counter()
+        for client in self.clients:
+            total.update(client.metrics)
+        return dict(total)
+
 
 async def run_group(
     agent: Agent, make_env: Callable[[], Environment], prompt: Prompt, policy: GenerationClient, make_client: MakeClient
-) -> Sequence[Sample]:
+) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 
     One that fails ends the others: the group is tried again as a whole, or its statistics would be of those episodes
     that did not fail.
 
     Returns:
-        The group: any number of samples, each with its episode; none where the agent rejects the prompt.
+        The group, any number of samples, each with its episode, none where the agent rejects the prompt; and what the
+        episodes' clients counted.
 
     Raises:
         EpisodeError: the agent broke its contract, or something that it awaits was cancelled.
@@ -83,15 +106,14 @@ async def run_group(
     """
     environments: list[Environment] = []
 
-    group = Group(policy, make_client)
-
     def make() -> Environment:
         environments.append(make_env())
         return environments[-1]
 
+    group = Group(policy, make_client)
     try:
         try:
-            return await agent.roll_out(prompt, make, group)
+            return await agent.roll_out(prompt, make, group), group.metrics()
         finally:
             for client in group.clients:
                 client.close()

@@ -43,7 +43,7 @@ class Evaluator:
         groups = await asyncio.gather(
             *(run_group(plugins.agent, plugins.make_env, prompt, policy, plugins.episode_client) for prompt in prompts)
         )
-        samples = [sample for group in groups for sample in group]
+        samples = [sample for group, _ in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
         return EvaluationResult(
             rewards=tuple(sample.reward for sample in samples),

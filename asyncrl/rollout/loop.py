@@ -195,14 +195,16 @@ class RolloutLoop:
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
         with metered() as meter:
-            samples = await run_group(plugins.agent, plugins.make_env, candidate.prompt, policy, plugins.episode_client)
+            samples, counted = await run_group(
+                plugins.agent, plugins.make_env, candidate.prompt, policy, plugins.episode_client
+            )
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
             return self._rejection(candidate, verdict)
         shaped = shape(samples, self._shapings)
-        metrics = metrics_of(samples) | meter.metrics()
+        metrics = metrics_of(samples) | counted | meter.metrics()
         await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)

@@ -94,7 +94,7 @@ class FakePlugins:
         return NoEnv()
 
     def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
-        return cast(ChatClient, policy)
+        return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={"chat/calls": 1.0}))
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
