@@ -13,7 +13,7 @@ class Carry(vf.MultiTurnEnv):
     """Sums; who is wrong is told so once and tries again."""
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        return [{"role": "user", "content": f";{state['question']}"}]
+        return [{"role": "user", "content": ";" + state["prompt"][-1]["content"]}]
 
     @vf.stop
     async def solved(self, state: Any, **kwargs: Any) -> bool:

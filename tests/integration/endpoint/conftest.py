@@ -5,17 +5,33 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Sample, SamplingParams
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.template import ChatFormat
+from asyncrl.datasets.chat import ChatTemplate
+from asyncrl.datasets.prompts import PromptFormat
+from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
 
 LONG = SamplingParams(max_new_tokens=64, temperature=0.7, seed=3)
+
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 class RulePolicy:
@@ -149,3 +165,33 @@ def endpoint_in_thread() -> Iterator[Session]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+class Calls:
+    """A call of `look` for each `a` of an answer's text."""
+
+    def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        calls = [
+            ToolCall(str(number), "look", {"at": number, "\u00e9": [1.0, None]}) for number in range(text.count("a"))
+        ]
+        return Parsed(text.replace("a", "") if tools else text, None, tuple(calls if tools else ()), 0)
+
+
+@pytest.fixture(scope="session")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        [CHATML, "Are you sure? 2 + 2 is more than that. user assistant tool system the answer is"], trainer
+    )
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(folder)
+    template = ChatTemplate(CHATML, special_tokens(folder))
+    return ChatFormat(PromptFormat(load_tokenizer(folder), template), Calls())
