@@ -189,6 +189,13 @@ class EpisodeClient:
         """
         return self._context([_in_text(message) for message in messages], tools).ids
 
+    def forget(self, answer: Completion) -> None:
+        """Take `answer`, which nobody was given, out of the records."""
+        self._recorder.forget(answer)
+
+    def close(self) -> None:
+        """The episode is over; called by who made the client."""
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
         return self._recorder.samples(reward)

@@ -63,6 +63,7 @@ class RolloutWorker(AsyncWorker):
             ):
                 await self._run(manager, client)
         finally:
+            await self._plugins.endpoint.close()
             await manager.close()
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:

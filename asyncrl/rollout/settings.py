@@ -135,6 +135,17 @@ class UserCodeConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """The policy as OpenAI's and Anthropic's APIs, which each RolloutWorker serves to its agents; docs/endpoint.md."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "interface it listens on, without TLS; another than the loopback's only where agents run on other machines",
+    )
+    max_body_mb: int = setting(32, "largest request", unit="MB", minimum=1)
+
+
+@dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
@@ -166,6 +177,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass
@@ -206,7 +218,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
-    yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
+    yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
     yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
     yield from _rewards(config)
 

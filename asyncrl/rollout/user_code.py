@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, Prompt, SamplingParams
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, SamplingParams
+from asyncrl.api.agent import agent_of
 from asyncrl.chat.client import ChatPolicy
 from asyncrl.chat.parsers import choose, parser
 from asyncrl.chat.request import Limits
@@ -24,10 +26,12 @@ from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.served_client import ServedEpisodeClient
 
 
 class Plugins:
@@ -53,9 +57,12 @@ class Plugins:
         self.eval_set = load_eval_set(config)
         self.offloader = Offloader(config.rollout.user_code)
         """Runs the user's code; to be entered in the worker's event loop."""
+        served = config.rollout.endpoint
+        self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
+        """The policy over HTTP, for agents that ask for it; to be closed in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
-        self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
+        self.agent = self._adapted(_agent(config.agent, self._format), rewards)
         self._env_is_own = not is_built_in(_loaded("env", config.env))
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
@@ -65,13 +72,19 @@ class Plugins:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def make_env(self) -> Environment:
-        """A new environment, for one prompt. One of the user's own is made when it is first used, in a thread."""
+        """A new environment, for one episode. One of the user's own is made when it is first used, in a thread."""
         config = self._config.env
         make = functools.partial(_built, "env", config, Environment, reward=self._reward)
         if self._env_is_own:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
         made: Environment = make()
         return made
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
+        """A new client for the episode of `prompt`, which is one member's."""
+        return ServedEpisodeClient(
+            policy, prompt, prompt.member, self.chat_format, self.chat_policy, endpoint=self.endpoint
+        )
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         """The training prompt at `ref`.
@@ -208,6 +221,21 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     if not callable(found):
         raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
     return found
+
+
+def _agent(plugin: PluginConfig, prompts: PromptFormat) -> Agent:
+    """The agent of the settings: a class of agents, or a function, which is one episode."""
+    found = _loaded("agent", plugin)
+    if inspect.isclass(found):
+        offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
+        if "chat" in inspect.signature(found).parameters:
+            offered["chat"] = prompts.chat is not None
+        agent: Agent = _built("agent", plugin, Agent, **offered)
+        return agent
+    try:
+        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"agent.path={plugin.path!r}, agent.args={plugin.args}: {error}") from error
 
 
 def _built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:

@@ -128,3 +128,9 @@ def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a
     )
     run = finished(start_run, f"my_grpo --config-dir {folder}", experiment_name="my_grpo")
     assert {row["grad_norm"] for row in run.rows()} == {0.0}
+
+
+def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
+    run = finished(start_run, "openai_agent")
+    assert "failed" not in run.summary()["books"]["dropped"], run.logs()
+    assert all(row["reward/mean"] > 0 for row in run.rows())
