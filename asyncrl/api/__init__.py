@@ -3,7 +3,7 @@
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
-from asyncrl.api.agent import Agent
+from asyncrl.api.agent import Agent, EpisodeError, GroupClient, Outcome
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
@@ -28,13 +28,16 @@ __all__ = [
     "Completion",
     "Environment",
     "Episode",
+    "EpisodeError",
     "EpisodeReward",
     "FinishReason",
     "GenerationClient",
     "GenerationRequest",
     "GenerationResult",
+    "GroupClient",
     "GroupReward",
     "Message",
+    "Outcome",
     "Prompt",
     "RewardFunction",
     "RunIn",

@@ -21,6 +21,8 @@ MODEL_FUNCTION = "model_function"
 DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
 """Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
 
+OFFERED_TO_AGENTS = ("tokenizer", "chat")
+"""Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")
 
@@ -137,6 +139,26 @@ def problems(
             check_arguments(repr(path), params, args, "args", supplied)
     except ValueError as error:
         yield f"{group}.args={dict(args)}: {error}"
+
+
+def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for an agent: a class, or a function `run(prompt, env, client)`, which need take no more."""
+    try:
+        found = definition(path)
+        match found:
+            case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+                positional, required = 3, tuple[str, ...]()
+                if len([*taken.posonlyargs, *taken.args]) < positional and taken.vararg is None:
+                    yield f"{group}.path={path!r}: an episode is run(prompt, env, client); have it take these three"
+                    return
+            case _:
+                positional, required = 0, OFFERED_TO_AGENTS[:1]
+        params = _params_at(path, positional) or {}
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    named = [name for name in OFFERED_TO_AGENTS if name in params]
+    yield from problems(group, path, args, tuple(dict.fromkeys((*required, *named))), positional)
 
 
 def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:

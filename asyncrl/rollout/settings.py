@@ -201,7 +201,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
-    yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
+    yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
     yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
     yield from _rewards(config)
 

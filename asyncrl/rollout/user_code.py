@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, Prompt, SamplingParams
-from asyncrl.chat.client import ChatPolicy
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, SamplingParams
+from asyncrl.api.agent import agent_of
+from asyncrl.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.chat.parsers import choose, parser
 from asyncrl.chat.request import Limits
 from asyncrl.chat.template import ChatFormat
@@ -55,7 +57,7 @@ class Plugins:
         """Runs the user's code; to be entered in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
-        self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
+        self.agent = self._adapted(_agent(config.agent, self._format), rewards)
         self._env_is_own = not is_built_in(_loaded("env", config.env))
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
@@ -65,13 +67,17 @@ class Plugins:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def make_env(self) -> Environment:
-        """A new environment, for one prompt. One of the user's own is made when it is first used, in a thread."""
+        """A new environment, for one episode. One of the user's own is made when it is first used, in a thread."""
         config = self._config.env
         make = functools.partial(_built, "env", config, Environment, reward=self._reward)
         if self._env_is_own:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
         made: Environment = make()
         return made
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
+        """A new client for the episode of `prompt`, which is one member's."""
+        return EpisodeClient(policy, prompt, prompt.member, self.chat_format, self.chat_policy)
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         """The training prompt at `ref`.
@@ -205,6 +211,21 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     if not callable(found):
         raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
     return found
+
+
+def _agent(plugin: PluginConfig, prompts: PromptFormat) -> Agent:
+    """The agent of the settings: a class of agents, or a function, which is one episode."""
+    found = _loaded("agent", plugin)
+    if inspect.isclass(found):
+        offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
+        if "chat" in inspect.signature(found).parameters:
+            offered["chat"] = prompts.chat is not None
+        agent: Agent = _built("agent", plugin, Agent, **offered)
+        return agent
+    try:
+        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"agent.path={plugin.path!r}, agent.args={plugin.args}: {error}") from error
 
 
 def _built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:

@@ -18,6 +18,7 @@ from asyncrl.api import (
     Prompt,
     SamplingParams,
 )
+from asyncrl.chat.client import EpisodeClient
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
@@ -44,6 +45,9 @@ class FakePlugins:
 
     def make_env(self) -> Environment:
         return SingleTurnEnv(reward=lambda data, completion: 1.0)
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
+        return EpisodeClient(policy, prompt, prompt.member, None)
 
     def eval_prompt(self, row: int) -> Prompt:
         return Prompt(f"eval-{row}", row, {"prompt": ""}, (1,), 1, SamplingParams())
