@@ -249,7 +249,10 @@ async def test_arguments_of_settings_and_samples_reach_a_function(offloader, mod
 async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(offloader, module):
     tools = _tools(offloader, module, "Counter")
     live = type(tools.toolbox.tools["counter"].tool).live
-    async with tools.toolbox.session({"tool_args": {"counter": {"start": 10}}}) as one, tools.toolbox.session({}) as two:
+    async with (
+        tools.toolbox.session({"tool_args": {"counter": {"start": 10}}}) as one,
+        tools.toolbox.session({}) as two,
+    ):
         assert (await one.call(ToolCall("a", "counter", {}))).text == "11"
         results = await asyncio.gather(*(two.call(ToolCall(str(n), "counter", {"by": 2})) for n in range(3)))
         assert sorted(int(result.text) for result in results) == [2, 4, 6]
@@ -338,4 +341,3 @@ AGENT = "agent: {path: 'asyncrl.agents.tool_agent:ToolAgent'}\n"
 def test_settings_are_checked_before_the_start(text, message):
     problems = _problems(text)
     assert (problems == []) if message is None else (len(problems) == 1 and message in problems[0])
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -62,19 +63,18 @@ def test_values(expression, value):
         ("\x00", "no arithmetic expression"),
         ("\ud800", "no arithmetic expression"),
         ("(" * 900, "no arithmetic expression"),
-        ("-" * 900 + "1", ""),
         ("1" * (MAX_CHARS + 1), "characters"),
-        ("round(1e300, -5000)", ""),
     ],
 )
 def test_what_is_no_arithmetic_is_refused_in_one_line(expression, message):
-    try:
-        value = calculator(expression)
-    except ValueError as error:
-        assert message in str(error) or any(part in str(error) for part in message.split("|"))
-    else:
-        assert message == ""
-        assert math.isfinite(float(value))
+    with pytest.raises(ValueError, match=message):
+        calculator(expression)
+
+
+@pytest.mark.parametrize("expression", ["-" * 900 + "1", "round(1e300, -5000)"])
+def test_strange_arithmetic_within_the_bounds_has_a_value_or_a_clear_error(expression):
+    with contextlib.suppress(ValueError):
+        assert math.isfinite(float(calculator(expression)))
 
 
 _numbers = st.integers(-(10**6), 10**6)
@@ -88,7 +88,5 @@ def test_integers_are_exact(left, right, operator):
 
 @given(text=st.text(alphabet="0123456789+-*/%(). sqrtpie,", max_size=60))
 def test_no_text_raises_anything_else(text):
-    try:
+    with contextlib.suppress(ValueError):
         calculator(text)
-    except ValueError:
-        pass

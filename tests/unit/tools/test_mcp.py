@@ -1,4 +1,4 @@
-"""Tools of MCP servers by the real `mcp` package: over stdio and HTTP; a dead server comes back, none is left behind."""
+"""Tools of MCP servers by the real `mcp` package, over stdio and HTTP; a dead one comes back, none is left behind."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, s
 
 
 async def test_a_server_over_http_is_called_the_same_way(offloader, server):
-    with subprocess.Popen([sys.executable, server, "http"], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, server, "http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         try:
             assert process.stdout is not None
             port = int(await asyncio.to_thread(process.stdout.readline))
