@@ -251,7 +251,7 @@ def _schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dic
     called: Any = function if plain else vars(type(function)).get("__call__")
     try:
         signature = inspect.signature(function)
-        hints = typing.get_type_hints(called)
+        hints = typing.get_type_hints(called, include_extras=True)
     except (TypeError, ValueError, NameError, AttributeError) as error:
         raise ToolSchemaError(f"tool {name!r}: its signature cannot be read ({error})") from error
     summary, described = _documented(inspect.getdoc(function) or inspect.getdoc(called) or "")
@@ -274,7 +274,7 @@ def _schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dic
         if not has_default:
             required.append(parameter.name)
         elif _is_json(parameter.default):
-            told["default"] = parameter.default
+            told["default"] = json.loads(json.dumps(parameter.default))
         properties[parameter.name] = told
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
     parameters["additionalProperties"] = False

@@ -21,7 +21,7 @@ MODEL_FUNCTION = "model_function"
 DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
 """Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
 
-OFFERED_TO_AGENTS = ("tokenizer", "chat")
+OFFERED_TO_AGENTS = ("tokenizer", "chat", "tools")
 """Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")

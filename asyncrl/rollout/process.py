@@ -50,6 +50,7 @@ class RolloutWorker(AsyncWorker):
         try:
             async with (
                 self._plugins.offloader,
+                self._plugins.tools,
                 RolloutClient(
                     manager,
                     security=self.http_security,

@@ -32,6 +32,8 @@ from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
+from asyncrl.rollout.tools import RunTools
+from asyncrl.tools.toolbox import Toolbox
 
 
 class Plugins:
@@ -62,7 +64,9 @@ class Plugins:
         """The policy over HTTP, for agents that ask for it; to be closed in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
-        self.agent = self._adapted(_agent(config.agent, self._format), rewards)
+        self.tools = RunTools(config.tools, config.mcp, self.offloader)
+        """What agents may call; to be entered in the worker's event loop, after the offloader."""
+        self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)
         self._env_is_own = not is_built_in(_loaded("env", config.env))
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
@@ -223,17 +227,18 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     return found
 
 
-def _agent(plugin: PluginConfig, prompts: PromptFormat) -> Agent:
+def _agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
     """The agent of the settings: a class of agents, or a function, which is one episode."""
     found = _loaded("agent", plugin)
     if inspect.isclass(found):
         offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
-        if "chat" in inspect.signature(found).parameters:
-            offered["chat"] = prompts.chat is not None
+        may_take: dict[str, object] = {"chat": prompts.chat is not None, "tools": tools}
+        parameters = inspect.signature(found).parameters
+        offered |= {name: value for name, value in may_take.items() if name in parameters}
         agent: Agent = _built("agent", plugin, Agent, **offered)
         return agent
     try:
-        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None)
+        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None, tools=tools)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"agent.path={plugin.path!r}, agent.args={plugin.args}: {error}") from error
 

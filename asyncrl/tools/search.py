@@ -91,7 +91,7 @@ def _read(file: Path, text_field: str, title_field: str) -> list[tuple[str, str]
     try:
         with file.open(encoding="utf-8") as lines:
             number = 0
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(lines, start=1):  # noqa: B007
                 if line.strip():
                     row = json.loads(line)
                     passages.append((str(row.get(title_field) or ""), str(row[text_field])))
