@@ -95,16 +95,16 @@ class EpisodeClient:
         self._recorder = Recorder()
         self._calls = itertools.count()
         self._asked: Counter[bytes] = Counter()
-        self._told: set[tuple[int, ...]] = set()
+        self._told: set[tuple[Turn | None, int]] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
-        self._answered_at: dict[int, float] = {}
+        self._answered_at: dict[Turn, float] = {}
 
     @property
     def metrics(self) -> dict[str, float]:
         """What was counted so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
-        `limits_met`, `malformed_calls`, `tool_s` (seconds between an answer that calls tools and what follows it), and
-        of the drift check `drift_checks`, of which `drift_text`, `drift_tokens` and `drift_refused` (the template
-        cannot render it anew).
+        conversations that met a limit (`limit_context_length` and so on, by the setting), `malformed_calls`, `tool_s`
+        (seconds between an answer that calls tools and what follows it), and of the drift check `drift_checks`, of
+        which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it anew).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
 
@@ -178,7 +178,7 @@ class EpisodeClient:
             after = state.answered(_finish_of(reply), len(reply.completion.token_ids))
             turn = Turn(context.parent, context.given, reply.completion, context.messages, reply, after)
             self._recorder.add(turn, tools)
-            self._answered_at[id(turn)] = time.monotonic()
+            self._answered_at[turn] = time.monotonic()
         return replace(first, alternatives=tuple(others))
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ class EpisodeClient:
         """
         state = before.request if before else Request(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
-            seconds = time.monotonic() - self._answered_at[id(before)]
+            seconds = time.monotonic() - self._answered_at[before]
             self._counts["tool_s"] += seconds
             state = state.tools_returned(seconds)
         if parent is None and before is not None:
@@ -295,11 +295,13 @@ class EpisodeClient:
         if not state.ended:
             state = state.begin(tokens)
         if state.ended:
-            key = (id(before), tokens)
+            key = (before, tokens)
             if key in self._told:
                 raise EpisodeOver(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
             self._told.add(key)
-            self._counts["limits_met"] += 1
+            self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
+            if before is not None:
+                self._recorder.cut_off(before)
             _log.info("prompt %s: a conversation of %d tokens ends at %s", self._prompt.prompt_id, tokens, state.over)
         return state
 

@@ -64,18 +64,17 @@ class Turn:
 
 def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     """The branches of recorded `turns`, in the order of their first own turns' recording."""
-    inner = {id(turn.parent) for turn in turns}
-    leaves = [turn.path for turn in turns if id(turn) not in inner]
-    order = {id(turn): number for number, turn in enumerate(turns)}
-    seen: set[int] = set()
-    for path in sorted(leaves, key=lambda path: [order[id(turn)] for turn in path]):
-        seen |= {id(turn) for turn in path}
-        yield path
-    assert len(seen) == len(turns), "every turn is in a branch"
+    inner = {turn.parent for turn in turns}
+    order = {turn: number for number, turn in enumerate(turns)}
+    leaves = [turn.path for turn in turns if turn not in inner]
+    yield from sorted(leaves, key=lambda path: [order.get(turn, -1) for turn in path])
 
 
-def sample_of(path: Sequence[Turn], taken: set[int], reward: float) -> Sample:
-    """A branch as a sample. Turns whose ids are in `taken` carry no loss here; those that do are added to it."""
+def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off: bool = False) -> Sample:
+    """A branch as a sample. Turns in `taken` carry no loss here; those that do are added to it.
+
+    It is truncated where its last answer is, or where it was `cut_off` after that.
+    """
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -90,10 +89,10 @@ def sample_of(path: Sequence[Turn], taken: set[int], reward: float) -> Sample:
     for turn in path:
         give(turn.given_ids)
         completion = turn.completion
-        if id(turn) in taken:
+        if turn in taken:
             give(completion.token_ids)
             continue
-        taken.add(id(turn))
+        taken.add(turn)
         tokens.extend(completion.token_ids)
         mask.extend([1] * len(completion.token_ids))
         logprobs.extend(completion.logprobs)
@@ -104,5 +103,5 @@ def sample_of(path: Sequence[Turn], taken: set[int], reward: float) -> Sample:
         behave_logprobs=np.array(logprobs, np.float32),
         versions=np.array(versions, np.int32),
         reward=reward,
-        truncated=path[-1].completion.finish_reason == FinishReason.length,
+        truncated=cut_off or path[-1].completion.finish_reason == FinishReason.length,
     )

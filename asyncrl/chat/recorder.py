@@ -23,6 +23,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self._cut_off: set[Turn] = set()
         self._by_messages: dict[bytes, Turn] = {}
         self._by_ids: dict[int, dict[bytes, Turn]] = {}
 
@@ -63,11 +64,15 @@ class Recorder:
             for key in [key for key, other in found.items() if other is turn]:
                 del found[key]
 
+    def cut_off(self, turn: Turn) -> None:
+        """After `turn` a limit left no room for another answer: a branch that ends with it is truncated."""
+        self._cut_off.add(turn)
+
     def samples(self, reward: float) -> list[Sample]:
         """Every branch that ends in sampled tokens."""
-        taken: set[int] = set()
+        taken: set[Turn] = set()
         sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
-        return [sample_of(path, taken, reward) for path in sampled]
+        return [sample_of(path, taken, reward, cut_off=path[-1] in self._cut_off) for path in sampled]
 
 
 def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:

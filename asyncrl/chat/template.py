@@ -104,7 +104,7 @@ class ChatFormat:
         if prompts.chat is None:
             raise ValueError("there is no chat template; set dataset.chat_template to a Jinja file")
         self._prompts, self._template = prompts, prompts.chat
-        self._parser, self._without_calls = reader, parser("none")
+        self.parser, self._without_calls = reader, parser("none")
         self.tokenizer = prompts.tokenizer
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
         self._end = self._end_of_turn()
@@ -177,7 +177,7 @@ class ChatFormat:
 
     def parsed(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
         """An answer in its parts; where no tools are offered, what looks like a call is text."""
-        return (self._parser if tools else self._without_calls).parse(text, tools)
+        return (self.parser if tools else self._without_calls).parse(text, tools)
 
     def _opened_reasoning(self, prompt_ids: Sequence[int]) -> str:
         tail = list(itertools.takewhile(lambda token: token not in self._control_ids, reversed(prompt_ids)))

@@ -386,7 +386,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     empty = await client.chat(more)
     assert (empty.finish_reason, empty.completion.token_ids) == (ChatFinish.length, [])
     assert f"generation.context_length={len(ids) + 1}" in caplog.text
-    assert client.metrics["chat/limits_met"] == 1
+    assert client.metrics["chat/limit_context_length"] == 1
     with pytest.raises(EpisodeOver, match=r"generation\.context_length"):
         await client.chat(more)
     (sample,) = client.samples()
@@ -401,7 +401,8 @@ async def test_the_limit_of_turns_ends_politely_also_across_branches(chat_format
     client = EpisodeClient(speaking(chat, *texts), prompt, 0, chat, rules)
     replies = await converse(client, 3)
     assert [each.finish_reason for each in replies] == ["stop", "stop", "length"]
-    assert len(client.samples()) == 2
+    assert [sample.truncated for sample in client.samples()] == [False, True]
+    assert client.metrics["chat/limit_max_turns"] == 1
 
 
 async def test_calls_in_token_ids_are_recorded_and_joined_with_those_in_messages(
