@@ -237,10 +237,12 @@ class ChatFormat:
             return refusal
         if not whole.endswith(self._end + bridge):
             return "what the template puts before the next answer depends on the messages before"
-        before = whole[: len(whole) - len(bridge)]
-        if self.tokenizer.encode(whole) != self.tokenizer.encode(before) + self.tokenizer.encode(bridge):
-            return f"the tokenizer joins {self._end!r} with what follows it"
-        return None
+        encode, before = self.tokenizer.encode, whole[: len(whole) - len(bridge)]
+        try:
+            apart = encode(before) + encode(bridge)
+        except ValueError as error:  # an alphabet of few characters
+            return str(error)
+        return None if encode(whole) == apart else f"the tokenizer joins {self._end!r} with what follows it"
 
     def _shows_reasoning(self) -> bool:
         turns = [{"role": "user", "content": "x"}, _answer(0), _MORE]

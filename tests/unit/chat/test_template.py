@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.chat.parsers import parser
 from asyncrl.chat.template import ChatFormat, kind_of
+from asyncrl.datasets.chat import ChatTemplate
+from asyncrl.datasets.prompts import PromptFormat
+from asyncrl.datasets.tokenizers import CharTokenizer
 
 from .conftest import END, SPECIAL, TEMPLATES
 
@@ -92,6 +96,15 @@ def test_a_template_that_takes_no_tools_extends_users_turns_alone(chat_format: C
     chat = chat_format(strict)
     assert set(chat.findings.refused) == {"tool", "two tools", "tool and user"}
     assert chat.bridge(assistant("a"), NEW["user"]) is not None
+
+
+def test_a_tokenizer_that_does_not_know_the_templates_text_extends_nothing() -> None:
+    """A model of few characters trains on single turns all the same."""
+    tokenizer = CharTokenizer("0123456789+")
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    chat = ChatFormat(PromptFormat(tokenizer, ChatTemplate(template, {"eos_token": "<eos>"})), parser("none"))
+    assert set(chat.findings.refused) == set(NEW)
+    assert "the tokenizer knows '0123456789+'" in chat.findings.refused["user"]
 
 
 def test_messages_of_other_kinds_are_never_bridged(chat_format: Callable[..., ChatFormat]) -> None:
