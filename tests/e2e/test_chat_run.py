@@ -56,6 +56,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=1024,
+        initializer_range=0.2,  # so that a token out of its place would show in its log-probability
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
     )
@@ -86,5 +87,5 @@ def test_conversations_of_several_turns_are_trained(start_run: Any, chat_model: 
     assert len(rows) == 3
     assert sum(row["chat/calls"] for row in rows) > 3
     assert sum(row["chat/drift_checks"] for row in rows) > 0
-    assert all(abs(row["ppo/behave_kl"]) < 0.05 for row in rows)
+    assert all(abs(row["ppo/behave_kl"]) < 0.01 for row in rows)
     assert "<|im_start|>user" in run.output
