@@ -143,6 +143,7 @@ class Speaker:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         await self.gate.wait()
+        print("ASKED", self.chat.tokenizer.decode_all(request.input_ids), self.texts)
         assert self.chat.findings.end_id is not None
         ids = [*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.findings.end_id]
         completion = Completion(ids, [-0.1 * at for at in range(len(ids))], [3] * len(ids), FinishReason.stop)
