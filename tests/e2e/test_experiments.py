@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 STEPS = 3
+VERIFIERS = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
 EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
 
 
@@ -134,3 +135,13 @@ def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
     run = finished(start_run, "openai_agent")
     assert "failed" not in run.summary()["books"]["dropped"], run.logs()
     assert all(row["reward/mean"] > 0 for row in run.rows())
+
+
+@pytest.mark.verifiers
+@pytest.mark.skipif(not VERIFIERS, reason="no verifiers 0.2")
+def test_an_environment_of_verifiers_trains(start_run: Any) -> None:
+    run = finished(start_run, "verifiers_env", agent__args__python=VERIFIERS, reward__path=None)
+    assert "failed" not in run.summary()["books"]["dropped"], run.logs()
+    for row in run.rows():
+        assert 0 < row["reward/right"] == pytest.approx(row["reward/mean"], abs=0.2)
+        assert 1 <= row["agent/turns"] <= 2

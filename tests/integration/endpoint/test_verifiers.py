@@ -216,7 +216,7 @@ async def test_classic_environments_are_rolled_out_and_scored_by_their_rubrics(
     assert sample.reward == pytest.approx(1.1)
     assert sample.reward_parts == {"right": 1.0, "half": 0.5}
     assert sample.metrics["length"] > 0
-    (sample,) = await world.run(agent, classic_env, 0, *["what?"] * 2)
+    (sample,) = await world.run(agent, classic_env, 0, *["who?"] * 2)
     assert sample.reward == pytest.approx(0.1)
 
 
