@@ -11,7 +11,6 @@ from asyncrl.api import (
     ChatClient,
     Completion,
     Environment,
-    FinishReason,
     GenerationRequest,
     Prompt,
     Sample,
@@ -22,7 +21,7 @@ from asyncrl.api.trajectory import with_turn_rewards
 
 
 class GameAgent(Agent):
-    """Plays one game in up to `max_turns` actions; each turn has the reward of its action.
+    """Plays one game in up to `max_turns` actions; each turn has the reward of its action. One that is cut off counts.
 
     The prompt says what the game is; the first observation follows it. The row's `seed`, where there is one, begins the
     games of all members alike.
@@ -53,7 +52,7 @@ class GameAgent(Agent):
                 break  # the context is full
             observation, reward, terminated, truncated, _ = await env.step(action)
             rewards.append(float(reward))
-            ended = terminated or truncated or answer.finish_reason == FinishReason.length
+            ended = terminated or truncated
         if not rewards:
             return []
         cut_off = not terminated

@@ -17,7 +17,7 @@ from asyncrl.api.generation import (
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
 from asyncrl.api.tokenizer import Tokenizer
-from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
@@ -51,4 +51,5 @@ __all__ = [
     "messages_of",
     "run_in",
     "scored",
+    "with_turn_rewards",
 ]
