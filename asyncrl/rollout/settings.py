@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.api.reward import RunIn
 from asyncrl.chat.settings import ChatConfig
+from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.chat import AUTO, OFF
@@ -141,6 +142,17 @@ class UserCodeConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """The policy as OpenAI's and Anthropic's APIs, which each RolloutWorker serves to its agents; docs/endpoint.md."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "interface it listens on, without TLS; another than the loopback's only where agents run on other machines",
+    )
+    max_body_mb: int = setting(32, "largest request", unit="MB", minimum=1)
+
+
+@dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
@@ -172,6 +184,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass
@@ -196,6 +209,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
         )
+    try:
+        check_stop_strings(sampling.stop)
+    except ValueError as error:
+        yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
     data, evaluation = config.dataset, config.eval
     yield from _datasets(data)
     yield from _chat(data)

@@ -163,3 +163,9 @@ def test_an_agents_function_may_give_any_number_of_samples_for_an_episode(start_
     rows = run.rows()
     assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
     assert len({row["rollout/samples_per_episode"] for row in rows}) > 1
+
+
+def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
+    run = finished(start_run, "openai_agent")
+    assert "failed" not in run.summary()["books"]["dropped"], run.logs()
+    assert all(row["reward/mean"] > 0 for row in run.rows())
