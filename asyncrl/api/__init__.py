@@ -17,7 +17,8 @@ from asyncrl.api.generation import (
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
 from asyncrl.api.tokenizer import Tokenizer
-from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
+from asyncrl.api.tool import Tool, ToolResult, as_tool
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
@@ -45,10 +46,14 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "Tokenizer",
+    "Tool",
     "ToolCall",
+    "ToolResult",
     "ToolSchema",
     "Trajectory",
+    "as_tool",
     "messages_of",
     "run_in",
     "scored",
+    "with_turn_rewards",
 ]

@@ -21,7 +21,7 @@ MODEL_FUNCTION = "model_function"
 DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
 """Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
 
-OFFERED_TO_AGENTS = ("tokenizer", "chat")
+OFFERED_TO_AGENTS = ("tokenizer", "chat", "tools")
 """Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")
@@ -174,6 +174,37 @@ def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
             yield from problems(group, path, args, positional=1 if first in ("episode", "group") else 2)
         case _:  # a class: its constructor takes none
             yield from problems(group, path, args)
+
+
+def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for a tool: of a function the settings give what stands after `*`, the model gives the rest."""
+    try:
+        found = definition(path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    match found:
+        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+            hidden = [arg.arg for arg in taken.kwonlyargs]
+            for key in args:
+                if key not in hidden:
+                    takes = ", ".join(hidden) or "none"
+                    yield (
+                        f"{group}.args={dict(args)}: {path!r} has no parameter {key!r} after `*`"
+                        f"{did_you_mean(key, hidden)}; those are the ones that settings give "
+                        f"({takes}), the others are the model's"
+                    )
+        case _:
+            yield from problems(group, path, args)
+
+
+def takes(path: str, name: str) -> bool:
+    """Whether the class or function at `path` takes an argument `name`, as far as its source says."""
+    try:
+        params = _params_at(path, 0)
+    except PluginError:  # said where the path is checked
+        return True
+    return params is None or name in params
 
 
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
