@@ -6,7 +6,6 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-
 shared = AsyncOpenAI(base_url="http://unset", api_key="unset")  # one pool of connections for all episodes
 
 

@@ -34,9 +34,12 @@ def turns(completion: Any, **kwargs: Any) -> float:
     return float(sum(message["role"] == "assistant" for message in completion))
 
 
+def sums(rows: int, seed: int) -> Dataset:
+    draw = random.Random(seed)
+    pairs = [(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(rows)]
+    return Dataset.from_list([{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs])
+
+
 def load_environment(rows: int = 1000, max_turns: int = 2) -> vf.Environment:
-    draw = random.Random(0)
-    sums = [(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(rows)]
-    table = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
     rubric = vf.Rubric(funcs=[right, turns], weights=[1.0, 0.0])
-    return Carry(dataset=Dataset.from_list(table), rubric=rubric, max_turns=max_turns)
+    return Carry(dataset=sums(rows, 0), eval_dataset=sums(64, 1), rubric=rubric, max_turns=max_turns)

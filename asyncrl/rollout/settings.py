@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,13 @@ class SamplingConfig:
 class EnvConfig(PluginConfig):
     """The environment."""
 
-    path: str = setting("asyncrl.envs.single_turn:SingleTurnEnv", "import path of the class, `package.module:Name`")
+    path: str = setting(
+        "asyncrl.envs.single_turn:SingleTurnEnv",
+        "import path of the class, `package.module:Name`, or `gymnasium:` and the name of a registered environment",
+    )
+    vectorized: bool = setting(
+        False, "gymnasium only: the games of a group are one vector environment, stepped together"
+    )
     timeout_s: float = setting(
         300.0, "limit of one call of your environment; beyond it the rollout fails", unit="s", minimum=0.01
     )
@@ -219,8 +226,40 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
     yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
-    yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
+    yield from _environment(config.env)
     yield from _rewards(config)
+
+
+GYMNASIUM = "gymnasium:"
+"""What `env.path` begins with for a registered environment; its name follows, or module:name."""
+GYMNASIUM_ENV = "asyncrl.envs.gymnasium_env:GymnasiumEnv"
+_GYMNASIUM_VECTOR = "asyncrl.envs.gymnasium_vector:VectorGames"
+
+
+def _environment(env: EnvConfig) -> Iterator[str]:
+    name = env.path.removeprefix(GYMNASIUM)
+    if name == env.path:
+        if env.vectorized:
+            yield (
+                f"env.vectorized=true: env.path={env.path!r} is no environment of gymnasium's; write "
+                f"{GYMNASIUM}<name>, or leave it out"
+            )
+        yield from signatures.problems("env", env.path, env.args, supplied=("reward",))
+        return
+    if importlib.util.find_spec("gymnasium") is None:
+        yield f"env.path={env.path!r}: the package gymnasium is not installed; pip install 'asyncrl[gymnasium]'"
+        return
+    if ":" not in name:  # what a module registers is known once it is imported, in the workers
+        import gymnasium
+
+        try:
+            gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            yield f"env.path={env.path!r}: {error}; gymnasium.pprint_registry() lists them"
+    if env.vectorized:
+        yield from signatures.problems("env", _GYMNASIUM_VECTOR, env.args, supplied=("id",), positional=2)
+    else:
+        yield from signatures.problems("env", GYMNASIUM_ENV, env.args, supplied=("id", "reward"))
 
 
 _ROW_METRICS = ("mean", "std", "groups_without_variance")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, GenerationClient, Prompt, SamplingParams
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams
 from asyncrl.api.agent import agent_of
 from asyncrl.chat.client import ChatPolicy
 from asyncrl.chat.parsers import choose, parser
@@ -29,9 +29,11 @@ from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
-from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
+from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV
 from asyncrl.rollout.tools import RunTools
 from asyncrl.tools.toolbox import Toolbox
 
@@ -64,10 +66,12 @@ class Plugins:
         """The policy over HTTP, for agents that ask for it; to be closed in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
+        self._env = environment_of(config.env)
+        found = _loaded("env", self._env)
+        self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
         self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)
-        self._env_is_own = not is_built_in(_loaded("env", config.env))
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
         try:
@@ -75,11 +79,21 @@ class Plugins:
         except TypeError as error:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
-    def make_env(self) -> Environment:
-        """A new environment, for one episode. One of the user's own is made when it is first used, in a thread."""
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        """Makes the environments of one group of `size` episodes, one for each call."""
         config = self._config.env
-        make = functools.partial(_built, "env", config, Environment, reward=self._reward)
-        if self._env_is_own:
+        if not config.vectorized:
+            return self.make_env
+        from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
+
+        code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
+        return VectorGames(functools.partial(self.offloader.call, code), size, **self._env.args).member
+
+    def make_env(self) -> Environment:
+        """A new environment, for one episode. One whose methods block is made when it is first used, in a thread."""
+        config = self._config.env
+        make = functools.partial(_built, "env", self._env, Environment, reward=self._reward)
+        if self._off_the_loop:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
         made: Environment = make()
         return made
@@ -225,6 +239,13 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     if not callable(found):
         raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
     return found
+
+
+def environment_of(config: PluginConfig) -> PluginConfig:
+    """The class and its arguments that `env.path` names, which may be a game of gymnasium's."""
+    if not config.path.startswith(GYMNASIUM):
+        return config
+    return PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
 
 
 def _agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:

@@ -312,7 +312,7 @@ def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
 
 def told(reply: ChatReply) -> Json:
     """The reply as a message of this API."""
-    message: Json = {"role": "assistant", "content": reply.content or None}
+    message: Json = {"role": "assistant", "content": None if reply.tool_calls and not reply.content else reply.content}
     if reply.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}

@@ -171,9 +171,9 @@ class Calls:
     """A call of `look` for each `a` of an answer's text."""
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
-        calls = [
-            ToolCall(str(number), "look", {"at": number, "\u00e9": [1.0, None]}) for number in range(text.count("a"))
-        ]
+        known = tools and tools[0]["function"]["parameters"].get("properties")
+        odd = {} if known else {"\u00e9": [1.0, None]}
+        calls = [ToolCall(str(at), "look", {"at": at, **odd}) for at in range(text.count("a"))]
         return Parsed(text.replace("a", "") if tools else text, None, tuple(calls if tools else ()), 0)
 
 

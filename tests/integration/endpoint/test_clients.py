@@ -385,6 +385,15 @@ async def test_an_answer_that_was_cut_off_says_so_in_each_api(clients: Clients) 
     ).stop_reason == "max_tokens"
 
 
+async def test_an_answer_without_text_is_empty_text_where_nothing_is_called(clients: Clients) -> None:
+    policy: Any = clients.session.client
+    policy.answer = ""
+    assert (await clients.openai.chat.completions.create(model="m", messages=QUESTION)).choices[0].message.content == ""
+    assert (await clients.openai.responses.create(model="m", input="2+2?")).output_text == ""
+    block: Any = (await clients.anthropic.messages.create(model="m", max_tokens=5, messages=QUESTION)).content[0]
+    assert block.text == ""
+
+
 async def test_what_the_policy_thought_is_told_apart(clients: Clients) -> None:
     policy: Any = clients.session.client
     policy.reasoning = "two and two"

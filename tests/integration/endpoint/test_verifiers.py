@@ -143,6 +143,7 @@ class Speaker:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         await self.gate.wait()
+        print("ASKED", self.chat.tokenizer.decode_all(request.input_ids), self.texts)
         assert self.chat.findings.end_id is not None
         ids = [*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.findings.end_id]
         completion = Completion(ids, [-0.1 * at for at in range(len(ids))], [3] * len(ids), FinishReason.stop)
@@ -215,7 +216,7 @@ async def test_classic_environments_are_rolled_out_and_scored_by_their_rubrics(
     assert sample.reward == pytest.approx(1.1)
     assert sample.reward_parts == {"right": 1.0, "half": 0.5}
     assert sample.metrics["length"] > 0
-    (sample,) = await world.run(agent, classic_env, 0, *["what?"] * 2)
+    (sample,) = await world.run(agent, classic_env, 0, *["who?"] * 2)
     assert sample.reward == pytest.approx(0.1)
 
 
