@@ -18,7 +18,7 @@ from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
 from asyncrl.api.tokenizer import Tokenizer
 from asyncrl.api.tool import Tool, ToolResult, as_tool
-from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
@@ -55,4 +55,5 @@ __all__ = [
     "messages_of",
     "run_in",
     "scored",
+    "with_turn_rewards",
 ]

@@ -131,7 +131,10 @@ class Agent:
 
     async def _episode(self, prompt: Prompt, env: Environment, client: GroupClient) -> list[Sample]:
         own = client.episode(prompt)
-        outcome: Any = await self.run(prompt, env, own)
+        try:
+            outcome: Any = await self.run(prompt, env, own)
+        finally:
+            await env.close()
         if isinstance(outcome, Real):
             samples = own.samples(float(outcome))
             if not samples:

@@ -71,6 +71,14 @@ def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) ->
     return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
 
 
+def finds_stop_strings(generation: GenerationConfig) -> bool:
+    """Whether the servers have tokenizers, to look for stop strings with: of SGLang's, only those started with one."""
+    if generation.backend == GenerationBackend.embedded:
+        return True
+    flags = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
+    return not generation.sglang.urls and flags.get("skip_tokenizer_init") is False
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     sampling, generation = config.rollout.sampling, config.generation

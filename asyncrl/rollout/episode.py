@@ -30,11 +30,15 @@ Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
 class CountingClient(ChatClient, Protocol):
-    """The client of an episode, which counts what it did, by name."""
+    """The client of an episode, which counts what it did, by name, and is closed with it."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """The counts so far."""
+        ...
+
+    def close(self) -> None:
+        """The episode is over."""
         ...
 
 
@@ -111,6 +115,8 @@ async def run_group(
         try:
             return await agent.roll_out(prompt, make, group), group.metrics()
         finally:
+            for client in group.clients:
+                client.close()
             await _close(environments)
     except ExceptionGroup as errors:
         raise _first_cause(errors) from errors

@@ -41,7 +41,10 @@ class Evaluator:
         policy, plugins = _EvaluatedPolicy(self._client, version), self._plugins
         prompts = [prompt for row in self._rows if (prompt := self._prompt(row)) is not None]
         groups = await asyncio.gather(
-            *(run_group(plugins.agent, plugins.make_env, prompt, policy, plugins.episode_client) for prompt in prompts)
+            *(
+                run_group(plugins.agent, plugins.make_envs(prompt.group_size), prompt, policy, plugins.episode_client)
+                for prompt in prompts
+            )
         )
         samples = [sample for group, _ in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]

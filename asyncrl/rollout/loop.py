@@ -196,7 +196,11 @@ class RolloutLoop:
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
         with metered() as meter:
             samples, counted = await run_group(
-                plugins.agent, plugins.make_env, candidate.prompt, policy, plugins.episode_client
+                plugins.agent,
+                plugins.make_envs(candidate.prompt.group_size),
+                candidate.prompt,
+                policy,
+                plugins.episode_client,
             )
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)

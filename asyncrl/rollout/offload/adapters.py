@@ -191,7 +191,7 @@ class OffloadedEnvironment(Environment):
         self._make, self._label, self._timeout_s, self._offloader = make, label, timeout_s, offloader
         self._env: Environment | None = None
         self._in_turn = asyncio.Lock()
-        self._given_up = False
+        self._given_up = self._closed = False
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -202,8 +202,9 @@ class OffloadedEnvironment(Environment):
         return await self._call("step", action)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Unless it was never made, or a call of it still runs in a thread that cannot be ended."""
-        if self._env is not None and not self._given_up:
+        """Once; unless it was never made, or a call of it still runs in a thread that cannot be ended."""
+        if self._env is not None and not self._given_up and not self._closed:
+            self._closed = True
             await self._call("close")
 
     def blocking(self, name: str) -> Callable[..., Any] | None:

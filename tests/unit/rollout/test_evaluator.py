@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -43,8 +44,8 @@ class FakePlugins:
     agent: Agent
     eval_set: range = range(5)
 
-    def make_env(self) -> Environment:
-        return SingleTurnEnv(reward=lambda data, completion: 1.0)
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        return lambda: SingleTurnEnv(reward=lambda data, completion: 1.0)
 
     def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
         return EpisodeClient(policy, prompt, prompt.member, None)

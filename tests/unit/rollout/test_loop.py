@@ -90,8 +90,8 @@ def sample(reward: float, completion: Completion) -> Sample:
 class FakePlugins:
     agent: Agent
 
-    def make_env(self) -> Environment:
-        return NoEnv()
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        return lambda: NoEnv()
 
     def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
         return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={"chat/calls": 1.0}))

@@ -220,7 +220,9 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with plugins.offloader, asyncio.timeout(60):
         with metered() as meter:
-            samples, _ = await run_group(plugins.agent, plugins.make_env, prompt, Policy(), plugins.episode_client)
+            samples, _ = await run_group(
+                plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
+            )
     return samples, meter.metrics(), called_in()
 
 
