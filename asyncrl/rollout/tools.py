@@ -11,11 +11,14 @@ from typing import Any, Self
 from asyncrl.api import RunIn, Tool, ToolResult
 from asyncrl.api.reward import marked_run_in
 from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
+from asyncrl.chat.parsers import FORMATS, choose, unsupported
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
+from asyncrl.datasets.chat import AUTO
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity, current_meter
+from asyncrl.rollout.offload.meter import Activity, current_meter, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.tools.settings import McpServerConfig, ToolConfig
@@ -41,8 +44,10 @@ class RunTools:
                 self.toolbox.add(hosted)
             except ValueError as error:
                 raise ConfigError(f"tools[{number}].name={config.name!r}: {error}") from error
-        if mcp and (why := installed()) is not None:
-            raise ConfigError(f"mcp: {why}")
+        if mcp:
+            if (why := installed()) is not None:
+                raise ConfigError(f"mcp: {why}")
+            self.toolbox.waits_for = "the MCP servers are connected (enter `RunTools`)"
 
     async def __aenter__(self) -> Self:
         """Connect to the MCP servers, all at the same time.
@@ -58,6 +63,7 @@ class RunTools:
                     raise tools if not isinstance(tools, McpError) else ConfigError(f"mcp[{number}]: {tools}")
                 for tool in tools:
                     self._add(number, config, tool)
+            self.toolbox.waits_for = ""
         except BaseException:
             await self._close()
             raise
@@ -71,7 +77,7 @@ class RunTools:
 
     def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
         label = f"mcp {config.name}:{tool.name}"
-        host = _McpHost(self._offloader, label)
+        host = _McpHost(self._offloader)
         try:
             self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
         except ValueError as error:
@@ -79,6 +85,37 @@ class RunTools:
 
     async def _close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers))
+
+
+def check_format(config: ExperimentConfig, template_source: str | None) -> None:
+    """Whether the model can be told of the run's tools, and its calls be read.
+
+    Args:
+        template_source: the chat template; None where there is none.
+
+    Raises:
+        ConfigError: not so.
+    """
+    if not config.tools and not config.mcp:
+        return
+    if template_source is None:
+        raise ConfigError(
+            "tools: the tokenizer has no chat template that would tell the model of them; set dataset.chat_template to "
+            "a Jinja file, or use a model that has one"
+        )
+    name = config.rollout.chat.parser
+    whose = unsupported(template_source)
+    if name == AUTO and whose is not None:
+        raise ConfigError(
+            f"rollout.chat.parser=auto: the chat template asks for calls in the format of {whose}, which is not read; "
+            f"name one of {', '.join(FORMATS)}, with a template that asks for it (dataset.chat_template)"
+        )
+    if (choose(template_source).name if name == AUTO else name) == "none":
+        raise ConfigError(
+            f"rollout.chat.parser={name}: there are tools in the settings, and "
+            + ("the chat template does not mention any" if name == AUTO else "none of their calls would be read")
+            + f"; use a template with tools (dataset.chat_template) and one of {', '.join(FORMATS)}"
+        )
 
 
 class ProcessTool:
@@ -124,12 +161,13 @@ class _Host:
 class _McpHost:
     """Runs what is asked of an MCP server on the loop that owns its connection."""
 
-    def __init__(self, offloader: Offloader, label: str) -> None:
-        self._offloader, self._label = offloader, label
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return await self._offloader.at_home(method(*args, **kwargs))
+            with timed(Activity.tool):
+                return await self._offloader.at_home(method(*args, **kwargs))
         except McpError as error:
             raise ToolFailure(str(error)) from error
         except TypeError as error:  # arguments per sample, of which a server's tool takes none
