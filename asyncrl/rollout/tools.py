@@ -10,12 +10,14 @@ from typing import Any, Self
 
 from asyncrl.api import RunIn, Tool, ToolResult
 from asyncrl.api.reward import marked_run_in
-from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
+from asyncrl.api.tool import FunctionTool, as_result, as_tool
+from asyncrl.api.tool_schema import ToolSchemaError
 from asyncrl.chat.parsers import FORMATS, choose, unsupported
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.chat import AUTO
+from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter, timed
@@ -148,6 +150,8 @@ class _Host:
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
+            if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # a default: it only counts
+                return await method(*args, **kwargs)
             value = await self._offloader.call(self._code, method, *args, **kwargs)
             if self._process is None or method.__name__ != "execute":
                 return value
@@ -156,6 +160,8 @@ class _Host:
         except UserCodeError as error:
             first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
             raise ToolFailure(first) from error
+        except TypeError as error:  # arguments per sample that it does not take
+            raise ToolFailure(str(error)) from error
 
 
 class _McpHost:

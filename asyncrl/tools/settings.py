@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl.api.reward import RunIn
-from asyncrl.api.tool import TOOL_NAME
+from asyncrl.api.tool_schema import TOOL_NAME
 from asyncrl.config import signatures
 from asyncrl.config.setting import PluginConfig, setting
 

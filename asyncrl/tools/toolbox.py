@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
-from asyncrl.api.tool import as_result, wrong_arguments
+from asyncrl.api.tool import as_result
+from asyncrl.api.tool_schema import wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
 """Of one call's arguments as JSON; no model's answer has more for a reason."""

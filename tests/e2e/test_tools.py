@@ -36,7 +36,8 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = load_supervised("tool_calculator_base")
     config.model.architecture |= {"hidden_size": 48, "intermediate_size": 96}
-    config.phases = [SFTPhaseConfig(steps=60, args={"seed": 1001, "num_rows": 10_000, "miswritten": 0.2})]
+    config.batch_size, config.warmup_steps = 16, 10
+    config.phases = [SFTPhaseConfig(steps=120, args={"seed": 1001, "num_rows": 48})]
     return make_base_model(config, tmp_path_factory.mktemp("calling") / "model")
 
 
