@@ -18,6 +18,7 @@ from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.rollout.tools import check_format
 from asyncrl.rollout.user_code import load_chat_format, load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
@@ -62,6 +63,7 @@ def check_prompts(config: ExperimentConfig) -> dict[str, Survey]:
         ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
     """
     prompt_format = load_prompt_format(config)
+    check_format(config, prompt_format.chat.source if prompt_format.chat else None)
     sets = {"dataset": load_train_set(config), "eval": load_eval_set(config) if config.eval.interval else None}
     found = {}
     for group, rows in sets.items():

@@ -10,12 +10,17 @@ from typing import Any, Self
 
 from asyncrl.api import RunIn, Tool, ToolResult
 from asyncrl.api.reward import marked_run_in
-from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
+from asyncrl.api.tool import FunctionTool, as_result, as_tool
+from asyncrl.api.tool_schema import ToolSchemaError
+from asyncrl.chat.parsers import FORMATS, choose, unsupported
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
+from asyncrl.datasets.chat import AUTO
+from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity, current_meter
+from asyncrl.rollout.offload.meter import Activity, current_meter, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.tools.settings import McpServerConfig, ToolConfig
@@ -41,8 +46,10 @@ class RunTools:
                 self.toolbox.add(hosted)
             except ValueError as error:
                 raise ConfigError(f"tools[{number}].name={config.name!r}: {error}") from error
-        if mcp and (why := installed()) is not None:
-            raise ConfigError(f"mcp: {why}")
+        if mcp:
+            if (why := installed()) is not None:
+                raise ConfigError(f"mcp: {why}")
+            self.toolbox.waits_for = "the MCP servers are connected (enter `RunTools`)"
 
     async def __aenter__(self) -> Self:
         """Connect to the MCP servers, all at the same time.
@@ -58,6 +65,7 @@ class RunTools:
                     raise tools if not isinstance(tools, McpError) else ConfigError(f"mcp[{number}]: {tools}")
                 for tool in tools:
                     self._add(number, config, tool)
+            self.toolbox.waits_for = ""
         except BaseException:
             await self._close()
             raise
@@ -71,7 +79,7 @@ class RunTools:
 
     def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
         label = f"mcp {config.name}:{tool.name}"
-        host = _McpHost(self._offloader, label)
+        host = _McpHost(self._offloader)
         try:
             self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
         except ValueError as error:
@@ -79,6 +87,37 @@ class RunTools:
 
     async def _close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers))
+
+
+def check_format(config: ExperimentConfig, template_source: str | None) -> None:
+    """Whether the model can be told of the run's tools, and its calls be read.
+
+    Args:
+        template_source: the chat template; None where there is none.
+
+    Raises:
+        ConfigError: not so.
+    """
+    if not config.tools and not config.mcp:
+        return
+    if template_source is None:
+        raise ConfigError(
+            "tools: the tokenizer has no chat template that would tell the model of them; set dataset.chat_template to "
+            "a Jinja file, or use a model that has one"
+        )
+    name = config.rollout.chat.parser
+    whose = unsupported(template_source)
+    if name == AUTO and whose is not None:
+        raise ConfigError(
+            f"rollout.chat.parser=auto: the chat template asks for calls in the format of {whose}, which is not read; "
+            f"name one of {', '.join(FORMATS)}, with a template that asks for it (dataset.chat_template)"
+        )
+    if (choose(template_source).name if name == AUTO else name) == "none":
+        raise ConfigError(
+            f"rollout.chat.parser={name}: there are tools in the settings, and "
+            + ("the chat template does not mention any" if name == AUTO else "none of their calls would be read")
+            + f"; use a template with tools (dataset.chat_template) and one of {', '.join(FORMATS)}"
+        )
 
 
 class ProcessTool:
@@ -111,6 +150,8 @@ class _Host:
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
+            if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # a default: it only counts
+                return await method(*args, **kwargs)
             value = await self._offloader.call(self._code, method, *args, **kwargs)
             if self._process is None or method.__name__ != "execute":
                 return value
@@ -119,17 +160,20 @@ class _Host:
         except UserCodeError as error:
             first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
             raise ToolFailure(first) from error
+        except TypeError as error:  # arguments per sample that it does not take
+            raise ToolFailure(str(error)) from error
 
 
 class _McpHost:
     """Runs what is asked of an MCP server on the loop that owns its connection."""
 
-    def __init__(self, offloader: Offloader, label: str) -> None:
-        self._offloader, self._label = offloader, label
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return await self._offloader.at_home(method(*args, **kwargs))
+            with timed(Activity.tool):
+                return await self._offloader.at_home(method(*args, **kwargs))
         except McpError as error:
             raise ToolFailure(str(error)) from error
         except TypeError as error:  # arguments per sample, of which a server's tool takes none

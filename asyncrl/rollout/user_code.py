@@ -34,7 +34,7 @@ from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
 from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV
-from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.tools import RunTools, check_format
 from asyncrl.tools.toolbox import Toolbox
 
 
@@ -69,6 +69,7 @@ class Plugins:
         self._env = environment_of(config.env)
         found = _loaded("env", self._env)
         self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
+        check_format(config, self._format.chat.source if self._format.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
         self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
-from asyncrl.tools.settings import McpServerConfig
+from asyncrl.tools.settings import PYTHON, McpServerConfig
 
 CLOSE_LIMIT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -161,7 +162,8 @@ class McpServer:
         if config.command:
             # What a server prints beside the protocol would fill the worker's log.
             nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115
-            parameters = StdioServerParameters(command=config.command, args=list(config.args), env=dict(config.env))
+            command = sys.executable if config.command == PYTHON else config.command
+            parameters = StdioServerParameters(command=command, args=list(config.args), env=dict(config.env))
             transport: Any = stdio_client(parameters, errlog=nowhere)
         else:
             http = await stack.enter_async_context(create_mcp_http_client(headers=dict(config.headers)))

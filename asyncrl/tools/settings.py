@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl.api.reward import RunIn
-from asyncrl.api.tool import TOOL_NAME
+from asyncrl.api.tool_schema import TOOL_NAME
 from asyncrl.config import signatures
 from asyncrl.config.setting import PluginConfig, setting
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
+
+PYTHON = "python"
+"""As a command: the interpreter of the worker, which has the packages that asyncrl has."""
 
 
 @dataclass
@@ -37,7 +40,10 @@ class McpServerConfig:
     """One MCP server, shared by the samples of a RolloutWorker; every worker has a connection of its own."""
 
     name: str = setting("", "how messages name it")
-    command: str = setting("", "program to start, which speaks over its standard input and output")
+    command: str = setting(
+        "",
+        "program to start, which speaks over its standard input and output; python: the interpreter that runs asyncrl",
+    )
     args: list[str] = setting(help="its arguments", factory=list)
     env: dict[str, str] = setting(help="its environment, beside a few harmless variables of the worker's", factory=dict)
     url: str = setting("", "in place of command: address of a server that speaks streamable HTTP")
@@ -94,7 +100,7 @@ def _server(group: str, server: McpServerConfig) -> Iterator[str]:
         )
         return
     if server.command:
-        if shutil.which(server.command) is None:
+        if server.command != PYTHON and shutil.which(server.command) is None:
             yield f"{group}.command={server.command!r}: no such program; is it installed and on PATH?"
         if server.headers:
             yield f"{group}.headers: a program that is started has none; leave them out, or give a url"

@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
-from asyncrl.api.tool import as_result, wrong_arguments
+from asyncrl.api.tool import as_result
+from asyncrl.api.tool_schema import wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
 """Of one call's arguments as JSON; no model's answer has more for a reason."""
@@ -84,6 +85,9 @@ class Toolbox:
     ) -> None:
         self.tools: dict[str, HostedTool] = {}
         self.report = report
+        self.waits_for = ""
+        """What is missing yet; while something is, the tools cannot be used."""
+        self._schemas: dict[str, ToolSchema] = {}
         self._numbers = itertools.count()
         self._said_at: dict[str, float] = {}
         for hosted in tools:
@@ -101,16 +105,35 @@ class Toolbox:
                 f"{hosted.label} and {self.tools[name].label} are both called {name!r}; give one another name"
             )
         self.tools[name] = hosted
+        self._schemas[name] = hosted.tool.schema()
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told of."""
-        return tuple(hosted.tool.schema() for hosted in self.tools.values())
+        """What the model is told of.
+
+        Raises:
+            RuntimeError: the toolbox is not whole yet.
+        """
+        self._check_whole()
+        return tuple(self._schemas.values())
+
+    def schema_of(self, name: str) -> ToolSchema:
+        """What the model is told of the tool `name`."""
+        return self._schemas[name]
 
     def session(self, data: Mapping[str, Any]) -> ToolSession:
-        """The tools for one sample of the row `data`, whose `tool_args` has arguments by tool."""
+        """The tools for one sample of the row `data`, whose `tool_args` has arguments by tool.
+
+        Raises:
+            RuntimeError: the toolbox is not whole yet.
+        """
+        self._check_whole()
         given = data.get("tool_args") or {}
         return ToolSession(self, given if isinstance(given, Mapping) else {}, f"sample-{next(self._numbers)}")
+
+    def _check_whole(self) -> None:
+        if self.waits_for:
+            raise RuntimeError(f"the tools cannot be used before {self.waits_for}")
 
     def note_failure(self, label: str, why: str) -> None:
         """A line in the log, not more than one a tool in `SAID_EVERY_S`."""
@@ -201,7 +224,7 @@ class ToolSession:
             raise ToolFailure(f"the arguments cannot be written as JSON in UTF-8 ({type(error).__name__})") from None
         if size > MAX_ARGUMENT_CHARS:
             raise ToolFailure(f"the arguments have {size} characters; {MAX_ARGUMENT_CHARS} are the most")
-        if (wrong := wrong_arguments(hosted.tool.schema(), call.arguments)) is not None:
+        if (wrong := wrong_arguments(self._toolbox.schema_of(hosted.tool.name), call.arguments)) is not None:
             raise ToolFailure(wrong)
         try:
             await self._create(hosted)

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 
 from asyncrl.api import Tool, ToolResult, as_tool
-from asyncrl.api.tool import ToolSchemaError, as_result, wrong_arguments
+from asyncrl.api.tool import as_result
+from asyncrl.api.tool_schema import ToolSchemaError, wrong_arguments
 
 
 class Unit(StrEnum):

@@ -21,7 +21,7 @@ from asyncrl.api import (
     ToolResult,
 )
 from asyncrl.chat.client import EpisodeClient
-from asyncrl.chat.parsers import choose
+from asyncrl.chat.parsers import choose, parser
 from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.chat import ChatTemplate
@@ -189,7 +189,7 @@ def test_the_demos_demonstrations_have_the_shares_that_are_set():
 
     assert all("<tool_call>" in answer for answer in answers(after_call=0.0))
     assert not any("<tool_call>" in answer for answer in answers(after_call=0.0, in_head=1.0))
-    read = [CHAT.parser.parse(answer) for answer in answers(after_call=0.0, miswritten=1.0)]
+    read = [parser("hermes").parse(answer) for answer in answers(after_call=0.0, miswritten=1.0)]
     assert 100 < sum(parsed.malformed for parsed in read) < 300
 
 

@@ -16,8 +16,8 @@ from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.tools import RunTools
-from asyncrl.tools.settings import ToolConfig, check
+from asyncrl.rollout.tools import RunTools, check_format
+from asyncrl.tools.settings import McpServerConfig, ToolConfig, check
 from asyncrl.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
 
 TOOLS = '''
@@ -341,3 +341,33 @@ AGENT = "agent: {path: 'asyncrl.agents.tool_agent:ToolAgent'}\n"
 def test_settings_are_checked_before_the_start(text, message):
     problems = _problems(text)
     assert (problems == []) if message is None else (len(problems) == 1 and message in problems[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "parser", "message"),
+    [
+        ("{{ tools }}<tool_call>", "auto", None),
+        ("{{ tools }}[TOOL_CALLS]", "hermes", None),
+        (None, "auto", "no chat template"),
+        ("{{ tools }}[TOOL_CALLS]", "auto", "in the format of Mistral, which is not read"),
+        ("{{ messages }}", "auto", "does not mention any"),
+        ("{{ tools }}<tool_call>", "none", "none of their calls would be read"),
+    ],
+)
+def test_a_model_that_cannot_be_told_of_the_tools_is_refused(source, parser, message):
+    config = ExperimentConfig(tools=[ToolConfig(path="asyncrl.tools.calculator:calculator")])
+    config.rollout.chat.parser = parser
+    check_format(ExperimentConfig(), None)
+    if message is None:
+        check_format(config, source)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_format(config, source)
+
+
+async def test_tools_of_servers_that_are_not_connected_yet_are_not_left_out_silently(offloader):
+    tools = RunTools((), [McpServerConfig(name="s", command="python")], offloader)
+    with pytest.raises(RuntimeError, match="MCP servers are connected"):
+        _ = tools.toolbox.schemas
+    with pytest.raises(RuntimeError, match="MCP servers are connected"):
+        tools.toolbox.session({})
