@@ -1,12 +1,16 @@
-# make run: set everything up and train the demo.   make test: set everything up and run the whole test suite.
+# make run: set everything up and train the demo.   make demo-tools: a tiny model learns to call a calculator.
+# make test: set everything up and run the whole test suite.
 VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
 
-.PHONY: run test check setup clean
+.PHONY: run demo-tools test check setup clean
 
 run: setup
 	$(PYTHON_IN) -m asyncrl.launch async_ppo $(OVERRIDES)
+
+demo-tools: setup
+	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit -x -q

@@ -1,0 +1,155 @@
+"""Tools: what a model may call while it answers, and how a plain function becomes one.
+
+    def weather(city: str, days: int = 1) -> str:
+        \"\"\"The weather forecast of a city.
+
+        Args:
+            city: its name, in English.
+            days: how many days ahead.
+        \"\"\"
+
+`as_tool(weather)` is a `Tool` whose schema says all of this. Name it in the setting `tools`:
+`tools: [{path: my_tools.py:weather}]`. What stands after a `*` in the signature is not shown to the model: it comes
+from the setting's `args`, or from the sample's row, `{"tool_args": {"weather": {"units": "metric"}}}`.
+
+A tool that keeps something between the calls of a sample, or gives rewards of its own, is a class derived from `Tool`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.api.chat import ToolSchema
+from asyncrl.api.tool_schema import ToolSchemaError, schema_of
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call gives.
+
+    Attributes:
+        text: what the model reads.
+        reward: added to the sample's reward, as the part `tool/<name>`.
+        metrics: finite numbers of the tool's own, logged as `tool/<name>/<metric>`.
+        is_error: the call failed, and `text` says why; counted as `tool/<name>/errors`.
+    """
+
+    text: str
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_error: bool = False
+
+
+class Tool:
+    """Subclass, set `name`, implement `schema` and `execute`, and name the class in the setting `tools`.
+
+    One instance serves all samples of its worker, many at the same time; an `instance_id` names the sample. For each
+    sample that calls the tool, `create` is called once before the first call, `calc_reward` once when the sample is
+    complete, and `release` once, however it ends. The calls of one turn run at the same time.
+
+    The methods may be plain `def`s: each call then runs in a thread. One that raises or takes longer than the
+    setting's `timeout_s` gives the model an error text, and is counted.
+    """
+
+    name: str = ""
+
+    def schema(self) -> ToolSchema:
+        """What the model is told: the function's name, description and parameters, as OpenAI's API writes it."""
+        raise NotImplementedError(f"tool {type(self).__name__} implements no `schema`")
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Begin with a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and takes none."""
+        if kwargs:
+            raise TypeError(f"tool {self.name!r} takes no arguments per sample; the row gives {', '.join(kwargs)}")
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Answer one call; `arguments` fit the schema."""
+        raise NotImplementedError(f"tool {type(self).__name__} implements no `execute`")
+
+    async def calc_reward(self, instance_id: str) -> float:
+        """What the sample earns when it is complete, beside its results' rewards; the default is 0."""
+        return 0.0
+
+    async def release(self, instance_id: str) -> None:
+        """Let go of what `create` acquired. The default holds nothing."""
+        return None
+
+
+class FunctionTool(Tool):
+    """A plain function as a tool; see `as_tool`."""
+
+    def __init__(self, function: Callable[..., Any], name: str, hidden: Mapping[str, Any]) -> None:
+        self.function, self.name = function, name
+        self._schema, self.per_sample = schema_of(function, name)
+        unknown = [key for key in hidden if key not in self.per_sample]
+        if unknown:
+            takes = ", ".join(self.per_sample) or "none"
+            raise ToolSchemaError(
+                f"tool {name!r}: argument {unknown[0]!r} is not one of those after `*` in its signature ({takes}); the "
+                "others are the model's to give"
+            )
+        self.hidden = dict(hidden)
+        self._of_instance: dict[str, dict[str, Any]] = {}
+
+    def schema(self) -> ToolSchema:
+        """Derived from the function's signature and docstring."""
+        return self._schema
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Keep the sample's arguments for its calls."""
+        unknown = [key for key in kwargs if key not in self.per_sample]
+        if unknown:
+            raise TypeError(f"tool {self.name!r} has no argument {unknown[0]!r} after `*` in its signature")
+        self._of_instance[instance_id] = kwargs
+
+    def arguments_of(self, instance_id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """All keyword arguments of a call: the model's, the setting's and the sample's.
+
+        Raises:
+            TypeError: one that is required is given by nobody.
+        """
+        given = {**self.hidden, **self._of_instance.get(instance_id, {})}
+        missing = [name for name, required in self.per_sample.items() if required and name not in given]
+        if missing:
+            raise TypeError(
+                f"nobody gives the argument {missing[0]!r}: set it in the tool's args, or in the row's "
+                f"tool_args[{self.name!r}]"
+            )
+        return {**arguments, **given}
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call the function."""
+        value = self.function(**self.arguments_of(instance_id, arguments))
+        return as_result(await value if inspect.isawaitable(value) else value)
+
+    async def release(self, instance_id: str) -> None:
+        """Forget the sample's arguments."""
+        self._of_instance.pop(instance_id, None)
+
+
+def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> FunctionTool:
+    """A tool that calls `function`, plain or `async`.
+
+    Args:
+        function: what it returns is told to the model: text as it is, anything else as JSON; a `ToolResult` may carry a
+            reward.
+        name: what the model calls it; by default the function's own name.
+        hidden: values of keyword-only parameters, for all samples.
+
+    Raises:
+        ToolSchemaError: its signature cannot be told to a model.
+    """
+    return FunctionTool(function, name or getattr(function, "__name__", type(function).__name__), hidden)
+
+
+def as_result(value: object) -> ToolResult:
+    """What a function returned, as a result."""
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, str):
+        return ToolResult(value)
+    return ToolResult(json.dumps(value, ensure_ascii=False, default=str))

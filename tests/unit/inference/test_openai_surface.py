@@ -1,0 +1,173 @@
+"""What of each API's requests is used, ignored and refused; and that docs/endpoint.md shows code that works."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.agents.openai_agent import OpenAIAgent
+from asyncrl.api import SamplingParams
+from asyncrl.inference.openai.anthropic import Messages
+from asyncrl.inference.openai.calls import Call
+from asyncrl.inference.openai.chat_completions import ChatCompletions
+from asyncrl.inference.openai.errors import ApiError
+from asyncrl.inference.openai.responses import Responses
+from asyncrl.inference.openai.sse import pieces
+
+DOC = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
+USER: Any = {"role": "user", "content": "hi"}
+BROKEN_CALL = {"id": "c", "function": {"name": "f", "arguments": "["}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(**more: Any) -> Call:
+    return ChatCompletions().read(json.dumps({"model": "m", "messages": [USER]} | more).encode())
+
+
+def respond(**more: Any) -> Call:
+    return Responses().read(json.dumps({"model": "m", "input": [USER]} | more).encode())
+
+
+def message(**more: Any) -> Call:
+    return Messages().read(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | more).encode())
+
+
+def parts(kind: str) -> Any:
+    return [{"role": "user", "content": [{"type": kind, "text": "x"}]}]
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "named"),
+    [
+        (chat, {"colour": "red"}, "colour='red': no such parameter"),
+        (chat, {"frequency_penalty": 0.5}, "frequency_penalty=0.5: not supported"),
+        (chat, {"logit_bias": {"7": 1}}, "logit_bias"),
+        (chat, {"top_logprobs": 2, "logprobs": True}, "top_logprobs=2"),
+        (chat, {"modalities": ["audio"]}, "modalities"),
+        (chat, {"functions": [{"name": "f"}]}, "use tools"),
+        (chat, {"chat_template_kwargs": {"enable_thinking": False}}, "dataset.chat_template_args"),
+        (chat, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required'"),
+        (chat, {"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+        (chat, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=False"),
+        (chat, {"tools": [{"type": "custom"}]}, "tools[0].type='custom'"),
+        (chat, {"response_format": {"type": "grammar"}}, "response_format"),
+        (chat, {"messages": parts("image_url")}, "messages[0].content[0].type='image_url'"),
+        (chat, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role='function'"),
+        (
+            chat,
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments: no JSON",
+        ),
+        (chat, {"n": 0}, "n: 0 answers"),
+        (chat, {"top_p": 0}, "top_p"),
+        (respond, {"background": True}, "background=True"),
+        (respond, {"conversation": "c"}, "use previous_response_id"),
+        (respond, {"previous_response_id": "resp_1"}, "'resp_1' is no response of this session"),
+        (respond, {"tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
+        (respond, {"include": ["file_search_call.results"]}, "file_search_call.results"),
+        (respond, {"truncation": "auto"}, "truncation='auto'"),
+        (respond, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type='item_reference'"),
+        (respond, {"input": parts("input_image")}, "input[0].content[0].type='input_image'"),
+        (message, {"max_tokens": None}, "max_tokens: missing"),
+        (message, {"container": "c"}, "container"),
+        (message, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type='bash_20250124'"),
+        (message, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (message, {"messages": parts("image")}, "messages[0].content[0].type='image'"),
+        (message, {"output_config": {"effort": "low"}}, "output_config"),
+    ],
+)
+def test_what_would_change_the_meaning_is_refused_by_name(
+    read: Callable[..., Call], given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(**given)
+    assert refused.value.status == 400
+    assert named in refused.value.message
+    assert refused.value.param
+    for form in (refused.value.openai(), refused.value.anthropic()):
+        assert form["error"]["message"] == refused.value.message
+        assert form["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (chat, {"seed": 7, "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}),
+        (chat, {"presence_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0, "modalities": ["text"], "tools": []}),
+        (chat, {"frequency_penalty": None, "functions": None, "colour": None}),
+        (chat, {"parallel_tool_calls": False}),
+        (respond, {"store": False, "truncation": "disabled", "reasoning": {"effort": "low"}, "prompt_cache_key": "k"}),
+        (message, {"metadata": {"user_id": "u"}, "service_tier": "auto"}),
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(read: Callable[..., Call], given: dict[str, Any]) -> None:
+    call, plain = read(**given), read()
+    assert (call.messages, call.tools, call.n) == (plain.messages, plain.tools, 1)
+    assert call.sampling == plain.sampling
+
+
+def test_a_request_says_how_it_is_sampled_within_the_experiments_length() -> None:
+    own = SamplingParams(max_new_tokens=100, temperature=0.8, top_p=0.9, seed=5)
+    assert chat().sampled_by(own) == own
+    made = chat(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, max_tokens=7, stop="END", seed=9).sampled_by(own)
+    assert made == SamplingParams(7, 0.0, 0.5, 3, 0.1, seed=5, stop=("END",))
+    assert chat(max_completion_tokens=5000, max_tokens=3).sampled_by(own).max_new_tokens == 100
+    assert respond(max_output_tokens=9, temperature=0.1).sampled_by(own).max_new_tokens == 9
+    assert message(stop_sequences=["a", "b"]).sampled_by(own).stop == ("a", "b")
+
+
+def test_an_answers_items_are_one_message_again() -> None:
+    said: Any = [
+        USER,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "developer", "content": "c"},
+    ]
+    first, answer, one, two, *rest = respond(input=said).messages
+    assert first == USER
+    assert (answer["role"], answer["content"], answer["reasoning_content"]) == ("assistant", "so", "hm")
+    assert [call["id"] for call in answer["tool_calls"]] == ["1", "2"]
+    assert (one["tool_call_id"], one["content"], two["content"]) == ("1", "one", "two")
+    assert [(each["role"], each["content"]) for each in rest] == [
+        ("assistant", "a"),
+        ("assistant", "b"),
+        ("system", "c"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", " ", "a", "The  answer\n\n is 4. ", "\t\u4f60\u597d \U0001f600\n"])
+def test_the_pieces_of_a_stream_are_the_whole(text: str) -> None:
+    assert "".join(pieces(text)) == text
+
+
+def test_the_documents_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```(\w+)\n(.*?)```", DOC, re.DOTALL)
+    python = [code for kind, code in blocks if kind == "python"]
+    settings = [yaml.safe_load(code) for kind, code in blocks if kind == "yaml"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent.py").write_text(python[0])
+    assert settings[0]["agent"]["path"] == "asyncrl.agents.openai_agent:OpenAIAgent"
+    OpenAIAgent(**settings[0]["agent"]["args"])
+    for code in python[1:]:
+        compile(code, "docs/endpoint.md", "exec")
+    assert settings[1]["agent"]["path"] == "asyncrl.agents.verifiers_env:VerifiersAgent"
+    assert settings[1]["dataset"]["path"] == "asyncrl.agents.verifiers_env:VerifiersDataset"
+    launcher = Path(__file__).parents[3] / "launchers" / "install_verifiers.sh"
+    assert all(f"launchers/{launcher.name}" in code for kind, code in blocks if kind == "bash")
+    assert launcher.stat().st_mode & 0o100
