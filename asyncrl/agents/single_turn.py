@@ -17,6 +17,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
+from asyncrl.api.reward import reward_parts
 
 
 class SingleTurnAgent(Agent):
@@ -44,8 +45,10 @@ class SingleTurnAgent(Agent):
         return await self._scored(prompt, env, completion)
 
     async def _scored(self, prompt: Prompt, env: Environment, completion: Completion) -> Sample:
-        await env.reset(options={"data": prompt.data})
-        _, reward, _, truncated, _ = await env.step(self._tokenizer.decode(completion.token_ids))
+        with reward_parts() as parts:
+            await env.reset(options={"data": prompt.data})
+            _, reward, _, truncated, _ = await env.step(self._tokenizer.decode(completion.token_ids))
         builder = SampleBuilder(prompt.input_ids)
         builder.generate(completion)
-        return builder.build(reward, truncated=truncated or completion.finish_reason == "length")
+        sample = builder.build(reward, truncated=truncated or completion.finish_reason == "length")
+        return replace(sample, reward_parts=parts.means())

@@ -22,13 +22,14 @@ Group ids are any integers; members need not be adjacent and may stem from diffe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.generalised import token_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import as_float, discounted_suffix_sum, segment_sum, turn_starts
+from asyncrl.algorithms.packing import as_float, discounted_suffix_sum, segment_sum, sequence_lengths, turn_starts
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
@@ -136,31 +137,33 @@ def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Com
     Raises:
         ValueError: as of `sequence_rewards`, or the discount is outside [0, 1].
     """
-    rewards_S, seq_ids_T = sequence_rewards(inputs), inputs.seq_ids_T
-    ones_T = inputs.mask_T.to(rewards_S.dtype)
-    if turn_discount is None:
-        groups = Groups(inputs.group_ids_S, inputs.episodes_S)
-        return Compared(rewards_S, groups, seq_ids_T, segment_sum(ones_T, seq_ids_T, inputs.num_seqs), inputs)
-    if not 0.0 <= turn_discount <= 1.0:
-        raise ValueError(f"turn_discount is {turn_discount}; it is a discount per turn, set it within 0 to 1")
-    starts_T = turn_starts(inputs.mask_T, seq_ids_T)
-    turns_T = (starts_T.cumsum(0) - 1).clamp(min=0)
-    seq_ids_K = seq_ids_T[starts_T]
+    rewards_S = sequence_rewards(inputs)
+    if turn_discount is not None:
+        return _turns(inputs, turn_discount)
+    groups = Groups(inputs.group_ids_S, inputs.episodes_S)
+    lengths_S = sequence_lengths(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs, rewards_S.dtype)
+    return Compared(rewards_S, groups, inputs.seq_ids_T, lengths_S, inputs)
+
+
+def _turns(inputs: AdvantageInputs, discount: float) -> Compared:
+    """The turns of all samples, K of them, each in the group of those with its number."""
+    if not 0.0 <= discount <= 1.0:
+        raise ValueError(f"turn_discount is {discount}; it is a discount per turn, set it within 0 to 1")
+    starts_T = turn_starts(inputs.mask_T, inputs.seq_ids_T)
+    turns_T = starts_T.cumsum(0) - 1
+    seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().squeeze(-1)
+    rewards_N = token_rewards(replace(inputs, rewards_S=inputs.rewards_S.double()), action_T)
+    rewards_K = segment_sum(rewards_N.double(), turns_T[action_T], len(seq_ids_K))
+    lengths_K = segment_sum(torch.ones_like(rewards_N), turns_T[action_T], len(seq_ids_K))
+    all_S = torch.arange(inputs.num_seqs, device=seq_ids_K.device)
     number_K = torch.arange(len(seq_ids_K), device=seq_ids_K.device)
-    first_S = torch.searchsorted(seq_ids_K, torch.arange(inputs.num_seqs, device=seq_ids_K.device))
-    position_K = number_K - first_S[seq_ids_K]
-    rewards_T = torch.zeros_like(ones_T) if inputs.token_rewards_T is None else inputs.token_rewards_T.double()
-    rewards_K = segment_sum(torch.where(inputs.mask_T, rewards_T, 0), turns_T, max(1, len(seq_ids_K)))[: len(seq_ids_K)]
-    last_K = torch.ones_like(seq_ids_K, dtype=torch.bool)
-    last_K[:-1] = seq_ids_K[1:] != seq_ids_K[:-1]
-    rewards_K = rewards_K + torch.where(last_K, inputs.rewards_S.double()[seq_ids_K], 0)
-    returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, turn_discount)
-    _, group_S = torch.unique(inputs.group_ids_S, return_inverse=True)
-    longest = int(position_K.max()) + 1 if len(position_K) else 1
-    own_S = torch.arange(inputs.num_seqs, device=group_S.device) if inputs.episodes_S is None else inputs.episodes_S
-    groups = Groups(group_S[seq_ids_K] * longest + position_K, own_S[seq_ids_K])
-    lengths_K = segment_sum(ones_T, turns_T, max(1, len(seq_ids_K)))[: len(seq_ids_K)]
-    return Compared(returns_K, groups, turns_T, lengths_K, inputs)
+    number_K = number_K - torch.searchsorted(seq_ids_K, all_S)[seq_ids_K]
+    most = int(number_K.max()) + 1 if len(number_K) else 1
+    group_S = torch.unique(inputs.group_ids_S, return_inverse=True)[1]
+    episodes_S = all_S if inputs.episodes_S is None else inputs.episodes_S
+    groups = Groups(group_S[seq_ids_K] * most + number_K, episodes_S[seq_ids_K])
+    returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
+    return Compared(returns_K, groups, turns_T.clamp(min=0), lengths_K, inputs)
 
 
 def over_tokens(advantages_U: Tensor, inputs: AdvantageInputs, units_T: Tensor | None = None) -> AdvantageOutput:

@@ -14,6 +14,7 @@ from asyncrl.api.chat import ChatClient
 from asyncrl.api.environment import Environment
 from asyncrl.api.generation import GenerationClient, GenerationRequest, GenerationResult
 from asyncrl.api.prompt import Prompt
+from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import Sample
 
 Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
@@ -132,7 +133,8 @@ class Agent:
     async def _episode(self, prompt: Prompt, env: Environment, client: GroupClient) -> list[Sample]:
         own = client.episode(prompt)
         try:
-            outcome: Any = await self.run(prompt, env, own)
+            with reward_parts() as parts:
+                outcome: Any = await self.run(prompt, env, own)
         finally:
             await env.close()
         if isinstance(outcome, Real):
@@ -141,7 +143,11 @@ class Agent:
                 raise self._error(prompt, f"returned the reward {outcome} without asking the policy; return None")
         else:
             samples = [outcome] if isinstance(outcome, Sample) else outcome
-        return [replace(sample, episode=prompt.member) for sample in self._checked(prompt, samples)]
+        earned = parts.means()
+        return [
+            replace(sample, episode=prompt.member, reward_parts={**earned, **sample.reward_parts})
+            for sample in self._checked(prompt, samples)
+        ]
 
     async def _with_queues(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
         obs_queue: asyncio.Queue[GenerationRequest] = asyncio.Queue()

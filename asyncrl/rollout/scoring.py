@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
-from asyncrl.api.reward import marked_run_in
+from asyncrl.api.reward import RewardParts, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.offload.adapters import is_built_in
@@ -146,21 +146,24 @@ class Rewards:
                 total += _stand_in(part, error)
         return total
 
-    async def episodes(self, group: Sequence[Episode]) -> list[float]:
-        """`[S]`: what the rewards of episodes and groups add to each sample.
+    async def episodes(self, group: Sequence[Episode]) -> list[tuple[float, dict[str, float]]]:
+        """`[S]`: what the rewards of episodes and groups add to each sample, and what each of them gave, by name.
 
         Raises:
             UserCodeError: as for `answer`.
         """
-        totals = [0.0] * len(group)
+        totals, parts = [0.0] * len(group), [RewardParts() for _ in group]
         by_episode = await asyncio.gather(
             *(self._one(part, episode) for part in self._of_episodes for episode in group)
         )
-        for number, value in enumerate(by_episode):
-            totals[number % len(group)] += value
-        for values in await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups)):
-            totals = [total + value for total, value in zip(totals, values, strict=True)]
-        return totals
+        by_group = await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups))
+        own = [by_episode[first : first + len(group)] for first in range(0, len(by_episode), len(group))]
+        for part, values in zip((*self._of_episodes, *self._of_groups), (*own, *by_group), strict=True):
+            for number, value in enumerate(values):
+                totals[number] += value
+                if part.name and part.weight:
+                    parts[number].add(part.name, value / part.weight)
+        return [(total, each.means()) for total, each in zip(totals, parts, strict=True)]
 
     async def _one(self, part: RewardPart, *args: Any) -> float:
         try:
@@ -253,7 +256,10 @@ class ScoredAgent(Agent):
         if not samples:
             return samples
         added = await self._rewards.episodes([episode_of(prompt, sample, self._tokenizer) for sample in samples])
-        return [replace(sample, reward=sample.reward + more) for sample, more in zip(samples, added, strict=True)]
+        return [
+            replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
+            for sample, (more, parts) in zip(samples, added, strict=True)
+        ]
 
 
 def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:

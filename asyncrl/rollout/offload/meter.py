@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from enum import StrEnum, auto
 
+from asyncrl.api.reward import note_reward_part
+
 
 class Activity(StrEnum):
     """What a rollout waits for; each is a metric, `rollout/<activity>_s`."""
@@ -40,6 +42,7 @@ class Meter:
     def add_reward(self, name: str, value: float) -> None:
         """The reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)
+        note_reward_part(name, value)
 
     def add_failure(self) -> None:
         """A reward failed and `failure_reward` stood in for it."""

@@ -18,7 +18,8 @@ from asyncrl.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import check
 from asyncrl.rollout.user_code import Plugins
-from tests.unit.chat.conftest import TEMPLATES, FakePolicy
+
+from .conftest import TEMPLATES, FakePolicy
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "agents.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}

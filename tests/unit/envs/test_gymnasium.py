@@ -16,6 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.game_text import action_of, text_of
 from asyncrl.envs.gymnasium_env import GymnasiumEnv
+from asyncrl.envs.gymnasium_vector import VectorGames
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import check
 from asyncrl.rollout.user_code import Plugins
@@ -151,6 +152,31 @@ async def test_a_member_that_stops_early_keeps_nobody_waiting(tiny_model: Path, 
         samples, _ = await run_group(plugins.agent, plugins.make_envs(2), prompt, Walking(), plugins.episode_client)
     assert [sample.truncated for sample in samples] == [True, True]
     assert [sample.metrics["turns"] for sample in samples] == [2.0, 2.0]
+
+
+async def test_games_of_a_vector_show_their_own_pictures_and_a_fault_reaches_every_member() -> None:
+    async def call(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    names = ["left", "down", "right", "up"]
+    games = VectorGames(call, 2, id="FrozenLake-v1", kwargs={**DRY, "render_mode": "ansi"}, actions=names)
+    members = [games.member(), games.member()]
+    async with asyncio.timeout(30):
+        seen = await asyncio.gather(*(member.reset(seed=1) for member in members))
+        assert [text.splitlines()[0] for text, _ in seen] == ["[S]FFF"] * 2
+        first, second = await asyncio.gather(members[0].step("right"), members[1].step("down"))
+        assert "S[F]FF\nFHFH" in first[0]
+        assert "SFFF\n[F]HFH" in second[0]
+        with pytest.raises(RuntimeError, match="reset is called again"):
+            await members[0].reset()
+        for member in members:
+            await member.close()
+        broken = VectorGames(call, 2, id="FrozenLake-v1", kwargs={"no_such": 1})
+        members = [broken.member(), broken.member()]
+        found = await asyncio.gather(*(member.reset() for member in members), return_exceptions=True)
+    assert all(isinstance(error, TypeError) and "no_such" in str(error) for error in found)
+    with pytest.raises(RuntimeError, match="a group of 2 has no environment more"):
+        broken.member()
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,8 @@ async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: 
     # twos + later, then 0.1 for the one turn, 1 a token, and -0.25 a rank by what the environment gave
     expected = [3 + 1 + 0.1 + 4 - 0.5, 1 + 1 + 0.1 + 2, 2 + 1 + 0.1 + 3 - 0.25]
     assert [sample.reward for sample in samples] == pytest.approx(expected)
+    assert samples[0].reward_parts == pytest.approx({"twos": 6.0, "later": 10.0, "in_process": 4100.0, "Ranks": 0.5})
+    assert samples[1].reward_parts["twos"] == 2.0, "each sample has its own"
     assert metrics["reward/twos"] == 4.0
     assert metrics["reward/later"] == 10.0
     assert metrics["reward/in_process"] == 3100.0
