@@ -41,7 +41,9 @@ class ExperimentConfig:
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
-    group_size: int = setting(8, "samples per prompt", unit="samples", minimum=1)
+    group_size: int = setting(
+        8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
+    )
     max_head_offpolicyness: int = setting(
         4, "η: no trained token is older than so many versions; 0 is synchronous", unit="versions", minimum=0
     )
