@@ -1,7 +1,7 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
-`audit RUN` checks what a run left on the disk.
+`audit RUN` checks what a run left on the disk; `show RUN` prints samples that it kept.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.commands import audit
 
         return audit.main(argv[1:], program())
+    if argv[:1] == ["show"]:
+        from asyncrl.commands import show
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return show.main(argv[1:], program())
     args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -75,7 +75,8 @@ class Abandoned(_Line, frozen=True, tag="abandoned"):
 class Trained(_Line, frozen=True, tag="trained"):
     """The step that made version `step` trained the rollout, whatever was said of it before.
 
-    `versions`: generated tokens by the policy version that produced them. `reward`: the mean over its `samples`.
+    `versions`: generated tokens by the policy version that produced them. `reward`: the mean over its `episodes`, which
+    gave so many `samples`.
     """
 
     rollout: str
@@ -84,6 +85,7 @@ class Trained(_Line, frozen=True, tag="trained"):
     lineage: int
     step: int
     versions: dict[int, int]
+    episodes: int
     samples: int
     reward: float
 

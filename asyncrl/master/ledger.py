@@ -116,9 +116,10 @@ class Ledger:
         """The step that trained `batch` is complete; `books` have it in them, None where nobody could be asked."""
         step = batch.version + 1
         for record in batch.records:
-            samples, reward = len(record.rewards), sum(record.rewards) / len(record.rewards)
+            samples, rewards = len(record.rewards), record.episode_rewards
+            reward = sum(rewards) / len(rewards)
             head = (record.rollout_id, record.prompt_id, record.order, self.lineage, step)
-            self._add(Trained(*head, record.version_tokens, samples, reward))
+            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward))
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
         self.write()

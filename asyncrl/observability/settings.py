@@ -38,8 +38,30 @@ class LoggingConfig:
     display: DisplayMode = setting(DisplayMode.auto, "live display, or plain lines")
 
 
+@dataclass
+class SamplesConfig:
+    """Samples that are kept, as Parquet files with text, tokens, log-probabilities and rewards; see docs/samples.md."""
+
+    every: int = setting(
+        0,
+        "keep every so manieth trained rollout, by its place in the data order; 1: all, 0: none (needs the `data` "
+        "extra); `python -m asyncrl.launch show RUN` prints them",
+        minimum=0,
+    )
+    max_gb: float = setting(
+        2.0, "what the files may take together; beyond it the oldest are removed", unit="GB", minimum=0.001
+    )
+    tables: int = setting(
+        8, "how many of a step's kept samples go to TensorBoard and Weights & Biases as a table", minimum=0
+    )
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    if config.samples.every and importlib.util.find_spec("pyarrow") is None:
+        yield (
+            f"samples.every={config.samples.every}: pyarrow is not installed; install the `data` extra, or set it to 0"
+        )
     project = config.logging.wandb_project
     if project and importlib.util.find_spec("wandb") is None:
         yield (

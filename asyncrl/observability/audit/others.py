@@ -53,7 +53,8 @@ def check_metrics(file: Path, outcome: Outcome, report: Report) -> None:
 def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: Report) -> None:
     samples = max(1, totals.samples)
     means = {
-        "reward/mean": totals.reward / samples,
+        "reward/mean": totals.reward / max(1, totals.episodes),
+        "rollout/samples_per_episode": totals.samples / max(1, totals.episodes),
         "rollout/len_mean": totals.tokens / samples,
         "staleness/mean": totals.ages / max(1, totals.young_tokens),
         "staleness/max": float(totals.oldest_age),

@@ -65,9 +65,10 @@ class StepTotals:
 
     rollouts: int = 0
     samples: int = 0
+    episodes: int = 0
     tokens: int = 0
     reward: float = 0.0
-    """Sum over samples."""
+    """Sum over episodes."""
     ages: float = 0.0
     """Sum over those tokens that are within max_head_offpolicyness, of which there are `young_tokens`."""
     young_tokens: int = 0
@@ -304,7 +305,8 @@ class Replay:
         totals.rollouts += 1
         totals.samples += line.samples
         totals.tokens += sum(line.versions.values())
-        totals.reward += line.reward * line.samples
+        totals.episodes += line.episodes
+        totals.reward += line.reward * line.episodes
         for version, count in line.versions.items():
             if self._settings and 0 <= (age := line.step - 1 - version) <= self._settings.max_head_offpolicyness:
                 totals.ages += age * count
@@ -317,7 +319,7 @@ class Replay:
 
     def _check_ages(self, line: Trained, known: _Rollout) -> None:
         name = f"rollout {line.rollout}"
-        if line.samples < 1 or any(count < 1 for count in line.versions.values()):
+        if not 1 <= line.episodes <= line.samples or any(count < 1 for count in line.versions.values()):
             self._report(f"{name} has {line.samples} samples and the tokens {line.versions}")
         if not line.versions or self._settings is None:
             return

@@ -147,7 +147,7 @@ class Launch:
         versions = {version: 3, self.version: 2} if version < self.version else {version: 5}
         rewards = (float(ticket.order % 2), 0.5)
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, 0, version)
-        return RolloutRecord(*head, versions, (5, 5), (3, 2), rewards, (False, False))
+        return RolloutRecord(*head, versions, (5, 5), (3, 2), rewards, (False, False), (0, 1))
 
 
 def packed(prompts: list[str]) -> dict[str, Any]:
