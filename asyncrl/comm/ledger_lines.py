@@ -102,7 +102,7 @@ class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that the lines are to be judged by."""
+    """The settings that the lines are to be judged by; `workers` is 0 where kept samples were trained."""
 
     train_batch_size: int
     max_head_offpolicyness: int

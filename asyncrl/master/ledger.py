@@ -77,7 +77,7 @@ class Ledger:
             config.train_batch_size,
             config.max_head_offpolicyness,
             str(config.on_stale),
-            config.rollout.workers,
+            0 if config.samples.replay else config.rollout.workers,
             config.seed,
         )
         return cls(run_dir / LEDGER_DIR, settings)

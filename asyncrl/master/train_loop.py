@@ -45,6 +45,7 @@ from asyncrl.master.journal import Journal
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.records import Drop
+from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
     BooksError,
     check_books,
@@ -99,7 +100,7 @@ class Peers:
 
     workers: Sequence[RequestClient]
     placement: Placement
-    manager: ManagerClient
+    manager: ManagerClient | OfflineGate
     rollouts: Sequence[RequestClient]
     board: NameBoard
 

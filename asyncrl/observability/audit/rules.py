@@ -218,7 +218,11 @@ class Replay:
             )
         if not re.fullmatch(r"[a-z_]+/\d+", line.worker):
             self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
-        elif self._settings and int(line.worker.partition("/")[2]) != line.order % self._settings.workers:
+        elif (
+            self._settings
+            and self._settings.workers
+            and int(line.worker.partition("/")[2]) != line.order % self._settings.workers
+        ):
             self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
         self._admitted.add(line.order)
         self._submitted += 1
@@ -385,7 +389,7 @@ class Replay:
             self._report(f"prompt {prompt} is at place {order} of the data order, and was at {known}")
         if match is None:
             self._report(f"prompt {prompt!r}: ids are e<epoch>-<row>")
-        elif self._rows is not None and self._settings is not None and order >= 0:
+        elif self._rows is not None and self._settings is not None and self._settings.workers and order >= 0:
             epoch, position = divmod(order, self._rows)
             row = int(_permutation(self._rows, self._settings.seed, epoch)[position])
             if (epoch, row) != (int(match[1]), int(match[2])):
