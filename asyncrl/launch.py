@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_CONFIG = 2
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:

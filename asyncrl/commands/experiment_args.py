@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.runtime.launcher import EXIT_CONFIG
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 RL_ONLY = "{!r} is an experiment of supervised training; give one of reinforcement learning"
 

@@ -23,7 +23,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Launcher
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import SAMPLES_DIR
 from asyncrl.trainer.supervised.base_model import BaseModelError

@@ -18,7 +18,8 @@ from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.survey import Survey, shown
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, check_finished
 from asyncrl.runtime.run_dir import LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume

@@ -26,6 +26,7 @@ from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager import messages as m
 from asyncrl.manager.given_up_prompts import GivenUpPrompts
 from asyncrl.manager.leases import WorkerLeases
+from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.returned_prompts import ReturnedPrompts
 from asyncrl.manager.rollout_events import RolloutEvents
 from asyncrl.manager.router import Router, ServerView
@@ -57,6 +58,7 @@ class ManagerService:
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are given up.
         place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
+        pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
     """
 
@@ -68,6 +70,7 @@ class ManagerService:
         routing: str,
         lease_s: float,
         place_first: bool = True,
+        pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gate = StalenessGate(batch_size, max_staleness)
@@ -78,6 +81,7 @@ class ManagerService:
         self.events = RolloutEvents(after=time.time_ns() // 1_000_000)
         self.tokens_finished = 0
         self._place_first = place_first
+        self._pacing = pacing
         self._clock = clock
         self._begun = False
         self._absent: set[str] = set()
@@ -175,6 +179,8 @@ class ManagerService:
         for rollout_id in request.trained:
             self.router.release_rollout(rollout_id)
         self.gate.train(request.version, request.trained)
+        if self._pacing is not None and request.trained:
+            self._pacing.asked(self.gate.finished, self._clock())
         self._admit()
         self.progress.notify()
         given_up = self.given_up.after(request.given_up_after)
@@ -292,6 +298,7 @@ class ManagerService:
     ) -> None:
         """The rollout has left the count for `reason`; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
+        self._ended(rollout_id, kept=False)
         if ticket is not None:
             self.events.dropped(rollout_id, reason, prompt)
         if ticket is not None and prompt is PromptGoes.returned:
@@ -303,19 +310,31 @@ class ManagerService:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
         if self._at_gate and self._begun and not self._absent:
             self._admit_waiting()
-        full = self.gate.capacity == 0
+        full = self._capacity() == 0
         if full and self._closed_since is None:
             self._closed_since = self._clock()
         elif not full and self._closed_since is not None:
             self._closed_s += self._clock() - self._closed_since
             self._closed_since = None
 
+    def _capacity(self) -> int:
+        """Rollouts that may start now, by the gate and the pacing."""
+        allowed = self.gate.capacity
+        if self._pacing is None or not allowed:
+            return allowed
+        return min(allowed, self._pacing.room(self.gate.finished, self._clock()))
+
+    def _ended(self, rollout_id: str, *, kept: bool) -> None:
+        if self._pacing is not None:
+            self._pacing.ended(rollout_id, self._clock(), kept=kept)
+            self._pacing.observe(self.gate.finished, self._clock())
+
     def _admit_waiting(self) -> None:
         """Each call gets a prefix of its list; among the calls, the lowest order goes first."""
         heads = [(call.wanted[0].order, number) for number, call in enumerate(self._at_gate) if call.wanted]
         heapq.heapify(heads)
         admitted = False
-        while heads and self.gate.capacity:
+        while heads and self._capacity():
             _, number = heapq.heappop(heads)
             waiting = self._at_gate[number]
             self._start(waiting)
@@ -337,6 +356,8 @@ class ManagerService:
         assert version is not None, "admitted without room"
         if not running_already:
             self.events.admitted(ticket, version)
+        if self._pacing is not None:
+            self._pacing.started(rollout_id, self._clock())
         route = None
         if first is not None and self._place_first:
             size = (first.prompt_tokens, first.max_new_tokens, first.n)
@@ -390,6 +411,7 @@ class ManagerService:
             return
         self.router.release_rollout(rollout_id)
         ticket = self.gate.finish(rollout_id)
+        self._ended(rollout_id, kept=True)
         if ticket is not None:
             self.returned.running_again(ticket.owner, ticket.prompt_id)
             self.tokens_finished += finished.tokens

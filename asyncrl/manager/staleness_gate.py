@@ -155,6 +155,11 @@ class StalenessGate:
         return self._trained + len(self._live)
 
     @property
+    def finished(self) -> int:
+        """Rollouts that finished and are not trained yet, those of a step under way among them."""
+        return len(self._live) - self._running
+
+    @property
     def capacity(self) -> int:
         """Rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
@@ -318,7 +323,7 @@ class StalenessGate:
             dropped={reason: count for reason, count in self._dropped.items() if count},
             abandoned=self._abandoned,
             running=self._running,
-            finished_untrained=len(self._live) - self._running,
+            finished_untrained=self.finished,
             version=self.version,
             trained_version=self.trained_version,
         )

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -128,6 +129,15 @@ class UserCodeConfig:
     slow_call_s: float = setting(5.0, "calls that take so long are named in the log", unit="s", minimum=0.001)
 
 
+class Pacing(StrEnum):
+    """When rollouts start that the staleness bound allows."""
+
+    eager = auto()
+    """At once."""
+    deadline = auto()
+    """When they are expected to be needed."""
+
+
 @dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
@@ -143,6 +153,11 @@ class RolloutConfig:
         "answer goes on in another request",
         unit="s",
         minimum=1.0,
+    )
+    pacing: Pacing = setting(
+        Pacing.eager,
+        "when a rollout starts that max_head_offpolicyness allows: at once (eager), or when it is expected to be "
+        "needed, as learned from how long rollouts, steps and waits take (deadline), so that it is young in training",
     )
     rollout_timeout_s: float = setting(
         600.0, "limit of one rollout; beyond it the rollout is dropped", unit="s", minimum=1.0

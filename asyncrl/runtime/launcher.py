@@ -37,6 +37,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
@@ -68,8 +69,6 @@ REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 GAVE_UP = 1
 """Exit code of a process that says that it cannot go on (`Worker.start`)."""
-
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Launcher:

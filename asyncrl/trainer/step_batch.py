@@ -21,6 +21,7 @@ log-probabilities are put off so, as the first minibatch gets them for nothing a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from asyncrl.api.trajectory import SampleColumns, Trajectory
 from asyncrl.master.graph.types import BATCH_KEYS
+from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -78,6 +80,12 @@ class StepBatch:
     def num_tokens(self) -> int:
         """T, the tokens of this rank."""
         return len(self.seq_ids_T)
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """What its samples have in common, found once for all calls of the step."""
+        order = PrefixOrder.of(self["tokens"].cpu().numpy(), self.starts_S, self.lengths_S)
+        return Prefixes(order, self["group_ids"].cpu().numpy())
 
     @property
     def device(self) -> torch.device:

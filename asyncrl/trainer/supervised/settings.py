@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from asyncrl.config.setting import setting
 from asyncrl.rollout.settings import dataset
-from asyncrl.trainer.settings import hugging_face_folder
+from asyncrl.trainer.checks import hugging_face_folder
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
