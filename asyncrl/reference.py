@@ -28,6 +28,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -51,7 +52,6 @@ from asyncrl.api import (
     RewardFunction,
     Sample,
     SamplingParams,
-    Tokenizer,
 )
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
@@ -59,7 +59,7 @@ from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
@@ -115,7 +115,7 @@ class ReferenceTrainer:
         self,
         config: ReferenceConfig,
         model: PreTrainedModel,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         dataset: Dataset,
         reward: RewardFunction,
     ) -> None:
@@ -180,7 +180,10 @@ class ReferenceTrainer:
 
         async def play() -> list[Sequence[Sample]]:
             return await asyncio.gather(
-                *(self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy) for prompt in prompts)
+                *(
+                    self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy)
+                    for prompt in prompts
+                )
             )
 
         return asyncio.run(play())
@@ -238,8 +241,9 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
     inputs = []
     for request in requests:
         for i in range(request.n):
-            sampling = replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i))
-            spec = SamplingSpec(**asdict(sampling))
+            sampling = asdict(replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i)))
+            del sampling["stop"]  # texts that end an answer are looked for around the engine, and there are none here
+            spec = SamplingSpec(**sampling)
             inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     outputs = engine.submit(Job(tuple(inputs)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
 
@@ -199,6 +199,28 @@ class SampleColumns(Sequence[Sample]):
     def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
     def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
         return tuple(self)[index]
+
+
+def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
+    """The samples of one episode with the rewards of its turns, in their order, each at the last token of its turn.
+
+    A turn is an unbroken run of generated tokens; those of all samples are counted one after the other, as a client
+    that records them gives them.
+
+    Raises:
+        ValueError: there are not as many turns as rewards.
+    """
+    last_of_turns = [
+        (number, int(position))
+        for number, sample in enumerate(samples)
+        for position in np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), append=0) == -1)
+    ]
+    if len(last_of_turns) != len(rewards):
+        raise ValueError(f"{len(rewards)} rewards of turns are given, and the samples have {len(last_of_turns)} turns")
+    columns = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    for (number, position), reward in zip(last_of_turns, rewards, strict=True):
+        columns[number][position] = reward
+    return [replace(sample, token_rewards=column) for sample, column in zip(samples, columns, strict=True)]
 
 
 def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:

@@ -22,6 +22,7 @@ from asyncrl.rollout.settings import (
     RolloutConfig,
 )
 from asyncrl.runtime.settings import Resume, SystemConfig
+from asyncrl.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -63,6 +64,13 @@ class ExperimentConfig:
     rewards: list[NamedRewardConfig] = setting(
         help="several rewards in place of reward: their weighted sum; each with name, weight and what reward has",
         factory=list,
+    )
+    tools: list[ToolConfig] = setting(
+        help="what the model may call, for agents that take tools; each with path, args, name and timeout_s",
+        factory=list,
+    )
+    mcp: list[McpServerConfig] = setting(
+        help="MCP servers whose tools the model may call; each with name and command or url", factory=list
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, SampleColumns, Trajectory
+from asyncrl.api.trajectory import with_turn_rewards
 
 
 def make(length: int = 3, **lengths: int) -> Sample:
@@ -52,6 +53,23 @@ def test_rewards_of_turns_come_on_top_of_the_reward() -> None:
     plain, rewarded = make(), dataclasses.replace(make(), token_rewards=np.array([0, 0.25, -1], np.float32))
     assert rewarded.total_reward == 0.25
     assert SampleColumns.join((plain, rewarded)).total_rewards.tolist() == [1.0, 0.25]
+
+
+def test_rewards_of_turns_go_to_the_last_token_of_each_over_all_samples_of_an_episode() -> None:
+    def sample(*mask: int) -> Sample:
+        mask_T = np.array(mask, np.uint8)
+        zeros = np.zeros(len(mask), np.float32)
+        return Sample(np.zeros(len(mask), np.int32), mask_T, zeros, np.where(mask_T, 0, -1).astype(np.int32), 0.0)
+
+    samples = [sample(0, 1, 1, 0, 1), sample(0, 0), sample(0, 1, 0)]
+    placed = with_turn_rewards(samples, [0.5, 0.0, -1.0])
+    assert [made.token_rewards.tolist() for made in placed if made.token_rewards is not None] == [
+        [0, 0, 0.5, 0, 0],
+        [0, 0],
+        [0, -1, 0],
+    ]
+    with pytest.raises(ValueError, match="2 rewards of turns are given, and the samples have 3 turns"):
+        with_turn_rewards(samples, [1.0, 2.0])
 
 
 def test_the_generated_length_counts_what_carries_loss() -> None:
