@@ -1,9 +1,10 @@
 """The run's ledger, on disk: what became of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
 
-Lines gather in memory and are written and synced where a step is complete, before a checkpoint begins (which names the
-line that it goes on from) and at the end. So the disk never has a checkpoint whose past the ledger lacks. A file is
-followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
-next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
+Lines gather in memory and are written where a step is complete, before a checkpoint begins (which names the line that
+it goes on from) and at the end. A thread syncs those of a step while the next one begins; a checkpoint waits for that,
+so the disk never has one whose past the ledger lacks. A file is followed by the next one once it has `FILE_BYTES`,
+always after a seal. A line that a kill cut off is cut away when the next launch begins; whole lines stay, also those of
+steps that no checkpoint remembers: `begin` says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,6 +71,8 @@ class Ledger:
         self._unsealed = hashlib.sha256()
         self._unwritten = bytearray()
         self._file: IO[bytes] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._syncing: Future[None] | None = None
 
     @classmethod
     def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
@@ -122,7 +126,7 @@ class Ledger:
             self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward))
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
-        self.write()
+        self._write()
 
     def saved(self, version: int, books: GateBooks | None) -> dict[str, Any]:
         """A checkpoint of `version` is about to be written; returns what it has to keep."""
@@ -138,13 +142,13 @@ class Ledger:
         self.write()
 
     def write(self) -> None:
-        """Bring all lines so far to the disk."""
-        if self._file is None or not self._unwritten:
-            return
-        self._file.write(self._unwritten)
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
-        self._unwritten.clear()
+        """Bring all lines so far to the disk.
+
+        Raises:
+            OSError: it takes them not, or did not take those of a step before.
+        """
+        self._write()
+        self._synced()
 
     def close(self) -> None:
         """Write out what is left."""
@@ -152,6 +156,22 @@ class Ledger:
             self.write()
             self._file.close()
             self._file = None
+        self._thread.shutdown()
+
+    def _write(self) -> None:
+        """Hand all lines so far to the kernel, and have them synced."""
+        self._synced()
+        if self._file is not None and self._unwritten:
+            self._file.write(self._unwritten)
+            self._file.flush()
+            self._unwritten.clear()
+            self._syncing = self._thread.submit(os.fdatasync, self._file.fileno())
+
+    def _synced(self) -> None:
+        """Wait until what was written is on the disk."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.result()
 
     @property
     def _path(self) -> Path:
