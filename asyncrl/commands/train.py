@@ -36,7 +36,7 @@ def train(config: Config, folder: Path | None) -> int:
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
-        return _run_rl(_with_model(config, folder), console)
+        return _run_rl(with_model(config, folder), console)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
@@ -89,7 +89,7 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
     (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
 
 
-def _with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
+def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
     """The config with `model.path` a folder: as set, or the base model, made first if need be."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()

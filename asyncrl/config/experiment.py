@@ -12,7 +12,7 @@ from asyncrl.config.setting import PluginConfig, setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import OnStale
-from asyncrl.observability.settings import LoggingConfig
+from asyncrl.observability.settings import LoggingConfig, SamplesConfig
 from asyncrl.rollout.settings import (
     DatasetConfig,
     EnvConfig,
@@ -81,4 +81,5 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)

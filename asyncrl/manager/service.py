@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager import messages as m
 from asyncrl.manager.given_up_prompts import GivenUpPrompts
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.returned_prompts import ReturnedPrompts
+from asyncrl.manager.rollout_events import RolloutEvents
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate, Ticket
 from asyncrl.manager.wakeup import Signal
@@ -76,6 +78,7 @@ class ManagerService:
         self.leases = WorkerLeases(lease_s)
         self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
         self.given_up = GivenUpPrompts(after=time.time_ns() // 1_000_000)
+        self.events = RolloutEvents(after=time.time_ns() // 1_000_000)
         self.tokens_finished = 0
         self._place_first = place_first
         self._pacing = pacing
@@ -171,7 +174,8 @@ class ManagerService:
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for dropped in request.dropped:
-            self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
+            goes = PromptGoes.returned if dropped.return_prompt else PromptGoes.used
+            self._drop(dropped.rollout_id, dropped.reason, goes)
         for rollout_id in request.trained:
             self.router.release_rollout(rollout_id)
         self.gate.train(request.version, request.trained)
@@ -180,7 +184,8 @@ class ManagerService:
         self._admit()
         self.progress.notify()
         given_up = self.given_up.after(request.given_up_after)
-        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq)
+        events = self.events.after(request.events_after)
+        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq, events, self.events.last_seq)
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -208,7 +213,8 @@ class ManagerService:
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
-        self.gate.abandon()
+        for rollout_id in self.gate.abandon():
+            self.events.abandoned(rollout_id)
         self._room.notify()
         self.progress.notify()
         return self.gate.books()
@@ -254,7 +260,8 @@ class ManagerService:
         self.router.release_worker(worker)
         self.returned.worker_died(worker)
         for rollout_id in self.gate.running_of(worker):
-            self._left(rollout_id, self.gate.give_up(rollout_id), return_prompt=True)
+            ticket = self.gate.give_up(rollout_id)
+            self._left(rollout_id, ticket, WORKER_LOST, PromptGoes.returned)
         self._admit()
         self.progress.notify()
 
@@ -274,19 +281,27 @@ class ManagerService:
         self._admit()
 
     def _drop(
-        self, rollout_id: str, reason: str, return_prompt: bool, *, as_next_attempt: bool = False
+        self, rollout_id: str, reason: str, prompt: PromptGoes, *, as_next_attempt: bool = False
     ) -> Ticket | None:
         ticket = self.gate.drop(rollout_id, reason)
-        self._left(rollout_id, ticket, return_prompt, as_next_attempt=as_next_attempt)
+        self._left(rollout_id, ticket, reason, prompt, as_next_attempt=as_next_attempt)
         return ticket
 
     def _left(
-        self, rollout_id: str, ticket: Ticket | None, return_prompt: bool, *, as_next_attempt: bool = False
+        self,
+        rollout_id: str,
+        ticket: Ticket | None,
+        reason: str,
+        prompt: PromptGoes,
+        *,
+        as_next_attempt: bool = False,
     ) -> None:
-        """The rollout has left the count; `ticket` is None where it had before."""
+        """The rollout has left the count for `reason`; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
         self._ended(rollout_id, kept=False)
-        if ticket is not None and return_prompt:
+        if ticket is not None:
+            self.events.dropped(rollout_id, reason, prompt)
+        if ticket is not None and prompt is PromptGoes.returned:
             attempt = ticket.attempt + as_next_attempt
             self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
             self._room.notify()
@@ -335,8 +350,12 @@ class ManagerService:
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return
-        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
+        running_already = self.gate.is_live(rollout_id)
+        ticket = Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt)
+        version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
+        if not running_already:
+            self.events.admitted(ticket, version)
         if self._pacing is not None:
             self._pacing.started(rollout_id, self._clock())
         route = None
@@ -385,7 +404,8 @@ class ManagerService:
         rollout_id = finished.rollout_id
         if not finished.accepted:
             reason, again = finished.reason or "rejected", finished.as_next_attempt
-            ticket = self._drop(rollout_id, reason, finished.return_prompt, as_next_attempt=again)
+            goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
+            ticket = self._drop(rollout_id, reason, goes, as_next_attempt=again)
             if ticket is not None and not finished.return_prompt:
                 self.given_up.add(ticket.prompt_id)
             return
@@ -395,6 +415,7 @@ class ManagerService:
         if ticket is not None:
             self.returned.running_again(ticket.owner, ticket.prompt_id)
             self.tokens_finished += finished.tokens
+            self.events.finished(rollout_id, finished.tokens)
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

@@ -305,14 +305,15 @@ class StalenessGate:
         """No rollout starts from here on."""
         self.closed = True
 
-    def abandon(self) -> None:
-        """Close, and count every live rollout as abandoned at exit."""
+    def abandon(self) -> list[str]:
+        """Close, and count every live rollout as abandoned at exit; returns those."""
         self.close()
-        for rollout_id, live in list(self._live.items()):
-            del self._live[rollout_id]
-            self._leave(live)
+        abandoned = list(self._live)
+        for rollout_id in abandoned:
+            self._leave(self._live.pop(rollout_id))
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
+        return abandoned
 
     def books(self) -> Books:
         """The ledger as of now."""

@@ -42,8 +42,10 @@ from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
+from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.records import Drop
+from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
     BooksError,
     check_books,
@@ -98,7 +100,7 @@ class Peers:
 
     workers: Sequence[RequestClient]
     placement: Placement
-    manager: ManagerClient
+    manager: ManagerClient | OfflineGate
     rollouts: Sequence[RequestClient]
     board: NameBoard
 
@@ -128,6 +130,7 @@ class TrainLoop:
         self._actors = [peers.workers[worker] for worker in grids[ACTOR].members]
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
+        self._ledger = Ledger.of_run(run_dir, config)
         self._announcer = VersionAnnouncer(
             peers.board.announce_version,
             self._evaluate,
@@ -138,7 +141,7 @@ class TrainLoop:
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
-        self._given_up_seq = 0
+        self._given_up_seq = self._events_seq = 0
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
         self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
@@ -173,6 +176,7 @@ class TrainLoop:
             if self._saving is not None:
                 self._saving.cancel()
             self._journal.close()
+            self._ledger.close()
             await cancel(ticking)
 
     async def _begin(self) -> None:
@@ -181,6 +185,7 @@ class TrainLoop:
         journal = state["journal"] if state else None
         self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
         write_books(self.run_dir, self.version, self._books)
+        self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
         # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
@@ -217,6 +222,7 @@ class TrainLoop:
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
             self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
+            self._ledger.step(batch, self._reported_books)
             write_books(self.run_dir, self.version, self._books)
             self._progress_at = self._clock()
         if self._checkpoint_is_due:
@@ -296,10 +302,12 @@ class TrainLoop:
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, self._given_up_seq)
+        heard = (self._given_up_seq, self._events_seq)
+        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *heard)
         self._unreported_trained, self._unreported_drops = [], []
-        self._books, self._given_up_seq = reply.books, reply.seq
+        self._books, self._given_up_seq, self._events_seq = reply.books, reply.seq, reply.events_seq
         self.buffer.give_up(reply.given_up)
+        self._ledger.take(reply.events)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s
@@ -324,6 +332,7 @@ class TrainLoop:
         if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             await self._last_evaluation()
         await self._close_books()
+        self._ledger.end(self.version, self._books)
         write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
         check_books(self._books, self._trained_before + self.buffer.trained)
 
@@ -339,8 +348,8 @@ class TrainLoop:
         try:
             async with asyncio.timeout(BOOKS_LIMIT_S):
                 await self.peers.manager.close_gate()
+                await self.peers.manager.abandon()
                 await self._report_to_manager()
-                self._books = await self.peers.manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
 
@@ -378,6 +387,7 @@ class TrainLoop:
             "buffer": self.buffer.state(),
             "journal": self._journal.state(),
             "dropped": dict(self._books.dropped),
+            "ledger": self._ledger.saved(self.version, self._reported_books),
         }
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(SaveCheckpoint(path, self.version, state))
@@ -432,6 +442,11 @@ class TrainLoop:
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
+
+    @property
+    def _reported_books(self) -> GateBooks | None:
+        """The books, if the gate has heard of all that is trained."""
+        return None if self._unreported_trained else self._books
 
     @property
     def _progress(self) -> tuple[int, int]:

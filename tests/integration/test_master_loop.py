@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
@@ -188,9 +188,15 @@ class FakeManager:
     lost: int = 0
     dead: bool = False
     given_up: list[str] = field(default_factory=list)
+    abandoned: int | None = None
 
     async def report_consumed(
-        self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout], given_up_after: int = 0
+        self,
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
     ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
@@ -209,7 +215,8 @@ class FakeManager:
         self.closed = True
 
     async def abandon(self) -> GateBooks:
-        return replace(self.books(), abandoned=self.books().running - self.lost, running=0)
+        self.abandoned = self.books().running - self.lost
+        return self.books()
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker dropped a rollout of `prompt_id` for good."""
@@ -219,6 +226,8 @@ class FakeManager:
 
     def books(self) -> GateBooks:
         running = self.submitted - self.trained - sum(self.dropped.values())
+        if self.abandoned is not None:
+            return GateBooks(self.submitted, self.trained, dict(self.dropped), self.abandoned)
         return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
 
     async def status(self) -> GateStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -175,6 +176,8 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["generation.sglang.args.dp_size=2", "generation.servers"],
         ),
         (["system.name_resolve=etcd3"], ["system.name_resolve_root", "host:port"]),
+        (["samples.replay=/kept", "eval.interval=3"], ["eval.interval=3", "leave it 0"]),
+        (["samples.replay=/kept", "samples.only=true", "eval.interval=0"], ["samples.only=true", "samples.replay"]),
         (["trial_name=../up"], ["trial_name='../up'", "folder"]),
         (["fileroot=/proc/1/x"], ["fileroot='/proc/1/x'"]),
     ],
@@ -183,6 +186,16 @@ def test_a_bad_value_or_combination_names_setting_value_and_what_to_do(overrides
     message = message_of(*overrides)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("setting", ["samples.every=4", "samples.only=true"])
+def test_samples_without_pyarrow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else find_spec(name))
+    message = message_of(setting, "eval.interval=0")
+    assert "samples" in message
+    assert "pyarrow is not installed" in message
+    assert "`data` extra" in message
 
 
 @pytest.mark.parametrize(

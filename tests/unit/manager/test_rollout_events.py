@@ -1,0 +1,101 @@
+"""What became of rollouts is told until the master names its number, and agrees with the books of the same reply."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.manager import messages as m
+from asyncrl.manager.rollout_events import RolloutEvents
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.staleness_gate import Ticket
+
+MASTER = "rollout_worker/0"
+
+
+def test_a_line_is_told_until_its_number_is_named() -> None:
+    events = RolloutEvents(after=100, now=lambda: 5.0)
+    events.admitted(Ticket("r1", MASTER, "e0-3", 7, 1), 2)
+    events.finished("r1", 12)
+    told = [Admitted("r1", "e0-3", 7, 1, MASTER, 2, 5.0), Finished("r1", 12, 5.0)]
+    assert (events.after(0), events.last_seq) == (told, 102)
+    assert events.after(101) == told[1:]
+    assert events.after(0) == told[1:], "what was named is forgotten"
+    events.dropped("r2", "stale", PromptGoes.returned)
+    assert events.after(102) == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
+
+
+def service() -> ManagerService:
+    made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0)
+    made.begin(0)
+    return made
+
+
+async def admit(manager: ManagerService, *orders: int) -> None:
+    wanted = [m.WantedRollout(f"r{order}", f"e0-{order}", order) for order in orders]
+    await manager.allocate_rollout(m.AllocateRequest(worker=MASTER, rollouts=wanted))
+
+
+async def report(manager: ManagerService, version: int = 0, trained: tuple[str, ...] = ()) -> m.ConsumedReply:
+    return await manager.report_consumed(m.ConsumedReport(version, list(trained), []))
+
+
+def finished(rollout: str, reason: str = "", *, again: bool = False) -> m.FinishRequest:
+    end = m.FinishedRollout(rollout, accepted=not reason, reason=reason, return_prompt=again, tokens=9)
+    return m.FinishRequest(worker=MASTER, finished=[end])
+
+
+def kinds(lines: list[RolloutLine]) -> list[tuple[str, str]]:
+    return [(type(line).__name__, line.rollout) for line in lines]
+
+
+async def test_every_end_of_a_rollout_is_told_once_with_the_books_that_have_it() -> None:
+    manager = service()
+    await admit(manager, 0, 1, 2, 3)
+    await admit(manager, 0, 1)  # its reply was lost
+    for request in (finished("r0"), finished("r0"), finished("r1", "timeout"), finished("r2", "failed", again=True)):
+        await manager.finish_rollout(request)
+    await manager.abandon(m.Empty())
+    reply = await report(manager)
+    assert kinds(reply.events) == [
+        *[("Admitted", f"r{order}") for order in range(4)],
+        ("Finished", "r0"),
+        ("Dropped", "r1"),
+        ("Dropped", "r2"),
+        ("Abandoned", "r0"),
+        ("Abandoned", "r3"),
+    ]
+    drops = {line.rollout: line.prompt for line in reply.events if isinstance(line, Dropped)}
+    assert drops == {"r1": PromptGoes.given_up, "r2": PromptGoes.returned}
+    counted = Counter(type(line) for line in reply.events)
+    books = reply.books
+    assert (books.submitted, sum(books.dropped.values()), books.abandoned) == (
+        counted[Admitted],
+        counted[Dropped],
+        counted[Abandoned],
+    )
+
+
+async def test_a_rollout_of_a_silent_worker_that_finishes_after_all_is_told_finished_after_its_drop() -> None:
+    manager = service()
+    await admit(manager, 0)
+    manager.worker_died(MASTER)
+    await manager.finish_rollout(finished("r0"))
+    await manager.finish_rollout(finished("r0", "timeout"))  # overtaken, and final
+    reply = await report(manager)
+    assert kinds(reply.events) == [
+        ("Admitted", "r0"),
+        ("Dropped", "r0"),
+        ("Finished", "r0"),
+        ("Dropped", "r0"),
+    ]
+    assert reply.books.dropped == {"timeout": 1}
+
+
+async def test_a_trained_rollout_has_no_later_line() -> None:
+    manager = service()
+    await admit(manager, 0)
+    first = await report(manager, 1, ("r0",))
+    await manager.finish_rollout(finished("r0"))
+    second = await manager.report_consumed(m.ConsumedReport(1, [], [], events_after=first.events_seq))
+    assert second.events == []
