@@ -117,6 +117,9 @@ class _Walk:
         self._text, self._format, self._tools = text, call_format, tools
         self._reset()
         self.reasoning: list[str] = []
+        self._next: re.Match[str] | None = None
+        self._next_at = 0
+        """From here on the next call is to be looked for: a text without one is searched once."""
 
     def _reset(self) -> None:
         self.content: list[str] = []
@@ -158,7 +161,10 @@ class _Walk:
         if self._format is None:
             return None
         if not self._format.only_at_start:
-            return self._format.opening.search(self._text, at)
+            if self._next_at <= at:
+                self._next = self._format.opening.search(self._text, at)
+                self._next_at = self._next.start() + 1 if self._next else len(self._text) + 1
+            return self._next
         if self.calls or self._refused or any(part.strip() for part in self.content):
             return None
         blanks = _BLANKS.match(self._text, at)
