@@ -9,29 +9,18 @@ import verifiers as vf
 from datasets import Dataset
 
 
-class Carry(vf.MultiTurnEnv):
-    """Sums; who is wrong is told so once and tries again."""
-
-    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        return [{"role": "user", "content": ";" + state["prompt"][-1]["content"]}]
-
-    @vf.stop
-    async def solved(self, state: Any, **kwargs: Any) -> bool:
-        return bool(state["trajectory"]) and state["answer"] in said(state["trajectory"][-1]["completion"])
-
-
 def said(completion: Any) -> str:
     return "".join(str(message["content"] or "") for message in completion)
 
 
 def right(completion: Any, answer: str, **kwargs: Any) -> float:
-    """1 for the sum; less, the longer it takes to say something else."""
+    """1 for the sum, else a little for even digits."""
     text = said(completion)
     return 1.0 if answer in text else sum(char in "02468" for char in text) / (4 * max(len(text), 1))
 
 
-def turns(completion: Any, **kwargs: Any) -> float:
-    return float(sum(message["role"] == "assistant" for message in completion))
+def length(completion: Any, **kwargs: Any) -> float:
+    return float(len(said(completion)))
 
 
 def sums(rows: int, seed: int) -> Dataset:
@@ -40,6 +29,6 @@ def sums(rows: int, seed: int) -> Dataset:
     return Dataset.from_list([{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs])
 
 
-def load_environment(rows: int = 1000, max_turns: int = 2) -> vf.Environment:
-    rubric = vf.Rubric(funcs=[right, turns], weights=[1.0, 0.0])
-    return Carry(dataset=sums(rows, 0), eval_dataset=sums(64, 1), rubric=rubric, max_turns=max_turns)
+def load_environment(rows: int = 1000) -> vf.Environment:
+    rubric = vf.Rubric(funcs=[right, length], weights=[1.0, 0.0])
+    return vf.SingleTurnEnv(dataset=sums(rows, 0), eval_dataset=sums(64, 1), rubric=rubric)

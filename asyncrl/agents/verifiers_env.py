@@ -9,11 +9,12 @@ answer only reward and metrics are used.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from asyncrl.api import Agent, Environment, Prompt, Sample
 HOST: Final = Path(__file__).with_name("verifiers_host.py")
 START_LIMIT_S: Final = 300.0
 """So long an environment may take to load: some fetch data."""
+SPLITS: Final = ("train", "held_out")
 LINE_LIMIT: Final = 256 << 20
 """Most bytes of a reply: the rows of a large dataset."""
 
@@ -46,12 +48,10 @@ class VerifiersDataset:
     """
 
     def __init__(self, *, split: str, seed: int, python: str, env: str, args: Mapping[str, Any] | None = None) -> None:
-        asked = b"".join(map(_line, (_what(env, args), {"id": 0, "rows": split})))
         try:
-            loaded, *rest = _replies(_command(python), asked)
+            found = _rows(str(Path(python).expanduser()), _line(_what(env, args)))[split]
         except OSError as error:
             raise ValueError(f"python={python!r} cannot be started: {error}") from None
-        found = rest[0] if rest else loaded
         if "error" in found:
             raise ValueError(f"env={env!r}: {found['error']}")
         self._prompts = [row["prompt"] for row in found["rows"]]
@@ -245,25 +245,28 @@ class _Host:
         return VerifiersError(f"the process that runs {self._env!r} ended; see the worker's log")
 
 
-def _replies(command: Sequence[str], asked: bytes) -> Iterator[dict[str, Any]]:
-    """What the process says to what it is `asked`, until it has said all or what is wrong."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+@functools.lru_cache(maxsize=4)
+def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
+    """By split, its `rows`, or the `error` for which there are none. Asked once per process: to load takes seconds."""
+    asked = [_line({"id": number, "rows": split}) for number, split in enumerate(SPLITS)]
+    with subprocess.Popen(_command(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         limit = threading.Timer(START_LIMIT_S, process.kill)
         limit.start()
         try:
-            process.stdin.write(asked)
+            process.stdin.write(b"".join((what, *asked)))
             process.stdin.flush()
-            for _ in asked.splitlines():
-                line = process.stdout.readline()
-                reply = json.loads(line) if line else {"error": f"its process ended within {START_LIMIT_S:g} s"}
-                yield reply
-                if "error" in reply:
-                    break
+            replies = [json.loads(line) for line in itertools.islice(process.stdout, 1)]
+            if replies and "error" not in replies[0]:
+                replies += [json.loads(line) for line in itertools.islice(process.stdout, len(SPLITS))]
         finally:
             limit.cancel()
             process.stdin.close()
+    if len(replies) == 1 + len(SPLITS):
+        return dict(zip(SPLITS, replies[1:], strict=True))
+    failed = replies[-1] if replies and "error" in replies[-1] else {"error": "its process ended; see the log"}
+    return dict.fromkeys(SPLITS, failed)
 
 
 def _command(python: str) -> list[str]:

@@ -179,4 +179,4 @@ def test_an_environment_of_verifiers_trains(start_run: Any) -> None:
     assert "failed" not in run.summary()["books"]["dropped"], run.logs()
     for row in run.rows():
         assert 0 < row["reward/right"] == pytest.approx(row["reward/mean"], abs=0.2)
-        assert 1 <= row["agent/turns"] <= 2
+        assert row["agent/length"] > 0

@@ -280,4 +280,4 @@ async def test_thousands_of_sessions_leave_nothing_behind(endpoint: Endpoint, ma
             await episode(calls=number % 10 == 0)
     assert len(endpoint) == 0
     gc.collect()
-    assert sum(isinstance(each, Session) for each in gc.get_objects()) == 0
+    assert sum(type(each) is Session for each in gc.get_objects()) == 0
