@@ -37,7 +37,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.sharded.gathering import local
+from asyncrl.trainer.engines.parts import local
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank

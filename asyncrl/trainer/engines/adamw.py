@@ -7,16 +7,18 @@ schedule, and what of both a checkpoint needs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter
-from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
+from asyncrl.trainer.engines.parts import local, zeros_on_host
+from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, OptimizerConfig
 
 SCHEDULES = {
     LearningRateSchedule.constant: "constant_with_warmup",
@@ -26,9 +28,19 @@ SCHEDULES = {
 """Their names in transformers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Their names in the state of torch's AdamW, and in checkpoints."""
+PIECE = 1 << 24
+"""Values of a moment that are on the device at a time, where moments are in host memory: 64 MiB each of two."""
 
 Moments = Mapping[str, Tensor]
 """Of one parameter, by the names of `MOMENTS`."""
+
+
+def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+    """Of a parameter, where `optimizer.moments_on` says."""
+    on_host = config.moments_on == MomentsOn.host
+    return {
+        moment: zeros_on_host(like) if on_host else torch.zeros_like(like, requires_grad=False) for moment in MOMENTS
+    }
 
 
 def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
@@ -66,6 +78,7 @@ class ScheduledAdamW(ABC):
             eps=config.eps,
             fused=True,
         )
+        self._on_host = config.moments_on == MomentsOn.host
         for group, _ in groups:
             for parameter, moments in group:  # as AdamW's own first step would make it
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -95,7 +108,10 @@ class ScheduledAdamW(ABC):
         if applied:
             if self._max_grad_norm > 0.0:
                 nn.utils.clip_grads_with_norm_(self._clipped(), self._max_grad_norm, norm_0)
-            self._adamw.step()
+            if self._on_host:
+                self._step_by_pieces()
+            else:
+                self._adamw.step()
             self._schedule.step()
         return StepOutcome(norm, lr, applied)
 
@@ -108,6 +124,50 @@ class ScheduledAdamW(ABC):
         factors = self._schedule.lr_lambdas
         for group, lr, factor in zip(self._adamw.param_groups, self._schedule.base_lrs, factors, strict=True):
             group["lr"] = lr * factor(step)
+
+    def kept(self) -> Iterator[Tensor]:
+        """What it has on the device beside parameters and gradients."""
+        if not self._on_host:
+            yield from (state[moment] for state in self._adamw.state.values() for moment in MOMENTS)
+
+    @torch.no_grad()
+    def _step_by_pieces(self) -> None:
+        """AdamW's step with moments in host memory: they pass through the device piece by piece."""
+        devices = set()
+        for group in self._adamw.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+                    devices.add(parameter.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state, (beta1, beta2) = self._adamw.state[parameter], group["betas"]
+        values = (parameter.detach(), cast(Tensor, parameter.grad), *(state[moment] for moment in MOMENTS))
+        pieces = (torch.split(local(value).view(-1), PIECE) for value in values)
+        for value, grad, *hosts in zip(*pieces, strict=True):
+            average, square = (host.to(value.device, non_blocking=True, copy=True) for host in hosts)
+            adamw(
+                [value],
+                [grad],
+                [average],
+                [square],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for host, moment in zip(hosts, (average, square), strict=True):
+                host.copy_(moment, non_blocking=True)
+        state["step"] += 1
 
     @abstractmethod
     def zero_grad(self) -> None:
