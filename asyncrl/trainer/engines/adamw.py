@@ -55,6 +55,49 @@ def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
     return found
 
 
+class _HostMomentsAdamW(torch.optim.AdamW):
+    """Torch's, but that moments are in host memory and pass through the device piece by piece."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """See `torch.optim.AdamW`."""
+        devices = set()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+                    devices.add(parameter.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        values = (parameter.detach(), cast(Tensor, parameter.grad), *(state[moment] for moment in MOMENTS))
+        pieces = (torch.split(local(value).view(-1), PIECE) for value in values)
+        for value, grad, *hosts in zip(*pieces, strict=True):
+            average, square = (host.to(value.device, non_blocking=True, copy=True) for host in hosts)
+            adamw(
+                [value],
+                [grad],
+                [average],
+                [square],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for host, moment in zip(hosts, (average, square), strict=True):
+                host.copy_(moment, non_blocking=True)
+        state["step"] += 1
+
+
 class ScheduledAdamW(ABC):
     """AdamW over groups of parameters.
 
@@ -71,14 +114,14 @@ class ScheduledAdamW(ABC):
         total_steps: int,
     ) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._adamw = torch.optim.AdamW(
+        self._on_host = config.moments_on == MomentsOn.host
+        self._adamw = (_HostMomentsAdamW if self._on_host else torch.optim.AdamW)(
             [{"params": [parameter for parameter, _ in group], "weight_decay": decay} for group, decay in groups],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             fused=True,
         )
-        self._on_host = config.moments_on == MomentsOn.host
         for group, _ in groups:
             for parameter, moments in group:  # as AdamW's own first step would make it
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -108,10 +151,7 @@ class ScheduledAdamW(ABC):
         if applied:
             if self._max_grad_norm > 0.0:
                 nn.utils.clip_grads_with_norm_(self._clipped(), self._max_grad_norm, norm_0)
-            if self._on_host:
-                self._step_by_pieces()
-            else:
-                self._adamw.step()
+            self._adamw.step()
             self._schedule.step()
         return StepOutcome(norm, lr, applied)
 
@@ -129,45 +169,6 @@ class ScheduledAdamW(ABC):
         """What it has on the device beside parameters and gradients."""
         if not self._on_host:
             yield from (state[moment] for state in self._adamw.state.values() for moment in MOMENTS)
-
-    @torch.no_grad()
-    def _step_by_pieces(self) -> None:
-        """AdamW's step with moments in host memory: they pass through the device piece by piece."""
-        devices = set()
-        for group in self._adamw.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-                    devices.add(parameter.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
-
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state, (beta1, beta2) = self._adamw.state[parameter], group["betas"]
-        values = (parameter.detach(), cast(Tensor, parameter.grad), *(state[moment] for moment in MOMENTS))
-        pieces = (torch.split(local(value).view(-1), PIECE) for value in values)
-        for value, grad, *hosts in zip(*pieces, strict=True):
-            average, square = (host.to(value.device, non_blocking=True, copy=True) for host in hosts)
-            adamw(
-                [value],
-                [grad],
-                [average],
-                [square],
-                [],
-                [state["step"].clone()],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for host, moment in zip(hosts, (average, square), strict=True):
-                host.copy_(moment, non_blocking=True)
-        state["step"] += 1
 
     @abstractmethod
     def zero_grad(self) -> None:

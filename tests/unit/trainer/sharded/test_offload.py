@@ -23,7 +23,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import MomentsOn, ReferenceMode
+from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, ReferenceMode
 from asyncrl.weights.manifest import FileEntry
 
 LIMIT_S = 60.0
@@ -152,6 +152,7 @@ def test_moments_in_host_memory_are_those_on_the_device(
     config, spread = everything, settings_of(case, everything)
     config.trainer.parallel = spread
     config.optimizer.weight_decay = 0.1
+    config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
     runs = []
     for moments_on in MomentsOn:
         config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
