@@ -3,15 +3,16 @@
     python benchmarks/sizing.py              rewrite docs/sizing.md
     python benchmarks/sizing.py --measure    run the small models first and note their peaks in docs/sizing.json
 
-A measured case trains a small random model for two steps in a process per rank: the flat engine as it is, or a plain
-transformers model that FSDP2 shards layer by layer, as the sharded engine does. Measured is the highest resident memory
-of a rank less what its libraries take; beside it stands what `asyncrl.trainer.sizing` says of the same case. glibc is
-told to give freed memory back (MALLOC_MMAP_THRESHOLD_), else it keeps what a later allocation would have used.
+A measured case trains a small random model for two steps in a process per rank, by the engine as a run has it. Measured
+is the highest resident memory of a rank less what its libraries take; beside it stands what `asyncrl.trainer.sizing`
+says of the same case. glibc is told to give freed memory back (MALLOC_MMAP_THRESHOLD_), else it keeps what a later
+allocation would have used.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -21,8 +22,6 @@ from dataclasses import asdict, dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.layout import Layout
@@ -102,6 +101,7 @@ SMALL: Mapping[str, Any] = {
     "intermediate_size": 1536,
     "tie_word_embeddings": False,
 }
+TINY: Mapping[str, Any] = {"num_hidden_layers": 1, "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,10 @@ def measure(case: Case) -> float:
     results: Queue[float] = context.Queue()
     world = Layout.parse(case.layout).ranks
     with tempfile.TemporaryDirectory() as folder:
+        _save(SMALL, Path(folder, "small"))
+        _save(dict(SMALL) | TINY, Path(folder, "tiny"))
         ranks = [
-            context.Process(target=_be_rank, args=(case, rank, world, folder, results), daemon=True)
-            for rank in range(world)
+            context.Process(target=_be_rank, args=(case, rank, folder, results), daemon=True) for rank in range(world)
         ]
         for rank in ranks:
             rank.start()
@@ -162,49 +163,56 @@ def measure(case: Case) -> float:
     return max(peaks)
 
 
-def _be_rank(case: Case, rank: int, world: int, folder: str, results: Queue[float]) -> None:
-    import resource
-
+def _be_rank(case: Case, rank: int, folder: str, results: Queue[float]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    step = _flat_step(case) if case.engine == "flat" else _sharded_step(case, rank, world, folder)
-    before = next(step)
+    steps = _steps(case, rank, folder)
+    before = next(steps)
     for _ in range(2):
-        next(step)
-    results.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / MIB)
+        next(steps)
+    results.put((_status("VmHWM") - before) / MIB)
+    steps.close()
 
 
-def _resident() -> int:
-    return int(psutil.Process().memory_info().rss)
+def _status(name: str) -> int:
+    """Bytes by /proc: VmRSS, resident now, VmHWM, at most since the program began; rusage counts the parent's too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
 
 
-def _flat_step(case: Case) -> Iterator[int]:
-    """Yields the memory before the model, then trains a step at a time."""
+def _save(described: Mapping[str, Any], folder: Path) -> None:
+    """A model with random weights."""
     import torch
-    from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.engines.flat import FlatPolicyEngine
-    from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-    from asyncrl.trainer.micro_batch_layout import AttentionKind
-    from asyncrl.trainer.packed_attention import PACKED
-    from asyncrl.trainer.settings import OptimizerConfig
+    settings = dict(described)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(str(folder))
 
-    tiny = dict(SMALL) | {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
 
-    def made(described: Mapping[str, Any]) -> nn.Module:
-        settings = dict(described)
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        dtype = getattr(torch, case.dtype)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=dtype)
+def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
+    """Yields the memory before the model, then trains a step at a time, as a ModelWorker does."""
+    import torch
 
-    def step(model: Any, tokens: int) -> Iterator[None]:
-        optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig(), total_steps=2)
-        engine = FlatPolicyEngine(
-            model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=tokens, optimizer=optimizer
-        )
-        batch = _batch(tokens, model.config.vocab_size)
+    from asyncrl.comm.name_resolve import make_resolver
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.roles import build_rank
+    from asyncrl.trainer.settings import placement
+    from asyncrl.trainer.world import training_world
+
+    config = ExperimentConfig()
+    config.model.dtype, config.trainer.engine = Dtype(case.dtype), TrainerEngine(case.engine)
+    config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
+    config.trainer.tokens_per_micro_batch = case.tokens
+    graph, device = load_graph(config), torch.device("cpu")
+    resolver = make_resolver("file", f"{folder}/names")
+
+    def step(name: str, tokens: int) -> Iterator[None]:
+        config.model.path = f"{folder}/{name}"
+        engine = build_rank(config, graph, world, device).policy("actor")
+        batch = _batch(tokens, engine.model_config.vocab_size)
         wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
         wanted[torch.from_numpy(batch.starts_S)] = False
         while True:
@@ -214,10 +222,12 @@ def _flat_step(case: Case) -> Iterator[int]:
             engine.step()
             yield
 
-    next(step(made(tiny), 64))  # every library is loaded once
-    yield _resident()
-    for _ in step(made(SMALL), case.tokens):
-        yield 0
+    with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:
+        next(step("tiny", 64))  # every library is loaded once
+        gc.collect()
+        yield _status("VmRSS")
+        for _ in step("small", case.tokens):
+            yield 0
 
 
 def _batch(tokens: int, vocabulary: int) -> Any:
@@ -242,75 +252,6 @@ def _batch(tokens: int, vocabulary: int) -> Any:
         for _ in range(2 * max(1, tokens // 128))
     )
     return build_step_batch([Trajectory("r", "p", 0, samples)], [0], version=0, num_minibatches=1)
-
-
-def _sharded_step(case: Case, rank: int, world: int, folder: str) -> Iterator[int]:
-    """The same for a model that FSDP2 shards."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from torch.utils.checkpoint import checkpoint
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from asyncrl.trainer.packed_attention import PACKED, attention_blocks
-    from asyncrl.trainer.scoring import logits_function, token_logprobs
-
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/meet", world), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    low = torch.bfloat16 if case.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-
-    def made(described: Mapping[str, Any]) -> Any:
-        settings = dict(described)
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
-        logits_of = logits_function(model)
-
-        def logprobs(ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-            positions = torch.cat([torch.arange(length) for length in lengths])[None]
-            blocks = attention_blocks(lengths, torch.device("cpu"))
-            trunk = model.base_model(
-                input_ids=ids[:, :-1], position_ids=positions, use_cache=False, attention_blocks=blocks
-            )
-            return token_logprobs(trunk.last_hidden_state[0], ids[0, 1:], logits_of)[0]
-
-        model.forward = logprobs
-        for layer in model.base_model.layers:
-            if case.checkpointing:
-                inner = layer.forward
-                layer.forward = lambda *a, inner=inner, **k: checkpoint(inner, *a, use_reentrant=False, **k)
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        for name, buffer in model.base_model.rotary_emb.named_buffers():
-            buffer.fill_(0.01 if "inv" in name else 0.0)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        return model
-
-    def step(model: Any, tokens: int) -> Iterator[None]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        lengths = [128] * max(1, tokens // 128)
-        while True:
-            for _ in range(2):
-                ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths) + 1))
-                torch.autograd.backward(-model(ids, lengths).sum() / tokens)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            yield
-
-    tiny = dict(SMALL) | {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8}
-    next(step(made(tiny), 64))
-    yield _resident()
-    for _ in step(made(SMALL), case.tokens):
-        yield 0
 
 
 # The page.

@@ -10,7 +10,7 @@ of their micro-batch, torch's attention under a mask, log-softmax of the logits,
 themselves. Rates are of real tokens; `ratio` is to the plain loop of the same row.
 
 Second table: a larger model over ranks of this machine (gloo). `held` is what a rank has of weights and moments, by
-its tensors; `peak` its largest resident memory beyond what it had with everything imported. Where ranks share
+its tensors; `peak` its largest resident memory beyond what it had before it loaded the model. Where ranks share
 cores, look at memory and not at rates.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.sharded.gathering import local
+from asyncrl.trainer.engines.parts import local
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
@@ -138,6 +137,12 @@ def rate(step: Callable[[], None], tokens: int, rounds: int) -> float:
     return tokens / float(np.median(times))
 
 
+def memory(name: str) -> int:
+    """Bytes by /proc: VmRSS, resident now, VmHWM, at most since the program began; rusage counts the parent's too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
 def experiment(path: str, layout: str, budget: int) -> ExperimentConfig:
     """A config with the actor alone in `layout`; `s1` is the sharded engine on one rank."""
     config = ExperimentConfig()
@@ -171,12 +176,12 @@ def on_one_thread(means: list[int], rounds: int, budget: int) -> list[dict[str, 
 def be_rank(worker: int, path: str, layout: str, folder: str, mean: int, rounds: int, budget: int, told: Any) -> None:
     """One rank of the second table; the first tells what it found."""
     torch.set_num_threads(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = experiment(path, layout, budget)
     placed = placement(config, load_graph(config))
     resolver = make_resolver("file", f"{folder}/names")
     device = torch.device("cpu")
     with training_world(config, worker, placed, device, Path(folder), resolver) as world:
+        before = memory("VmRSS")
         engine = build_rank(config, load_graph(config), world, device).policy("actor")
         place, everything = world.place("actor"), samples(32, mean, seed=mean)
         mine = everything[place.data.rank :: place.data.world]
@@ -185,8 +190,7 @@ def be_rank(worker: int, path: str, layout: str, folder: str, mean: int, rounds:
         batch = step_batch(mine)
         found = rate(lambda: engine_step(engine, batch, total), tokens, rounds)
         held = sum(local(tensor).nbytes for tensor in engine.state()[0].values())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        told.put((worker, found, held, peak * 1024))
+        told.put((worker, found, held, memory("VmHWM") - before))
 
 
 def over_layouts(layouts: list[str], mean: int, rounds: int, budget: int) -> list[dict[str, Any]]:
@@ -223,13 +227,24 @@ def main() -> None:
     parser.add_argument("--layouts", default="d1,s1,d2,t2,p2,d2t2,d4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=["packed", "layouts"], help="one table alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    packed = on_one_thread([int(mean) for mean in args.means.split(",")], args.rounds, 4096)
-    print(f"{'mean tokens':>12} {'plain tok/s':>12} {'packed tok/s':>13} {'ratio':>6}")
-    for row in packed:
-        print(f"{row['mean']:>12} {row['plain']:>12.0f} {row['packed']:>13.0f} {row['ratio']:>6.2f}")
-    spread = over_layouts(args.layouts.split(","), 60, args.rounds, 4096)
+    packed = spread = None
+    if args.only != "layouts":
+        packed = on_one_thread([int(mean) for mean in args.means.split(",")], args.rounds, 4096)
+        print(f"{'mean tokens':>12} {'plain tok/s':>12} {'packed tok/s':>13} {'ratio':>6}")
+        for row in packed:
+            print(f"{row['mean']:>12} {row['plain']:>12.0f} {row['packed']:>13.0f} {row['ratio']:>6.2f}")
+    if args.only != "packed":
+        spread = over_layouts(args.layouts.split(","), 60, args.rounds, 4096)
+        show_layouts(spread)
+    if args.json:
+        args.json.write_text(json.dumps({"packed": packed, "layouts": spread}, indent=1))
+
+
+def show_layouts(spread: list[dict[str, Any]]) -> None:
+    """Print the second table."""
     first = spread[0]
     heads = ("layout", "tok/s", "to first", "held MiB", "to first", "peak MiB", "to first")
     print("\n" + " ".join(f"{head:>9}" for head in heads))
@@ -239,8 +254,6 @@ def main() -> None:
             f"{row['layout']:>9} {row['tokens_per_s']:>9.0f} {share:>9.2f} {row['held_MiB']:>9.1f} {held:>9.2f} "
             f"{row['peak_MiB']:>9.0f} {peak:>9.2f}"
         )
-    if args.json:
-        args.json.write_text(json.dumps({"packed": packed, "layouts": spread}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.hardware import gpu_memory, host_memory
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer.settings import ReferenceMode, engine_of, model_of, placement
+from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode, engine_of, model_of, placement
 from asyncrl.trainer.sizing.memory import Need, Workload, need, total
 from asyncrl.trainer.sizing.model import SizedModel
 from asyncrl.trainer.supervised.base_model import described
@@ -94,7 +94,15 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
             for shard in shards
         ]
         gpu = plan.resources.gpus[0] if plan.resources.gpus else None
-        rows.append(RankRow(plan.index, config.system.host, gpu, tuple(map(str, shards)), total(needs)))
+        rows.append(
+            RankRow(
+                plan.index,
+                config.system.host,
+                gpu,
+                tuple(map(str, shards)),
+                total(needs, offload=config.trainer.offload),
+            )
+        )
     return rows
 
 
@@ -103,8 +111,16 @@ def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, i
     lines = []
     on_cpu = [row for row in rows if row.gpu is None]
     fixed = RUNTIME_BYTES["cpu"] * len(on_cpu)
-    needed = (sum(row.need.total for row in on_cpu), sum(row.need.total_checkpointed for row in on_cpu))
-    lines += _too_much(f"the {len(on_cpu)} ranks on the CPU together", "this machine has", *needed, fixed, host_bytes)
+    host = sum(row.need.host for row in rows)
+    needed = (sum(row.need.total for row in on_cpu) + host, sum(row.need.total_checkpointed for row in on_cpu) + host)
+    if on_cpu:
+        who = f"the {len(on_cpu)} ranks on the CPU together"
+        lines += _too_much(who, "this machine has", *needed, fixed, host_bytes)
+    elif host > host_bytes:
+        lines.append(
+            f"roles and moments that are kept in host memory need {host / GIB:.1f} GiB of it, and this machine has "
+            f"{host_bytes / GIB:.1f} GiB; use trainer.offload=false and optimizer.moments_on=device"
+        )
     for row in rows:
         if row.gpu is None:
             continue
@@ -163,20 +179,28 @@ def _workload(config: ExperimentConfig, role: str) -> Workload:
         config.model.attn_implementation,
         config.trainer.tokens_per_micro_batch,
         context_length(config, {}),
+        moments_on_host=_optimizer(config, role).moments_on == MomentsOn.host,
     )
+
+
+def _optimizer(config: ExperimentConfig, role: str) -> OptimizerConfig:
+    return config.algorithm.critic.optimizer if role == "critic" else config.optimizer
 
 
 def _table(rows: Sequence[RankRow], unit: int) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("rank", "host", "device", "roles and coordinates"):
         table.add_column(heading)
-    for heading in ("weights", "gradients", "moments", "gathered", "activations", "logits", "peak"):
+    on_host = any(row.need.host for row in rows)
+    figures = ("weights", "gradients", "moments", "gathered", "activations", "logits", "peak")
+    for heading in (*figures, "host") if on_host else figures:
         table.add_column(heading, justify="right")
     for row in rows:
         of = row.need
         kept = [f"{value / unit:.2f}" for value in (of.weights, of.gradients, of.moments, of.gathered)]
         activations = f"{of.activations / unit:.2f} ({(of.checkpointed + of.recomputed) / unit:.2f})"
         whole = f"{of.total / unit:.2f} ({of.total_checkpointed / unit:.2f})"
-        figures = (*kept, activations, f"{of.logits / unit:.2f}", whole)
-        table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *figures)
+        cells = [*kept, activations, f"{of.logits / unit:.2f}", whole]
+        cells += [f"{of.host / unit:.2f}"] * on_host
+        table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *cells)
     return table

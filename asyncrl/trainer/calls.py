@@ -8,7 +8,8 @@ user's own is named by its import path; nothing here needs to know it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
@@ -33,6 +34,7 @@ class CallContext:
         engines: every role this rank hosts.
         ranks: the data-parallel ranks, which have other samples of the same batch.
         state: what is kept from step to step beside the models.
+        working: keeps the roles that the call asked for on their device, until it ends.
     """
 
     name: str
@@ -44,14 +46,18 @@ class CallContext:
     engines: Mapping[str, TrainingEngine]
     ranks: Ranks
     state: TrainState
+    working: ExitStack = field(default_factory=ExitStack)
 
-    def policy(self, role: str | None = None) -> PolicyEngine:
+    def policy(self, role: str | None = None, *, deferred: bool = False) -> PolicyEngine:
         """The language model of `role` (the call's own by default).
+
+        Args:
+            deferred: it is for later; whoever uses it then enters its `resident`.
 
         Raises:
             TypeError: that role is no language model.
         """
-        engine = self._engine(role or self.role)
+        engine = self._engine(role or self.role, deferred=deferred)
         if not isinstance(engine, PolicyEngine):
             raise TypeError(f"call {self.name!r}: role {role or self.role!r} has no vocabulary; use actor or ref")
         return engine
@@ -73,12 +79,15 @@ class CallContext:
         """`stats` over all ranks, as numbers. Every rank must call it with the same keys."""
         return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
 
-    def _engine(self, role: str) -> TrainingEngine:
+    def _engine(self, role: str, *, deferred: bool = False) -> TrainingEngine:
         try:
-            return self.engines[role]
+            engine = self.engines[role]
         except KeyError:
             hosted = ", ".join(self.engines)
             raise KeyError(f"call {self.name!r} needs role {role!r}; this rank hosts {hosted}") from None
+        if not deferred:
+            self.working.enter_context(engine.resident())
+        return engine
 
 
 ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
@@ -108,7 +117,8 @@ def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> Sta
     for key in ctx.reads:
         if key not in batch:
             raise KeyError(f"call {ctx.name!r} reads {key!r}, which is not in the batch; no call before it wrote it")
-    stats = function(ctx, batch)
+    with ctx.working:
+        stats = function(ctx, batch)
     for key in ctx.writes:
         if key not in batch:
             raise KeyError(f"call {ctx.name!r} says that it writes {key!r} but did not; set batch[{key!r}]")

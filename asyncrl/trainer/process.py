@@ -278,6 +278,10 @@ class ModelWorker(Worker):
     def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
         policy = self._rank.policy(request.role)
+        with policy.resident():
+            return self._publish_resident(request, policy)
+
+    def _publish_resident(self, request: Publish, policy: PolicyEngine) -> PublishedWeights:
         canary = self._canary(policy)
         if not self._transport.needs_folders:
             owners = dict.fromkeys(

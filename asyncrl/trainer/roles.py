@@ -104,6 +104,8 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
             engines[role] = BaseOf(actor)
         else:
             engines[role] = _load(role, config, graph, loaders[world.placement.grid(role)])
+        if config.trainer.offload:
+            engines[role].offload()
     follows = config.algorithm.reference.mode == ReferenceMode.ema
     changing = tuple(role for role in roles if role in (ACTOR, CRITIC) or (role == REFERENCE and follows))
     return TrainingRank(engines, TrainState(config.algorithm), world, changing)

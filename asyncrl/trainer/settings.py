@@ -58,6 +58,15 @@ class LearningRateSchedule(StrEnum):
     cosine = auto()
 
 
+class MomentsOn(StrEnum):
+    """Where AdamW's moments are, eight bytes per trained parameter."""
+
+    device = auto()
+    """With the weights."""
+    host = auto()
+    """In host memory; each step takes them through the device piece by piece."""
+
+
 class BestDirection(StrEnum):
     """Which value of a metric is the best."""
 
@@ -123,6 +132,11 @@ class OptimizerConfig:
     max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)
     schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
+    moments_on: MomentsOn = setting(
+        MomentsOn.device,
+        "where the moments are kept: with the weights (device), or in host memory (host), from which every step takes "
+        "16 bytes per parameter to the device and back; values are the same",
+    )
 
 
 @dataclass
@@ -151,6 +165,11 @@ class TrainerConfig:
     )
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
+    )
+    offload: bool = setting(
+        False,
+        "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "
+        "on GPUs only",
     )
     ppo_minibatches: int = setting(4, "optimizer steps per train step; divides train_batch_size", minimum=1)
     buffer_capacity: int = setting(

@@ -80,28 +80,30 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             self._writing.share.exception()  # whoever asked for it is told
-        states = {role: part.state() for role, part in self._parts.items()}
         if self._plan is None:
-            tensors = {f"{role}.{name}": tensor for role, (held, _) in states.items() for name, tensor in held.items()}
-            self._plan = SavePlan(tensors, self._ranks)
+            self._plan = SavePlan(_all_tensors(self._parts), self._ranks)
         parts: dict[Part, Tensor] = {}
+        steps: dict[str, int] = {}
 
         def prepare() -> None:
             if self._ranks.leads:
                 atomic_dir.begin(path)
             assert self._plan is not None
-            parts.update(self._plan.copy())
+            for role, part in self._parts.items():
+                with part.resident():  # one after the other: there may not be room for all
+                    parts.update(self._plan.copy(f"{role}."))
+                    steps[role] = part.state()[1].get("step", -1)
             parts.update({(name, (0,)): value for name, value in _rng_state(self._ranks.rank).items()})
 
         self._ranks.together(prepare, f"beginning {path}")
-        roles = self._steps_of_roles(states)
+        roles = self._steps_of_roles(steps)
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
         share = self._thread.submit(self._write, atomic_dir.aside(path), parts)
         self._writing = _Writing(path, version, document, share)
 
-    def _steps_of_roles(self, states: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> dict[str, dict[str, int]]:
+    def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """What `state` says of each role beside tensors; the leading rank need not host it."""
-        steps = [states[role][1].get("step", -1) if role in states else -1 for role in self._roles]
+        steps = [mine.get(role, -1) for role in self._roles]
         known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
         return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
 
@@ -163,17 +165,27 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
         if role not in state["roles"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
     stored = StoredTensors(path)
-    mine = {f"{role}.{name}": tensor for role, part in parts.items() for name, tensor in part.state()[0].items()}
+    mine = _all_tensors(parts)
     _check_same_model(path, stored, mine, parts, ranks)
 
     def restore() -> None:
-        stored.read_into(mine)
         for role, part in parts.items():
-            part.load_state(state["roles"][role])
+            with part.resident():
+                stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
+                part.load_state(state["roles"][role])
         _restore_rng(stored, ranks.rank)
 
     ranks.together(restore, f"reading {path}")
     return state
+
+
+def _all_tensors(parts: Parts) -> dict[str, Tensor]:
+    """Of all roles, by name; a role that is idle gives them their values when it works."""
+    tensors: dict[str, Tensor] = {}
+    for role, part in parts.items():
+        with part.resident():
+            tensors |= {f"{role}.{name}": tensor for name, tensor in part.state()[0].items()}
+    return tensors
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -52,9 +52,10 @@ class SavePlan:
         decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
         self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
 
-    def copy(self) -> dict[Part, Tensor]:
-        """The parts that this rank writes, as they are now, in host memory."""
-        return {part: self._data(item).to("cpu", copy=True) for part, item in self._items.items()}
+    def copy(self, prefix: str = "") -> dict[Part, Tensor]:
+        """The parts that this rank writes of tensors whose names begin so, as they are now, in host memory."""
+        wanted = {part: item for part, item in self._items.items() if part[0].startswith(prefix)}
+        return {part: self._data(item).to("cpu", copy=True) for part, item in wanted.items()}
 
     def _data(self, item: WriteItem) -> Tensor:
         data = self._planner.resolve_data(item)

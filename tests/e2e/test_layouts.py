@@ -17,6 +17,12 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "trainer__parallel": "d2",
         "algorithm__critic__parallel": "t2",
     },
+    "idle roles and moments in host memory": {
+        "trainer__parallel": "d2",
+        "trainer__offload": "true",
+        "optimizer__moments_on": "host",
+        "algorithm__kl_coef": "0.01",
+    },
     "a critic in stages on ranks of its own": {
         "trainer__parallel": "d1",
         "algorithm__critic__parallel": "p2",

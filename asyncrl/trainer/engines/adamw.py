@@ -7,16 +7,18 @@ schedule, and what of both a checkpoint needs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter
-from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig
+from asyncrl.trainer.engines.parts import local, zeros_on_host
+from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, OptimizerConfig
 
 SCHEDULES = {
     LearningRateSchedule.constant: "constant_with_warmup",
@@ -26,9 +28,19 @@ SCHEDULES = {
 """Their names in transformers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Their names in the state of torch's AdamW, and in checkpoints."""
+PIECE = 1 << 24
+"""Values of a moment that are on the device at a time, where moments are in host memory: 64 MiB each of two."""
 
 Moments = Mapping[str, Tensor]
 """Of one parameter, by the names of `MOMENTS`."""
+
+
+def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+    """Of a parameter, where `optimizer.moments_on` says."""
+    on_host = config.moments_on == MomentsOn.host
+    return {
+        moment: zeros_on_host(like) if on_host else torch.zeros_like(like, requires_grad=False) for moment in MOMENTS
+    }
 
 
 def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
@@ -41,6 +53,49 @@ def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
     if not found:
         raise ValueError("the model has no trainable parameter; set requires_grad on what is to be trained")
     return found
+
+
+class _HostMomentsAdamW(torch.optim.AdamW):
+    """Torch's, but that moments are in host memory and pass through the device piece by piece."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """See `torch.optim.AdamW`."""
+        devices = set()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+                    devices.add(parameter.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # whoever reads the moments next reads them on the host
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        values = (parameter.detach(), cast(Tensor, parameter.grad), *(state[moment] for moment in MOMENTS))
+        pieces = (torch.split(local(value).view(-1), PIECE) for value in values)
+        for value, grad, *hosts in zip(*pieces, strict=True):
+            average, square = (host.to(value.device, non_blocking=True, copy=True) for host in hosts)
+            adamw(
+                [value],
+                [grad],
+                [average],
+                [square],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for host, moment in zip(hosts, (average, square), strict=True):
+                host.copy_(moment, non_blocking=True)
+        state["step"] += 1
 
 
 class ScheduledAdamW(ABC):
@@ -59,7 +114,8 @@ class ScheduledAdamW(ABC):
         total_steps: int,
     ) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._adamw = torch.optim.AdamW(
+        self._on_host = config.moments_on == MomentsOn.host
+        self._adamw = (_HostMomentsAdamW if self._on_host else torch.optim.AdamW)(
             [{"params": [parameter for parameter, _ in group], "weight_decay": decay} for group, decay in groups],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -108,6 +164,11 @@ class ScheduledAdamW(ABC):
         factors = self._schedule.lr_lambdas
         for group, lr, factor in zip(self._adamw.param_groups, self._schedule.base_lrs, factors, strict=True):
             group["lr"] = lr * factor(step)
+
+    def kept(self) -> Iterator[Tensor]:
+        """What it has on the device beside parameters and gradients."""
+        if not self._on_host:
+            yield from (state[moment] for state in self._adamw.state.values() for moment in MOMENTS)
 
     @abstractmethod
     def zero_grad(self) -> None:

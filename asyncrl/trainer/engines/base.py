@@ -106,6 +106,16 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
+    def offload(self) -> None:
+        """From now on keep the role in host memory whenever it is idle, that is outside of `resident`."""
+
+    @abstractmethod
+    def resident(self) -> AbstractContextManager[None]:
+        """Within it the role is on its device. Whatever computes, or reads or writes the tensors of `state`, is called
+        within it; it may be entered again. Of a role that is not off-loaded it does nothing.
+        """
+
+    @abstractmethod
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Take up what was written into the tensors of `state`, and `meta`, the JSON that came with them."""
 

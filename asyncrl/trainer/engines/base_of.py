@@ -40,6 +40,12 @@ class BaseOf(PolicyEngine):
         """Nothing: it is the model folder's."""
         return {}, {}
 
+    def offload(self) -> None:
+        """It has nothing of its own."""
+
+    def resident(self) -> AbstractContextManager[None]:
+        return self._actor.resident()
+
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Nothing is to be loaded."""
 

@@ -6,7 +6,7 @@ is not documented here is in `base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -69,6 +69,13 @@ class FlatEngine(RoleEngine[FlatAdamW]):
             module.requires_grad_(False)
         elif gradient_checkpointing:
             checkpoint_layers(trunk)
+
+    @property
+    def root(self) -> nn.Module:
+        return self.module
+
+    def _scratch(self) -> Iterable[Tensor]:
+        return () if self._optimizer is None else (self._optimizer.grad,)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())

@@ -12,13 +12,13 @@ checkpoint says in which order its vectors hold the parameters and is taken over
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from asyncrl.trainer.engines.adamw import MOMENTS, ScheduledAdamW, trainable
+from asyncrl.trainer.engines.adamw import ScheduledAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
 from asyncrl.trainer.settings import OptimizerConfig
@@ -54,7 +54,7 @@ class FlatAdamW(ScheduledAdamW):
         self.flat.grad = self.grad
         self._low_precision: list[tuple[nn.Parameter, Tensor]] = []
         self._adopt()
-        self._moments = {key: torch.zeros_like(self.grad) for key in MOMENTS}
+        self._moments = zero_moments(self.grad, config)
         parts = [nn.Parameter(part) for part in torch.split(self.flat.data, sizes)]
         for part, grad in zip(parts, torch.split(self.grad, sizes), strict=True):
             part.grad = grad
@@ -70,6 +70,10 @@ class FlatAdamW(ScheduledAdamW):
         """The parameters' fp32 master values, in the order given; views."""
         views = self._views(self.flat.detach())
         return [views[name] for name in self._given]
+
+    def kept(self) -> Iterator[Tensor]:
+        yield self.flat.data  # of which parameters of lower precision are no views
+        yield from super().kept()
 
     def zero_grad(self) -> None:
         self.grad.zero_()

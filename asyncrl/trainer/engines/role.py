@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
+from asyncrl.trainer.engines.parts import local
+from asyncrl.trainer.engines.residence import HostResidence, own_storage
 from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.parallel import Place
@@ -35,10 +38,16 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     ) -> None:
         self.attention = attention
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
+        self._residence: HostResidence | None = None
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, or its parts of them, by their names in checkpoints."""
+
+    @property
+    @abstractmethod
+    def root(self) -> nn.Module:
+        """The module that has this rank's parameters and buffers."""
 
     @property
     def trained(self) -> bool:
@@ -68,6 +77,27 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state(meta)
+
+    def offload(self) -> None:
+        own_storage(self.root)
+        self._residence = HostResidence(self._kept, self._scratch, self._leave)
+
+    def resident(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._residence is None else self._residence.resident()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What goes to the host and comes back: parameters, buffers, the optimizer's moments where they are here."""
+        yield from map(local, self.root.parameters())
+        yield from map(local, self.root.buffers())
+        if self._optimizer is not None:
+            yield from map(local, self._optimizer.kept())
+
+    def _scratch(self) -> Iterable[Tensor]:
+        """What is on the device, and of no value while the role is idle."""
+        return ()
+
+    def _leave(self) -> None:
+        """Called before the role leaves the device."""
 
     def micro_batches(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None

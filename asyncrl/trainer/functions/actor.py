@@ -101,8 +101,9 @@ class _Loss:
         self.wanted_T = self._signal()
         self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
         self._first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
-        self._prox_T = self._proximal()
+        # The reference first: so it is done before the actor comes to its device, where idle roles are off-loaded.
         self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
+        self._prox_T = self._proximal()
 
     def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
         """Loss share and statistics of a micro-batch of minibatch `number`."""

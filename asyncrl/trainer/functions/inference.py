@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from torch import Tensor
 
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch
@@ -16,14 +16,14 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     loss in its second and later minibatches: the first minibatch sees the very policy that they refer to. Any other
     reader gets all of them.
     """
-    batch.defer(ctx.writes[0], partial(ctx.policy().logprobs, batch))
+    _defer_logprobs(ctx, batch)
     return {}
 
 
 @model_function("ref_inf")
 def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read."""
-    batch.defer(ctx.writes[0], partial(ctx.policy().logprobs, batch))
+    _defer_logprobs(ctx, batch)
     return {}
 
 
@@ -34,3 +34,13 @@ def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     norm = ctx.state.value_norm
     batch[ctx.writes[0]] = outputs_T if norm is None else norm.denormalise(outputs_T)
     return {}
+
+
+def _defer_logprobs(ctx: CallContext, batch: StepBatch) -> None:
+    policy = ctx.policy(deferred=True)
+
+    def logprobs(wanted_T: Tensor) -> Tensor:
+        with policy.resident():
+            return policy.logprobs(batch, wanted_T)
+
+    batch.defer(ctx.writes[0], logprobs)

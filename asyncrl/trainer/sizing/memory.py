@@ -12,7 +12,8 @@ the sharded engine also what is gathered of the weights, and gradients that are 
 is one of three moments of the backward pass: in the head (all activations, the logits), in the last layer (all
 activations, its gradients and the head's), at the end (the gradients of embedding and head, no activations).
 
-All roles of a rank work one after the other: what they keep adds up, of the rest the largest counts.
+All roles of a rank work one after the other: what they keep adds up, of the rest the largest counts. Where idle roles
+are off-loaded, only the largest role counts, and what all of them keep, but for gradients, is in host memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CHUNK_LOGITS_BYTES = 256 << 20
 """As `asyncrl.trainer.scoring.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test compares the two."""
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
+MOMENT_PIECES_BYTES = 128 << 20
+"""Of both moments, on their way through the device; as `asyncrl.trainer.engines.adamw.PIECE`, by the same test."""
 GATHERED_LAYERS = 2
 """The layer at work and the one that is gathered meanwhile."""
 
@@ -43,6 +46,7 @@ class Workload:
         dtype: type of compute and of frozen weights.
         tokens: T, tokens of a micro-batch.
         longest: the longest sequence, for the attention matrices of `eager`.
+        moments_on_host: they pass through the device piece by piece.
     """
 
     engine: TrainerEngine
@@ -50,6 +54,7 @@ class Workload:
     attention: AttentionImplementation
     tokens: int
     longest: int
+    moments_on_host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -66,6 +71,7 @@ class Need:
         reducing: gradients that are whole while activations are there; `reduced_last`: at the end of the pass.
         checkpointed: what `activations` become with gradient checkpointing, but for the layer at work.
         recomputed: of that layer, once the head is done.
+        host: in host memory, beside what is on the device.
     """
 
     weights: int = 0
@@ -78,6 +84,7 @@ class Need:
     checkpointed: int = 0
     recomputed: int = 0
     logits: int = 0
+    host: int = 0
 
     @property
     def kept(self) -> int:
@@ -104,6 +111,7 @@ class Need:
             moments=sum(need.moments for need in kept),
             checkpointed=max(need.checkpointed for need in kept),
             recomputed=max(need.recomputed for need in kept),
+            host=self.host + other.host,
         )
 
     def _passing(self, activations: int, recomputed: int) -> int:
@@ -121,10 +129,21 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     flight = layout.pipeline - place.pipeline if trained else 1
     inputs = work.tokens * model.sizes.hidden * work.bytes
     last = place.pipeline == layout.pipeline - 1
-    kept = _kept(whole, sum(_shard(shape, layout.shards) for _, shape in shapes), work, trained=trained)
+    weights, gradients, moments = _kept(
+        whole, sum(_shard(shape, layout.shards) for _, shape in shapes), work, trained=trained
+    )
+    gathered, reducing, reduced_last = _whole_for_a_while(shapes, work, trained=trained)
+    host = 0
+    if work.moments_on_host:
+        host, moments, reduced_last = moments, 0, max(reduced_last, min(moments, MOMENT_PIECES_BYTES))
     return Need(
-        *kept,
-        *_whole_for_a_while(shapes, work, trained=trained),
+        weights,
+        gradients,
+        moments,
+        gathered,
+        reducing,
+        reduced_last,
+        host=host,
         activations=flight * (inputs + per_layer * layers) if trained else inputs + per_layer,
         checkpointed=flight * inputs * (1 + layers) if trained else inputs,
         recomputed=per_layer,
@@ -159,8 +178,15 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     return kept
 
 
-def total(needs: Sequence[Need]) -> Need:
-    """What all roles of a rank need together."""
+def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
+    """What all roles of a rank need together.
+
+    Args:
+        offload: one role at a time is on the device, and each has room on the host for its weights and moments.
+    """
+    if offload and needs:
+        largest = max(needs, key=lambda need: need.total)
+        return replace(largest, host=sum(need.host + need.weights + need.moments for need in needs))
     combined = Need()
     for each in needs:
         combined = combined.beside(each)

@@ -86,6 +86,26 @@ def test_ranks_on_the_cpu_share_the_machines_memory() -> None:
     assert message.startswith("the 2 ranks on the CPU together will need 6.0 GiB (1.0 of them for libraries) even")
 
 
+def test_what_is_kept_in_host_memory_is_counted_there(
+    config: ExperimentConfig, llama_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.trainer.device, config.model.path = Device.cpu, str(llama_dir)
+    config.algorithm.kl_coef = 0.1
+    (here,) = rows_of(config)
+    config.trainer.offload = True
+    (away,) = rows_of(config)
+    assert here.need.host == 0
+    assert away.need.host == here.need.weights + here.need.moments
+    assert away.need.weights < here.need.weights, "the reference model is not there while the actor works"
+    assert show_allocation(config, None) == 0
+    assert "peak  host" in " ".join(capsys.readouterr().out.split()).replace(" host", "  host")
+
+
+def test_a_host_too_small_for_what_its_gpus_put_there_is_said() -> None:
+    (message,) = warnings([RankRow(0, "here", "0", (), Need(host=5 * GIB))], 4 * GIB, {"0": 80 * GIB})
+    assert message.startswith("roles and moments that are kept in host memory need 5.0 GiB of it, and this machine has")
+
+
 def test_the_table_of_a_model_that_is_not_made_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [f"fileroot={tmp_path}", "trainer.parallel=d2", "trainer.device=cpu", "algorithm.kl_coef=0.1"]
     assert show_allocation(load_experiment("async_ppo", overrides), None) == 0

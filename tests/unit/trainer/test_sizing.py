@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
+from asyncrl.trainer.engines import adamw
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.models import Critic
 from asyncrl.trainer.packed_attention import PACKED, attention_blocks
@@ -26,7 +28,7 @@ from asyncrl.trainer.scoring import MAX_LOGITS_BYTES
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
 from asyncrl.trainer.sizing import memory
 from asyncrl.trainer.sizing.count import count, sized
-from asyncrl.trainer.sizing.memory import Need, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.sizing.memory import MOMENT_PIECES_BYTES, Need, Workload, layer_bytes_per_token, need, total
 from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 BASE = {
@@ -250,3 +252,20 @@ def test_roles_of_a_rank_keep_all_they_have_and_work_one_after_the_other() -> No
 
 def test_a_model_that_is_there_is_sized_as_its_config_is() -> None:
     assert sized(real("qwen3")) == count(described("qwen3"))
+
+
+def test_moments_in_host_memory_are_on_the_device_in_pieces_only() -> None:
+    here = need(LLAMA, Layout(2), Coordinates(0, 0, 0), workload(), trained=True)
+    there = need(LLAMA, Layout(2), Coordinates(0, 0, 0), replace(workload(), moments_on_host=True), trained=True)
+    assert (there.moments, there.host) == (0, here.moments)
+    assert there.total == here.total - here.moments
+    assert 2 * 4 * adamw.PIECE == MOMENT_PIECES_BYTES
+
+
+def test_of_off_loaded_roles_one_is_on_the_device_and_all_are_on_the_host() -> None:
+    actor = Need(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
+    reference = Need(weights=30, activations=3, checkpointed=3)
+    both = total([actor, reference], offload=True)
+    assert both.total == actor.total
+    assert both.host == 10 + 40 + 30
+    assert total([actor, reference]).host == 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncrl.trainer.engines.adamw import MOMENTS, ScheduledAdamW, trainable
+from asyncrl.trainer.engines.adamw import ScheduledAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.settings import OptimizerConfig
@@ -41,10 +41,7 @@ class ShardedAdamW(ScheduledAdamW):
     ) -> None:
         self._parameters = dict(trainable(parameters))
         self._counted, self._pipeline = counted, pipeline
-        self._moments = {
-            name: {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-            for name, parameter in self._parameters.items()
-        }
+        self._moments = {name: zero_moments(parameter, config) for name, parameter in self._parameters.items()}
         groups = decay_groups(self._parameters.items(), undecayed).with_decay(config.weight_decay)
         super().__init__(
             [([(parameter, self._moments[name]) for name, parameter in named], decay) for named, decay in groups],

@@ -33,13 +33,14 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
+from asyncrl.trainer.engines.parts import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
 )
-from asyncrl.trainer.engines.sharded.gathering import Gathering, local
+from asyncrl.trainer.engines.sharded.gathering import Gathering
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
 from asyncrl.trainer.lora import adapters_off, is_adapter
@@ -76,6 +77,8 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     ) -> None:
         self._built, self._plan = built, plan
         self.stage = built.stage
+        # Now, while they are parts: between passes a stage may have FSDP2's whole embedding and head in their place.
+        self._parameters = {built.names[name]: parameter for name, parameter in built.stage.named_parameters()}
         self._neighbours, self._tied_stages = neighbours, tied_stages
         super().__init__(
             attention=plan.attention.kind,
@@ -86,8 +89,27 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         if optimizer is None:
             self.stage.requires_grad_(False)
 
+    @property
+    def root(self) -> nn.Module:
+        return self.stage
+
+    def _leave(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self._reshard()
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        super().load_state(meta)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Give up what FSDP2 keeps whole after a forward pass, embedding and head: the parts have changed, or go."""
+        for module in self.stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {self._built.names[name]: parameter for name, parameter in self.stage.named_parameters()}
+        return self._parameters
 
     def step(self) -> StepOutcome:
         return self.optimizer.step()
@@ -266,6 +288,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
         assert isinstance(source, ShardedPolicyEngine), type(source)
         mine, theirs = self.parameters(), source.parameters()
+        self._reshard()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
 
     def published_specs(self) -> list[TensorSpec]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.trainer.engines.parts import local
 from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.worker_grid import Coordinates
@@ -27,11 +28,6 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     with several_collectives_expected():
         return tensor.full_tensor()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_parts(tensor: Tensor, parts: Sequence[FolderTensor]) -> Iterator[tuple[FolderTensor, Tensor]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,17 @@ Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
 Arrays = dict[str, NDArray[Any]]
 
 
+def _next(told: Any, ranks: list[Any]) -> tuple[int, Any]:
+    """What the next rank to finish tells; a rank that crashed is not waited for."""
+    for _ in range(int(LIMIT_S)):
+        with suppress(queue.Empty):
+            found: tuple[int, Any] = told.get(timeout=1.0)
+            return found
+        if crashed := [rank for rank in ranks if rank.exitcode]:
+            raise RuntimeError(f"a rank crashed with exit code {crashed[0].exitcode}")
+    raise TimeoutError(f"no rank was done within {LIMIT_S:g} s")
+
+
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> OnRanks:
     """`(config, body) -> what body returns on each rank of trainer.parallel`, by worker index."""
@@ -37,14 +51,15 @@ def on_ranks(tmp_path: Path) -> OnRanks:
     def run(config: ExperimentConfig, body: Body) -> list[Any]:
         context = multiprocessing.get_context("fork")  # which has torch loaded already
         told: Any = context.Queue()
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))  # its own: nobody meets who was in a world before
         placed = placement(config, load_graph(config))
         config.trainer.engine = TrainerEngine.sharded  # also where a rank is alone
 
         def be_rank(worker: int) -> None:
             torch.set_num_threads(1)
-            names = make_resolver("file", str(tmp_path / "names"))
+            names = make_resolver("file", str(folder / "names"))
             try:
-                with training_world(config, worker, placed, torch.device("cpu"), tmp_path, names) as world:
+                with training_world(config, worker, placed, torch.device("cpu"), folder, names) as world:
                     told.put((worker, body(world)))
             except BaseException:
                 told.put((worker, RuntimeError(traceback.format_exc())))
@@ -55,7 +70,7 @@ def on_ranks(tmp_path: Path) -> OnRanks:
         found = {}
         try:
             for _ in ranks:
-                worker, value = told.get(timeout=LIMIT_S)
+                worker, value = _next(told, ranks)
                 if isinstance(value, RuntimeError):
                     raise value
                 found[worker] = value

@@ -21,7 +21,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import TrainerEngine
+from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
 from asyncrl.weights.manifest import FileEntry
 
 Statistics = dict[str, Any]
@@ -87,7 +87,24 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
             assert told.keys() == expected.keys()
             for name, value in expected.items():
                 if "clip_fraction" not in name:  # of tokens: one on the bound may fall on either side of it
-                    assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (layout, name)
+                    assert told[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
+
+
+def test_an_averaged_reference_moves_on_all_its_ranks(with_critic: ExperimentConfig, on_ranks: Any, step: Step) -> None:
+    """Also what FSDP2 keeps whole of it between two passes: its embedding and its head."""
+    config = with_critic
+    config.algorithm.reference.mode, config.algorithm.reference.ema_decay = ReferenceMode.ema, 0.5
+    config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
+
+    def three_steps(world: World) -> Statistics:
+        rank = build(config, world)
+        return [step(config, rank, version) for version in range(3)][-1]
+
+    expected = three_steps(World())
+    config.trainer.parallel = "d2"
+    for told in on_ranks(config, three_steps):
+        name = "actor_train/kl/reference"
+        assert told[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 def gradients(config: ExperimentConfig, step: Step) -> Callable[[World], dict[str, NDArray[np.float32]]]:
