@@ -72,11 +72,15 @@ class ManagerClient:
         url: of the manager.
         worker: `<kind>/<index>` of the caller.
         security: token and certificate; None where the run has no secret.
+        incarnation: of the caller, see `WorkerRequest`.
         retry_s: how long a call is repeated while the manager does not answer.
     """
 
-    def __init__(self, url: str, worker: str, security: HttpSecurity | None, *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self, url: str, worker: str, security: HttpSecurity | None, *, incarnation: int = 0, retry_s: float = RETRY_S
+    ) -> None:
         self._url = url.rstrip("/")
+        self._incarnation = incarnation
         self._worker = worker
         self._http = JsonHttp(security)
         self._retry_s = retry_s
@@ -85,6 +89,17 @@ class ManagerClient:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
+
+    async def take_over(self) -> m.TakeOverReply:
+        """Begin as the worker's newest process; the prompts of its shard that another before it has seen to.
+
+        Read which prompts are used only afterwards: what is trained or given up in between is known at both ends.
+
+        Raises:
+            ManagerGone: see there.
+        """
+        request = m.TakeOverRequest(worker=self._worker)
+        return await self._call_as_worker("/take_over", request, m.TakeOverReply)
 
     async def allocate(
         self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0
@@ -203,7 +218,9 @@ class ManagerClient:
     async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """A call in the worker's name, which also tells what ended."""
         ended, self._pending = self._pending, _Pending()
-        request = structs.replace(request, released=ended.released, finished=ended.finished)
+        request = structs.replace(
+            request, incarnation=self._incarnation, released=ended.released, finished=ended.finished
+        )
         try:
             return await self._call(path, request, reply, hold_s=hold_s)
         except BaseException:  # it may have arrived or not: to report it again does no harm

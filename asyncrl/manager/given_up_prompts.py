@@ -21,6 +21,11 @@ class GivenUpPrompts:
         self.last_seq = after
         self._prompts: deque[str] = deque()
 
+    @property
+    def unrecorded(self) -> list[str]:
+        """Those that the master may not know yet."""
+        return list(self._prompts)
+
     def add(self, prompt_id: str) -> None:
         """`prompt_id` will not be tried again."""
         self.last_seq += 1

@@ -57,7 +57,7 @@ class GserverManager(AsyncWorker):
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
-        self._pids: dict[str, int] = {}
+        self._workers: set[str] = set()
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
@@ -161,22 +161,26 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
-        """Servers by index with URL and version, workers by name with process id."""
+        """Servers by index with URL and version, workers by name with their incarnation."""
         servers = {}
         for key, value in self.resolver.get_subtree(names.GENERATION_SERVERS).items():
             entry = names.GenerationServerEntry.decode(value)
             servers[names.index_of(key)] = (entry.url, entry.version)
         statuses = self.resolver.get_subtree(f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
-        pids = {names.index_of(key): names.WorkerStatus.decode(value).pid for key, value in statuses.items()}
-        return servers, {f"{names.ROLLOUT_WORKER}/{index}": pid for index, pid in pids.items()}
+        workers = {
+            f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": names.WorkerStatus.decode(value).incarnation
+            for key, value in statuses.items()
+        }
+        return servers, workers
 
-    def _give_up_workers(self, pids: dict[str, int]) -> None:
-        """Give up the rollouts of workers that are silent, gone, or another process than before."""
-        gone = [worker for worker, pid in self._pids.items() if pids.get(worker) != pid]
-        self._pids = pids
+    def _give_up_workers(self, workers: dict[str, int]) -> None:
+        """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
+        gone = self._workers - workers.keys()
+        self._workers = set(workers)
         for worker in gone:
             self._service.worker_died(worker)
-        for worker in [*gone, *self._service.expire_workers()]:
+        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
+        for worker in [*gone, *new, *self._service.expire_workers()]:
             self.log.warning(
                 "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
             )

@@ -8,6 +8,13 @@ whenever something changed that they depend on:
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
 
+Incarnations. A worker's process that died is followed by another of the same name and shard, its next incarnation.
+Whatever is heard of that one first, a call or its status, ends the one before: its running rollouts are dropped
+(`worker_died`), their prompts are returned to the worker, and its late calls are refused, but for what they tell of
+rollouts that ended. So all running rollouts of a worker belong to one incarnation. The successor asks what its
+predecessors have seen to (`take_over`) and then reads which prompts are used; between the two nothing is missed, as
+the master writes that file before it reports a step here, and only its report takes a rollout or a prompt off the list.
+
 Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to. One that says
 what its `first` request will be has a server for it with its admission, under the rollout's id: half the calls.
 """
@@ -77,6 +84,7 @@ class ManagerService:
         self._place_first = place_first
         self._clock = clock
         self._begun = False
+        self._incarnations: dict[str, int] = {}
         self._absent: set[str] = set()
         self._absent_until = 0.0
         self._closed_since: float | None = None
@@ -97,6 +105,7 @@ class ManagerService:
     def verbs(self) -> dict[str, m.Verb]:
         """What it answers: by path the request's type and the handler."""
         return {
+            "/take_over": (m.TakeOverRequest, self.take_over),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
@@ -107,6 +116,16 @@ class ManagerService:
             "/abandon": (m.Empty, self.abandon),
             "/books": (m.Empty, self.books),
         }
+
+    async def take_over(self, request: m.TakeOverRequest) -> m.TakeOverReply:
+        """A worker's process begins; what of its shard is out already, and what was given up."""
+        self._note_call(request)
+        worker = request.worker
+        out = {ticket.prompt_id: ticket.attempt for ticket in self.gate.finished_of(worker)}
+        out |= {prompt.prompt_id: prompt.attempt for prompt in self.returned.pending(worker)}
+        return m.TakeOverReply(
+            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.given_up.unrecorded
+        )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
         """Admit a prefix of the wanted rollouts; holds where there is nothing to tell.
@@ -140,7 +159,7 @@ class ManagerService:
         """Place the requests; holds while none of them can be."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        while True:
+        while not self._is_over(request):
             self.leases.renew(worker, self._clock())
             placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
             scheduled = [
@@ -150,6 +169,7 @@ class ManagerService:
             ]
             if scheduled or not request.requests or not await self._routes.wait(deadline - self._clock()):
                 return m.ScheduleReply(scheduled)
+        return m.ScheduleReply([])
 
     async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
         """Take in what ended, where no other call tells it."""
@@ -188,11 +208,12 @@ class ManagerService:
         """Hold until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
-        while True:
+        while not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
             urls = [] if after < 0 else [url for seq, url in self._losses if seq > after]
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
+        return m.LostServersReply(self._loss_seq, [])
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
@@ -238,8 +259,16 @@ class ManagerService:
             self._admit()
         return late
 
+    def incarnation_seen(self, worker: str, incarnation: int) -> bool:
+        """There is this incarnation of the worker; whether it is a new one, with which those before it are over."""
+        if incarnation <= self._incarnations.get(worker, 0):
+            return False
+        self._incarnations[worker] = incarnation
+        self.worker_died(worker)
+        return True
+
     def worker_died(self, worker: str) -> None:
-        """The worker is gone: its running rollouts are dropped, their prompts wait for its successor."""
+        """The worker's process is gone: its running rollouts are dropped, their prompts wait for its successor."""
         self.leases.end(worker)
         self._absent.discard(worker)
         for waiting in self._at_gate:
@@ -348,8 +377,14 @@ class ManagerService:
         return self.router.schedule(request, worker, min_version)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
-        """A worker calls: it lives, and tells which of its requests and rollouts ended."""
-        self.leases.renew(request.worker, self._clock())
+        """A worker calls: it lives, and tells which of its requests and rollouts ended.
+
+        Raises:
+            BadRequest: another process is the worker by now; what this one tells counts all the same.
+        """
+        self.incarnation_seen(request.worker, request.incarnation)
+        if not self._is_over(request):
+            self.leases.renew(request.worker, self._clock())
         for request_id in request.released:
             self.router.release(request_id)
         for finished in request.finished:
@@ -358,6 +393,13 @@ class ManagerService:
             self._admit()
         if request.released or request.finished:
             self.progress.notify()
+        if self._is_over(request):
+            newest = self._incarnations[request.worker]
+            raise m.BadRequest(f"$.incarnation: {request.incarnation} of {request.worker} is over, {newest} is there")
+
+    def _is_over(self, request: m.WorkerRequest) -> bool:
+        """Whether another process is the worker by now."""
+        return request.incarnation < self._incarnations.get(request.worker, 0)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""

@@ -118,8 +118,8 @@ class StalenessGate:
     """Counts rollouts from start to optimizer and says when another may start; the module's docstring has the theory.
 
     Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except
-    `blocking`, `running_of` and `abandon`, which visit the running ones. Every method may be called again with the
-    same arguments without effect.
+    `blocking`, `running_of`, `finished_of` and `abandon`, which visit the live ones. Every method may be called again
+    with the same arguments without effect.
 
     Args:
         batch_size: B, rollouts per train step.
@@ -295,6 +295,10 @@ class StalenessGate:
     def running_of(self, owner: str) -> list[str]:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live.items() if not live.finished and live.ticket.owner == owner]
+
+    def finished_of(self, owner: str) -> list[Ticket]:
+        """Rollouts of worker `owner` that are finished and not yet trained."""
+        return [live.ticket for live in self._live.values() if live.finished and live.ticket.owner == owner]
 
     def close(self) -> None:
         """No rollout starts from here on."""

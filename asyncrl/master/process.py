@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, connect
+from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.waiting import StopRequested
@@ -35,7 +35,10 @@ class MasterWorker(AsyncWorker):
         manager = ManagerClient(url, self.name, self.http_security)
         closing.push_async_callback(manager.close)
         trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
-        rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
-        for client in (*trainers, *rollouts):
-            closing.callback(client.close)
+        workers = range(self.config.rollout.workers)
+        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index) for index in workers]
+        for trainer in trainers:
+            closing.callback(trainer.close)
+        for rollout in rollouts:
+            closing.callback(rollout.close)
         return Peers(trainers, self._placement, manager, rollouts, NameBoard(self.resolver))

@@ -10,7 +10,8 @@ who waits for what, on which counter.
 Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
 for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
 version, in one folder that appears at once, so after a restart all forget the same steps. Used prompts are this loop's
-alone: the data state is a copy of them for the RolloutWorkers, made once as the run begins.
+alone: the data state is a copy of them for RolloutWorkers that begin. It is written before each report to the manager,
+so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
 
 The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
 and they are written down, so that every end can tell them: `summary.json` where the run ended well, else `books.json`
@@ -38,7 +39,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
-from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
+from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
@@ -55,7 +56,7 @@ from asyncrl.master.run_files import (
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.run_dir import versions_in
+from asyncrl.runtime.run_dir import DATA_STATE_FILE, versions_in
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -99,7 +100,7 @@ class Peers:
     workers: Sequence[RequestClient]
     placement: Placement
     manager: ManagerClient
-    rollouts: Sequence[RequestClient]
+    rollouts: Sequence[Evaluates]
     board: NameBoard
 
 
@@ -141,6 +142,7 @@ class TrainLoop:
         self._given_up_seq = 0
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
+        self._in_data_state: int | None = None  # how many used prompts it has
         self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
         self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
@@ -185,7 +187,7 @@ class TrainLoop:
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
-        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self._books.dropped)
+        self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
         self._progress_at = self._clock()
         if self.version == 0:
@@ -293,6 +295,7 @@ class TrainLoop:
 
     async def _report_to_manager(self) -> None:
         """Tell the gate what was trained and dropped; take in its books, and what RolloutWorkers dropped for good."""
+        self._write_data_state()
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
@@ -300,6 +303,13 @@ class TrainLoop:
         self._unreported_trained, self._unreported_drops = [], []
         self._books, self._given_up_seq = reply.books, reply.seq
         self.buffer.give_up(reply.given_up)
+
+    def _write_data_state(self) -> Path:
+        """Write which prompts are used, where that has changed; returns the file."""
+        if self._in_data_state == len(self.buffer.used):
+            return self.run_dir / DATA_STATE_FILE
+        self._in_data_state = len(self.buffer.used)
+        return write_data_state(self.run_dir, self.buffer.used)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s

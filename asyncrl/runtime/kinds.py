@@ -93,7 +93,7 @@ KINDS = {
     GENERATION_SERVER: ProcessKind(
         "asyncrl.inference.process:GenerationServer", _generation_servers, serves=True, restart=Restart.alone
     ),
-    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     GSERVER_MANAGER: ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
     MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
 }

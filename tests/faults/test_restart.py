@@ -1,10 +1,14 @@
-"""A GenerationServer that dies is started again alone; the run finishes by itself, and nothing is lost."""
+"""A GenerationServer or RolloutWorker that dies is started again alone; the run finishes by itself, nothing is lost."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+
+from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.used_prompts import UsedPrompts
 
 pytestmark = pytest.mark.slow
 
@@ -41,3 +45,38 @@ def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weigh
     again = log[log.rindex("generation server 0 is at") :]
     assert "with version 0" in again
     assert "generation server 0 serves v" in again, log
+
+
+def used_orders(run: Any, seed: int = 1) -> list[int]:
+    """Positions in the data order of the prompts that the last checkpoint has as used."""
+    files = (run.run_dir / "checkpoints").glob("v*/state.json")
+    newest = max((json.loads(file.read_text()) for file in files), key=lambda state: state["version"])
+    used = UsedPrompts.from_json(newest["master_state"]["buffer"]["used_prompts"])
+    rows = json.loads((run.run_dir / "data_record.json").read_text())["rows"]
+    stream = PromptStream(rows, seed)
+    return sorted(stream.order_of(prompt_id) for prompt_id in used)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(start_run: Any, kills: int) -> None:
+    """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost."""
+    steps, at = 24 * kills, 3
+    run = start_run(total_train_steps=steps, seed=1)
+    for _ in range(kills):
+        run.wait_for_step(at)
+        run.worker("rollout_worker/0").kill()
+        at = int(run.rows()[-1]["step"]) + 4  # which takes a successor
+    check_the_end(run, steps, {"rollout_worker/0": kills})
+    dropped = run.summary()["books"]["dropped"]
+    assert set(dropped) <= {"worker_died", "stale", "duplicate_prompt"}
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH
+    settled = (steps - 4) * BATCH
+    assert orders[:settled] == list(range(settled)), orders
+    rewards = [row for row in run.metrics() if any(name.endswith("/accuracy") for name in row)]
+    assert [row["step"] for row in rows_evaluated(run)] == [row["step"] for row in rewards]
+
+
+def rows_evaluated(run: Any) -> list[dict[str, Any]]:
+    """Rows of the versions that were to be evaluated."""
+    return [row for row in run.metrics() if row["step"] % 3 == 0 or row["step"] == int(run.summary()["total_steps"])]
