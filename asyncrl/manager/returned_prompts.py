@@ -39,6 +39,11 @@ class ReturnedPrompts:
             box.last_seq += 1
             box.unacknowledged[prompt_id] = ReturnedPrompt(box.last_seq, prompt_id, order, attempt)
 
+    def owes(self, worker: str, prompt_id: str) -> bool:
+        """Whether `prompt_id` is on its way back to `worker`, or there and not running yet."""
+        box = self._boxes.get(worker)
+        return box is not None and (prompt_id in box.unacknowledged or prompt_id in box.acknowledged)
+
     def pending(self, worker: str) -> list[ReturnedPrompt]:
         """What `worker` has not acknowledged yet, in the order of the numbers."""
         box = self._boxes.get(worker)

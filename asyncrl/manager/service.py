@@ -187,9 +187,14 @@ class ManagerService:
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for dropped in request.dropped:
+            lost = self.gate.given_up(dropped.rollout_id)
             self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
+            if lost is not None and dropped.return_prompt and not self._is_settled_or_owed(lost):
+                self._give_back(lost, lost.attempt)
         for rollout_id in request.trained:
             self.router.release_rollout(rollout_id)
+            if (lost := self.gate.given_up(rollout_id)) is not None:
+                self.returned.running_again(lost.owner, lost.prompt_id)
         self.gate.train(request.version, request.trained)
         self._admit()
         self.progress.notify()
@@ -309,9 +314,20 @@ class ManagerService:
         """The rollout has left the count; `ticket` is None where it had before."""
         self.router.release_rollout(rollout_id)
         if ticket is not None and return_prompt:
-            attempt = ticket.attempt + as_next_attempt
+            self._give_back(ticket, ticket.attempt + as_next_attempt)
+
+    def _give_back(self, ticket: Ticket, attempt: int) -> None:
+        """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""
+        if not self.gate.has_prompt(ticket.prompt_id):
             self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
             self._room.notify()
+
+    def _is_settled_or_owed(self, lost: Ticket) -> bool:
+        """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
+
+        It has to be where its next attempt was dropped as a duplicate of this one.
+        """
+        return self.returned.owes(lost.owner, lost.prompt_id) or lost.prompt_id in self.given_up.unrecorded
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""

@@ -19,6 +19,8 @@ Messages about one rollout come from two sides (its worker, the trainer) and may
 and after the rollout was given up as lost. A rollout given up because its worker fell silent comes back if it
 finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it received of a rollout
 that was given up before the worker's report of its end arrives; coming back then, it would keep its place for ever.
+Its prompt was returned when it was given up. What became of that attempt is another rollout's story, and it may have
+ended as a duplicate of this one: so whoever drops the first of the two asks whether the prompt is live (`has_prompt`).
 Everything else about a rollout that has left the count is ignored.
 
 Worked example
@@ -134,6 +136,7 @@ class StalenessGate:
         self.trained_version = 0
         self.closed = False
         self._live: dict[str, _Live] = {}
+        self._live_of_prompt: Counter[str] = Counter()
         self._retired: dict[str, _Retired] = {}
         self._retired_kept = retired_kept
         self._running_at: Counter[int] = Counter()
@@ -192,7 +195,7 @@ class StalenessGate:
             )
         if self.capacity == 0:
             return None
-        self._live[ticket.rollout_id] = _Live(ticket, self.version)
+        self._join(_Live(ticket, self.version))
         self._running += 1
         self._running_at[self.version] += 1
         self._submitted += 1
@@ -237,7 +240,7 @@ class StalenessGate:
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:
-            live = self._live.pop(rollout_id, None)
+            live = self._part(rollout_id)
             if live is not None:
                 self._leave(live)
             elif not self._undo_outcome(rollout_id, repeated):
@@ -288,6 +291,15 @@ class StalenessGate:
         retired = self._retired.get(rollout_id)
         return retired is not None and retired.lost is None
 
+    def given_up(self, rollout_id: str) -> Ticket | None:
+        """Ticket of a rollout that was given up and may come back; None of any other."""
+        retired = self._retired.get(rollout_id)
+        return None if retired is None or retired.lost is None else retired.lost.ticket
+
+    def has_prompt(self, prompt_id: str) -> bool:
+        """Whether a rollout of the prompt is live."""
+        return prompt_id in self._live_of_prompt
+
     def is_live(self, rollout_id: str) -> bool:
         """Whether the rollout runs, or is finished and not yet trained."""
         return rollout_id in self._live
@@ -308,7 +320,7 @@ class StalenessGate:
         """Close, and count every live rollout as abandoned at exit."""
         self.close()
         for rollout_id, live in list(self._live.items()):
-            del self._live[rollout_id]
+            self._part(rollout_id)
             self._leave(live)
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
@@ -326,6 +338,20 @@ class StalenessGate:
             trained_version=self.trained_version,
         )
 
+    def _join(self, live: _Live) -> None:
+        """Enter a rollout among the live ones."""
+        self._live[live.ticket.rollout_id] = live
+        self._live_of_prompt[live.ticket.prompt_id] += 1
+
+    def _part(self, rollout_id: str) -> _Live | None:
+        """Take a rollout out of the live ones, if it is one of them."""
+        live = self._live.pop(rollout_id, None)
+        if live is not None:
+            self._live_of_prompt[live.ticket.prompt_id] -= 1
+            if not self._live_of_prompt[live.ticket.prompt_id]:
+                del self._live_of_prompt[live.ticket.prompt_id]
+        return live
+
     def _leave(self, live: _Live) -> None:
         """Take a live rollout out of the counter of its state."""
         counter = self._finished_at if live.finished else self._running_at
@@ -336,7 +362,7 @@ class StalenessGate:
             self._running -= 1
 
     def _drop(self, live: _Live, retired: _Retired) -> Ticket:
-        del self._live[live.ticket.rollout_id]
+        self._part(live.ticket.rollout_id)
         self._leave(live)
         self._dropped[retired.outcome] += 1
         self._retire(live.ticket.rollout_id, retired)
@@ -347,7 +373,7 @@ class StalenessGate:
         assert live is not None
         del self._retired[rollout_id]
         self._dropped[retired.outcome] -= 1
-        self._live[rollout_id] = live
+        self._join(live)
         return live
 
     def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
