@@ -26,6 +26,7 @@ from asyncrl.manager.messages import Empty, StatusReply
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.settings import worker_grid
@@ -52,6 +53,7 @@ class GserverManager(AsyncWorker):
             lease_s=config.manager.rollout_lease_s,
             place_first=config.manager.update_mode != UpdateMode.finish,
             clock=self._clock,
+            log_file=self.run_dir / MANAGER_LOG_FILE,
         )
         self._decisions = FleetDecisions(config.manager.update_mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
@@ -77,17 +79,20 @@ class GserverManager(AsyncWorker):
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
+            if recovered := self._service.begin_again():  # before anyone can ask
+                self.log.info("going on where the manager before this one stood: %s", self._service.gate.books())
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
             async with asyncio.TaskGroup() as loops:
-                works = (
+                works = [
                     self._clock.keep(),
-                    self._begin(),
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
-                )
+                ]
+                if not recovered:
+                    works.append(self._begin())
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -96,6 +101,7 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
+            self._service.log.close()
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""
@@ -110,7 +116,7 @@ class GserverManager(AsyncWorker):
         """Open the gate once the master says where the run stands.
 
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
-        a resumed run as if nothing had been trained.
+        a resumed run as if nothing had been trained. A manager that follows one that died knows it from that one.
         """
         value = await self._next_value(names.DATA_STATE_KEY, None)
         assert value is not None  # it differs from None
@@ -119,6 +125,7 @@ class GserverManager(AsyncWorker):
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
         self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
+        await self._service.log.flush()
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:

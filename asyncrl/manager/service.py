@@ -1,4 +1,9 @@
-"""The GserverManager's state and verbs: gate, router, leases and returned prompts as one, without HTTP around them.
+"""The GserverManager's verbs: rollouts' books, router and leases as one, without HTTP around them.
+
+What must never be forgotten is in `rollout_books`, which change by its inputs alone; each is on the disk (`event_log`)
+before a reply is sent. So a service that is given the inputs of one that died goes on where that one stood
+(`begin_again`): calls whose replies were lost are made again and answered as before. Its router begins empty: what
+runs on the servers goes on there, and counts again with its next request.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
 whenever something changed that they depend on:
@@ -24,17 +29,32 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.given_up_prompts import GivenUpPrompts
+from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.leases import WorkerLeases
-from asyncrl.manager.returned_prompts import ReturnedPrompts
+from asyncrl.manager.rollout_books import (
+    Abandoned,
+    Acknowledged,
+    Admitted,
+    Began,
+    Closed,
+    Consumed,
+    Died,
+    Ended,
+    Event,
+    RolloutBooks,
+    Served,
+    Succeeded,
+)
 from asyncrl.manager.router import Router, ServerView
-from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
 from asyncrl.manager.wakeup import Signal
 
 MAX_HOLD_S = 60.0
@@ -63,6 +83,7 @@ class ManagerService:
         lease_s: seconds of silence after which a worker's rollouts are given up.
         place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
         clock: monotonic time in seconds.
+        log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
     """
 
     def __init__(
@@ -74,17 +95,15 @@ class ManagerService:
         lease_s: float,
         place_first: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        log_file: Path | None = None,
     ) -> None:
-        self.gate = StalenessGate(batch_size, max_staleness)
+        self.log = EventLog(log_file, lambda: self.rollouts.remember())
+        self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note)
+        self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
-        self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
-        self.given_up = GivenUpPrompts(after=time.time_ns() // 1_000_000)
-        self.tokens_finished = 0
         self._place_first = place_first
         self._clock = clock
-        self._begun = False
-        self._incarnations: dict[str, int] = {}
         self._absent: set[str] = set()
         self._absent_until = 0.0
         self._closed_since: float | None = None
@@ -94,7 +113,7 @@ class ManagerService:
         self._routes = Signal()
         self.progress = Signal()
         self._losses: deque[tuple[int, str]] = deque(maxlen=LOSSES_KEPT)
-        self._loss_seq = 0
+        self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         self._loss = Signal()
 
     @property
@@ -103,8 +122,8 @@ class ManagerService:
         return self._closed_s + (0.0 if self._closed_since is None else self._clock() - self._closed_since)
 
     def verbs(self) -> dict[str, m.Verb]:
-        """What it answers: by path the request's type and the handler."""
-        return {
+        """What it answers: by path the request's type and the handler. A reply waits for its causes to be written."""
+        verbs: dict[str, m.Verb] = {
             "/take_over": (m.TakeOverRequest, self.take_over),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
@@ -116,6 +135,15 @@ class ManagerService:
             "/abandon": (m.Empty, self.abandon),
             "/books": (m.Empty, self.books),
         }
+        return {path: (kind, self._written_first(handler)) for path, (kind, handler) in verbs.items()}
+
+    def _written_first(self, handler: Callable[[Any], Awaitable[m.Message]]) -> Callable[[Any], Awaitable[m.Message]]:
+        async def answer(request: Any) -> m.Message:
+            reply = await handler(request)
+            await self.log.flush()
+            return reply
+
+        return answer
 
     async def take_over(self, request: m.TakeOverRequest) -> m.TakeOverReply:
         """A worker's process begins; what of its shard is out already, and what was given up."""
@@ -124,7 +152,7 @@ class ManagerService:
         out = {ticket.prompt_id: ticket.attempt for ticket in self.gate.finished_of(worker)}
         out |= {prompt.prompt_id: prompt.attempt for prompt in self.returned.pending(worker)}
         return m.TakeOverReply(
-            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.given_up.unrecorded
+            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.rollouts.given_up.unrecorded
         )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
@@ -138,7 +166,7 @@ class ManagerService:
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
         wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
-        self.returned.acknowledge(worker, request.returned_ack)
+        self._apply(Acknowledged(worker, request.returned_ack))
         self._absent.discard(worker)
         waiting = _AtGate(worker, wanted)
         while wanted and self.gate.is_live(wanted[0].rollout_id):  # the reply to this call was lost once
@@ -186,20 +214,13 @@ class ManagerService:
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
-        for dropped in request.dropped:
-            lost = self.gate.given_up(dropped.rollout_id)
-            self._drop(dropped.rollout_id, dropped.reason, dropped.return_prompt)
-            if lost is not None and dropped.return_prompt and not self._is_settled_or_owed(lost):
-                self._give_back(lost, lost.attempt)
-        for rollout_id in request.trained:
+        for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
             self.router.release_rollout(rollout_id)
-            if (lost := self.gate.given_up(rollout_id)) is not None:
-                self.returned.running_again(lost.owner, lost.prompt_id)
-        self.gate.train(request.version, request.trained)
+        self._apply(Consumed(request))
         self._admit()
         self.progress.notify()
-        given_up = self.given_up.after(request.given_up_after)
-        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq)
+        given_up = self.rollouts.given_up
+        return m.ConsumedReply(self.gate.books(), given_up.unrecorded, given_up.last_seq)
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -222,13 +243,13 @@ class ManagerService:
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
-        self.gate.close()
+        self._apply(Closed())
         self._room.notify()
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
-        self.gate.abandon()
+        self._apply(Abandoned())
         self._room.notify()
         self.progress.notify()
         return self.gate.books()
@@ -244,7 +265,8 @@ class ManagerService:
 
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
-        if served_version is not None and self.gate.advance(served_version):
+        if served_version is not None and served_version > self.gate.version:
+            self._apply(Served(served_version))
             self._admit()
         self._routes.notify()
 
@@ -266,23 +288,24 @@ class ManagerService:
 
     def incarnation_seen(self, worker: str, incarnation: int) -> bool:
         """There is this incarnation of the worker; whether it is a new one, with which those before it are over."""
-        if incarnation <= self._incarnations.get(worker, 0):
+        if incarnation <= self.rollouts.incarnations.get(worker, 0):
             return False
-        self._incarnations[worker] = incarnation
-        self.worker_died(worker)
+        self._ended(worker, Succeeded(worker, incarnation))
         return True
 
     def worker_died(self, worker: str) -> None:
         """The worker's process is gone: its running rollouts are dropped, their prompts wait for its successor."""
+        self._ended(worker, Died(worker))
+
+    def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
         self._absent.discard(worker)
         for waiting in self._at_gate:
             if waiting.worker == worker:
                 waiting.wanted.clear()
         self.router.release_worker(worker)
-        self.returned.worker_died(worker)
-        for rollout_id in self.gate.running_of(worker):
-            self._left(rollout_id, self.gate.give_up(rollout_id), return_prompt=True)
+        for rollout_id in self._apply(event):
+            self.router.release_rollout(rollout_id)
         self._admit()
         self.progress.notify()
 
@@ -294,44 +317,37 @@ class ManagerService:
         The first ones are once each of `workers` has asked, for `FIRST_ASK_S` at most: else the first batch would be
         of whoever asks first, and not in the data order.
         """
-        if version > 0:
-            self.gate.resume(version, dropped)
-        self._begun = True
+        self._apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000))
         self._absent = set(workers) - {waiting.worker for waiting in self._at_gate}
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
-    def _drop(
-        self, rollout_id: str, reason: str, return_prompt: bool, *, as_next_attempt: bool = False
-    ) -> Ticket | None:
-        ticket = self.gate.drop(rollout_id, reason)
-        self._left(rollout_id, ticket, return_prompt, as_next_attempt=as_next_attempt)
-        return ticket
+    def begin_again(self) -> bool:
+        """Go on where the service before this one stood; False where there was none, or it had not begun.
 
-    def _left(
-        self, rollout_id: str, ticket: Ticket | None, return_prompt: bool, *, as_next_attempt: bool = False
-    ) -> None:
-        """The rollout has left the count; `ticket` is None where it had before."""
-        self.router.release_rollout(rollout_id)
-        if ticket is not None and return_prompt:
-            self._give_back(ticket, ticket.attempt + as_next_attempt)
+        Its workers have a new lease, in which to be heard.
 
-    def _give_back(self, ticket: Ticket, attempt: int) -> None:
-        """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""
-        if not self.gate.has_prompt(ticket.prompt_id):
-            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
-            self._room.notify()
-
-    def _is_settled_or_owed(self, lost: Ticket) -> bool:
-        """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
-
-        It has to be where its next attempt was dropped as a duplicate of this one.
+        Raises:
+            ValueError: what it left is damaged.
         """
-        return self.returned.owes(lost.owner, lost.prompt_id) or lost.prompt_id in self.given_up.unrecorded
+        for event in self.log.read():
+            self.rollouts.replay(event)
+        for owner in self.gate.owners | self.rollouts.incarnations.keys():
+            self.leases.renew(owner, self._clock())
+        self._admit()
+        return self.rollouts.begun
+
+    def _apply(self, event: Event) -> list[str]:
+        """Take an input in, and wake those who wait for prompts where some are returned by it."""
+        before = self.returned.last_change
+        given_up = self.rollouts.apply(event)
+        if self.returned.last_change != before:
+            self._room.notify()
+        return given_up
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
-        if self._at_gate and self._begun and not self._absent:
+        if self._at_gate and self.rollouts.begun and not self._absent:
             self._admit_waiting()
         full = self.gate.capacity == 0
         if full and self._closed_since is None:
@@ -361,8 +377,10 @@ class ManagerService:
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return
-        version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
-        assert version is not None, "admitted without room"
+        version = self.gate.admitted_at(rollout_id)
+        if version is None:
+            self._apply(Admitted(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
+            version = self.gate.version
         route = None
         if first is not None and self._place_first:
             size = (first.prompt_tokens, first.max_new_tokens, first.n)
@@ -370,7 +388,6 @@ class ManagerService:
             server = self._place(request, worker)
             route = None if server is None else m.Route(server.url, server.version)
         waiting.granted.append(m.GrantedRollout(rollout_id, version, route))
-        self.returned.running_again(worker, wanted.prompt_id)
 
     def _was_given_up(self, rollout_id: str) -> bool:
         """Whether the rollout was granted, and given up before its worker knew.
@@ -410,27 +427,17 @@ class ManagerService:
         if request.released or request.finished:
             self.progress.notify()
         if self._is_over(request):
-            newest = self._incarnations[request.worker]
+            newest = self.rollouts.incarnations[request.worker]
             raise m.BadRequest(f"$.incarnation: {request.incarnation} of {request.worker} is over, {newest} is there")
 
     def _is_over(self, request: m.WorkerRequest) -> bool:
         """Whether another process is the worker by now."""
-        return request.incarnation < self._incarnations.get(request.worker, 0)
+        return request.incarnation < self.rollouts.incarnations.get(request.worker, 0)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
-        rollout_id = finished.rollout_id
-        if not finished.accepted:
-            reason, again = finished.reason or "rejected", finished.as_next_attempt
-            ticket = self._drop(rollout_id, reason, finished.return_prompt, as_next_attempt=again)
-            if ticket is not None and not finished.return_prompt:
-                self.given_up.add(ticket.prompt_id)
-            return
-        self.router.release_rollout(rollout_id)
-        ticket = self.gate.finish(rollout_id)
-        if ticket is not None:
-            self.returned.running_again(ticket.owner, ticket.prompt_id)
-            self.tokens_finished += finished.tokens
+        self.router.release_rollout(finished.rollout_id)
+        self._apply(Ended(finished))
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

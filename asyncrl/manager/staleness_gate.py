@@ -72,6 +72,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.manager.messages import Books
@@ -114,6 +117,24 @@ class _Retired:
 
 _TRAINED = _Retired(TRAINED)
 _ABANDONED = _Retired(ABANDONED)
+
+
+LiveRow: TypeAlias = tuple[str, str, str, int, int, int, bool]
+"""A live rollout: the fields of its ticket, the version it was admitted at, whether it is finished."""
+
+
+class GateMemory(Struct, frozen=True):
+    """What a gate knows. `retired`: rollout id, how it left, and the rollout itself where it may come back."""
+
+    version: int
+    trained_version: int
+    closed: bool
+    submitted: int
+    trained: int
+    abandoned: int
+    dropped: dict[str, int]
+    live: list[LiveRow]
+    retired: list[tuple[str, str, LiveRow | None]]
 
 
 class StalenessGate:
@@ -304,6 +325,11 @@ class StalenessGate:
         """Whether the rollout runs, or is finished and not yet trained."""
         return rollout_id in self._live
 
+    @property
+    def owners(self) -> set[str]:
+        """The workers that have live rollouts."""
+        return {live.ticket.owner for live in self._live.values()}
+
     def running_of(self, owner: str) -> list[str]:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live.items() if not live.finished and live.ticket.owner == owner]
@@ -324,6 +350,37 @@ class StalenessGate:
             self._leave(live)
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
+
+    def memory(self) -> GateMemory:
+        """All it knows; `restore` takes it."""
+        return GateMemory(
+            self.version,
+            self.trained_version,
+            self.closed,
+            self._submitted,
+            self._trained,
+            self._abandoned,
+            dict(self._dropped),
+            [_row(live) for live in self._live.values()],
+            [(key, left.outcome, left.lost and _row(left.lost)) for key, left in self._retired.items()],
+        )
+
+    def restore(self, memory: GateMemory) -> None:
+        """Know what `memory` says, and nothing else."""
+        self.version, self.trained_version, self.closed = memory.version, memory.trained_version, memory.closed
+        self._submitted, self._trained, self._abandoned = memory.submitted, memory.trained, memory.abandoned
+        self._dropped = Counter(memory.dropped)
+        self._live, self._live_of_prompt = {}, Counter()
+        self._running_at, self._finished_at, self._running = Counter(), Counter(), 0
+        for row in memory.live:
+            live = _live(row)
+            self._join(live)
+            self._running += not live.finished
+            (self._finished_at if live.finished else self._running_at)[live.version] += 1
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
+        self._retired = {
+            key: known.get(outcome) or _Retired(outcome, lost and _live(lost)) for key, outcome, lost in memory.retired
+        }
 
     def books(self) -> Books:
         """The ledger as of now."""
@@ -396,3 +453,21 @@ class StalenessGate:
         self._retired[rollout_id] = retired
         if len(self._retired) > self._retired_kept:
             del self._retired[next(iter(self._retired))]
+
+
+def _row(live: _Live) -> LiveRow:
+    ticket = live.ticket
+    return (
+        ticket.rollout_id,
+        ticket.owner,
+        ticket.prompt_id,
+        ticket.order,
+        ticket.attempt,
+        live.version,
+        live.finished,
+    )
+
+
+def _live(row: LiveRow) -> _Live:
+    *ticket, version, finished = row
+    return _Live(Ticket(*ticket), version, finished)

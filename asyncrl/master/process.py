@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
@@ -32,7 +33,8 @@ class MasterWorker(AsyncWorker):
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         url = await self.registered(names.MANAGER_KEY)
-        manager = ManagerClient(url, self.name, self.http_security)
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.http_security, find=find)
         closing.push_async_callback(manager.close)
         trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
         workers = range(self.config.rollout.workers)

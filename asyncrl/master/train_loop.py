@@ -80,6 +80,8 @@ STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+LAST_BOOKS_LIMIT_S = 30.0
+"""The same at the end of a complete run: a manager that died is started again."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
 HOLD_S = 10.0
@@ -346,13 +348,14 @@ class TrainLoop:
             _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
 
     async def _close_books(self) -> None:
+        limit_s = LAST_BOOKS_LIMIT_S if self._complete else BOOKS_LIMIT_S
         try:
-            async with asyncio.timeout(BOOKS_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await self.peers.manager.close_gate()
                 await self._report_to_manager()
                 self._books = await self.peers.manager.abandon()
         except TimeoutError as error:
-            raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
+            raise BooksError(f"the GserverManager did not close the books within {limit_s:g} s") from error
 
     async def _last_evaluation(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -43,7 +44,8 @@ class RolloutWorker(AsyncWorker):
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
         url, incarnation = await self.registered(names.MANAGER_KEY), self.spec.incarnation
-        manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation)
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
         try:
             async with (
                 self._plugins.offloader,

@@ -94,7 +94,9 @@ KINDS = {
         "asyncrl.inference.process:GenerationServer", _generation_servers, serves=True, restart=Restart.alone
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
-    GSERVER_MANAGER: ProcessKind("asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True),
+    GSERVER_MANAGER: ProcessKind(
+        "asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True, restart=Restart.alone
+    ),
     MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True),
 }
 """By name, the slowest to start first."""

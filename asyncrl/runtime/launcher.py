@@ -48,6 +48,7 @@ from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
     LOCK_FILE,
     LOGS_DIR,
+    MANAGER_LOG_FILE,
     METRICS_FILE,
     SECRET_FILE,
     SUMMARY_FILE,
@@ -138,7 +139,7 @@ class Launcher:
         """Forget what earlier processes announced and how they ended: their model version and data state are not those
         of the ones to come.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
             with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer

@@ -38,7 +38,6 @@ def last_step(run: Any) -> int:
     [
         ("master_worker", False),
         ("model_worker", False),
-        ("gserver_manager", True),
     ],
 )
 def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str, can_save: bool) -> None:

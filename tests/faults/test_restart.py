@@ -1,4 +1,4 @@
-"""A GenerationServer or RolloutWorker that dies is started again alone; the run finishes by itself, nothing is lost."""
+"""A process that dies is started again, alone where it can be; the run finishes by itself, nothing is lost."""
 
 from __future__ import annotations
 
@@ -80,3 +80,17 @@ def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(start_ru
 def rows_evaluated(run: Any) -> list[dict[str, Any]]:
     """Rows of the versions that were to be evaluated."""
     return [row for row in run.metrics() if row["step"] % 3 == 0 or row["step"] == int(run.summary()["total_steps"])]
+
+
+def test_a_killed_manager_goes_on_where_it_stood(start_run: Any) -> None:
+    """No rollout is dropped for it, and none of those under way is played again."""
+    steps = 14
+    run = start_run(total_train_steps=steps, seed=1)
+    for at in (3, 7):
+        run.wait_for_step(at)
+        run.worker("gserver_manager/0").kill()
+    check_the_end(run, steps, {"gserver_manager/0": 2})
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}
+    assert used_orders(run)[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+    assert log.count("going on where the manager before this one stood") == 2

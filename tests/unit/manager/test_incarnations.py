@@ -1,4 +1,4 @@
-"""Workers die and are followed by others, at any moment: no prompt is lost or trained twice, and no place at the gate.
+"""Workers and managers die and are followed by others, at any moment: no prompt or place is lost, none trained twice.
 
 The manager's service, the trainer's buffer and the prompt streams are the real ones; processes, messages and the file
 of used prompts are played.
@@ -12,12 +12,14 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollout_books import Event
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
@@ -25,6 +27,7 @@ from asyncrl.trainer.messages import RolloutRecord
 
 ROWS, SHARDS, B, ETA = 7, 2, 2, 1
 FAR = 1_000  # an epoch that no shard comes to
+DECODER = msgspec.json.Decoder(Event)
 PICK = st.integers(0, 10_000)
 SHARD = st.integers(0, SHARDS - 1)
 _T = TypeVar("_T")
@@ -52,10 +55,11 @@ class Deaths(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.runner = asyncio.Runner()
-        self.service = ManagerService(
-            batch_size=B, max_staleness=ETA, routing="least_requests", lease_s=1e9, clock=lambda: 0.0
-        )
+        self.events: list[bytes] = []  # what the manager has written
+        self.told = 0  # how many of them were written when a reply last arrived
+        self.service = self.new_manager()
         self.service.begin(0)
+        self.told = len(self.events)
         self.buffer = SampleBuffer(B, ETA, OnStale.drop)
         self.version = self.given_up_seq = 0
         self.disk: list[str] = []
@@ -69,6 +73,28 @@ class Deaths(RuleBasedStateMachine):
         self.workers = [Worker(shard, 0) for shard in range(SHARDS)]
         self.highest = -1
 
+    def new_manager(self) -> ManagerService:
+        service = ManagerService(
+            batch_size=B, max_staleness=ETA, routing="least_requests", lease_s=1e9, clock=lambda: 0.0
+        )
+        for event in map(DECODER.decode, self.events):
+            service.rollouts.replay(event)
+        service.rollouts._note = lambda event: self.events.append(msgspec.json.encode(event))
+        return service
+
+    @rule(cut_off=st.booleans(), remembered=st.booleans())
+    def kill_the_manager(self, cut_off: bool, remembered: bool) -> None:
+        """What it did since it last answered may not be written yet."""
+        if cut_off:
+            del self.events[self.told :]
+        elif remembered:
+            self.events = [msgspec.json.encode(self.service.rollouts.remember())]
+        before = self.service.rollouts.remember()
+        self.service = self.new_manager()
+        self.told = len(self.events)
+        if not cut_off:
+            assert self.service.rollouts.remember() == before
+
     def call(self, call: Coroutine[Any, Any, _T]) -> _T:
         return self.runner.run(call)
 
@@ -77,6 +103,7 @@ class Deaths(RuleBasedStateMachine):
         worker = self.workers[shard]
         if worker.former is None:
             worker.former = self.call(self.service.take_over(m.TakeOverRequest(**worker.who())))
+            self.told = len(self.events)
 
     @rule(shard=SHARD)
     def read_used_prompts(self, shard: int) -> None:
@@ -101,6 +128,7 @@ class Deaths(RuleBasedStateMachine):
         reply = self.call(self.service.allocate_rollout(request))
         if lost:
             return
+        self.told = len(self.events)
         worker.ended, worker.delivered = [], []
         for returned in reply.returned:
             if returned.seq > worker.ack:
@@ -118,7 +146,7 @@ class Deaths(RuleBasedStateMachine):
         What the trainer has of a worker that died before it could say so may be; then it is a duplicate there.
         """
         assert prompt_id not in self.trained or prompt_id in self.unheard
-        assert prompt_id not in self.given_up.union(self.service.given_up.unrecorded)
+        assert prompt_id not in self.given_up.union(self.service.rollouts.given_up.unrecorded)
         owners = [worker.name for worker in self.workers]
         assert prompt_id not in {t.prompt_id for name in owners for t in self.service.gate.finished_of(name)}
 
@@ -152,6 +180,7 @@ class Deaths(RuleBasedStateMachine):
         worker = self.workers[shard]
         self.call(self.service.finish_rollout(m.FinishRequest(**worker.who())))
         if not lost:
+            self.told = len(self.events)
             worker.ended, worker.delivered = [], []
 
     @rule(shard=SHARD, by_status=st.booleans())
@@ -195,6 +224,7 @@ class Deaths(RuleBasedStateMachine):
         reply = self.call(
             self.service.report_consumed(m.ConsumedReport(self.version, self.unreported, dropped, self.given_up_seq))
         )
+        self.told = len(self.events)
         self.unreported, self.given_up_seq = [], reply.seq
         self.buffer.give_up(reply.given_up)
         self.given_up |= set(reply.given_up)

@@ -1,0 +1,239 @@
+"""What the manager must never forget: every rollout, and the prompts on their way back. A state machine of few inputs.
+
+Gate, returned prompts, given-up prompts and the workers' incarnations change by the inputs below and by nothing else,
+without a clock. So the inputs, written down in order before anyone learns of their effects (`EventLog`), are the state:
+a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
+not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
+
+    Began, Admitted, Ended, Consumed, Served, Acknowledged, Died, Succeeded, Closed, Abandoned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from asyncrl.manager.given_up_prompts import GivenUpPrompts, GivenUpState
+from asyncrl.manager.messages import ConsumedReport, FinishedRollout
+from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
+from asyncrl.manager.staleness_gate import GateMemory, StalenessGate, Ticket
+
+
+class _Event(Struct, frozen=True, array_like=True, tag=True):
+    """Base of all inputs."""
+
+
+class Began(_Event, frozen=True):
+    """The run starts, or goes on from a checkpoint at `version` up to which so many were `dropped`, by reason.
+
+    Numbers of returned and given-up prompts begin above `after`.
+    """
+
+    version: int
+    dropped: dict[str, int]
+    after: int
+
+
+class Admitted(_Event, frozen=True):
+    """A rollout starts; there is room for it."""
+
+    rollout_id: str
+    owner: str
+    prompt_id: str
+    order: int
+    attempt: int
+
+
+class Ended(_Event, frozen=True):
+    """A worker told of the end of a rollout."""
+
+    finished: FinishedRollout
+
+
+class Consumed(_Event, frozen=True):
+    """The master told what was trained and dropped."""
+
+    report: ConsumedReport
+
+
+class Served(_Event, frozen=True):
+    """The least version served is now this one."""
+
+    version: int
+
+
+class Acknowledged(_Event, frozen=True):
+    """The worker has seen the prompts returned to it, up to this number."""
+
+    worker: str
+    seq: int
+
+
+class Died(_Event, frozen=True):
+    """The worker's process is gone or silent."""
+
+    worker: str
+
+
+class Succeeded(_Event, frozen=True):
+    """The worker is another process by now; the one before it died."""
+
+    worker: str
+    incarnation: int
+
+
+class Closed(_Event, frozen=True):
+    """No rollout starts any more."""
+
+
+class Abandoned(_Event, frozen=True):
+    """Every live rollout is abandoned."""
+
+
+class Remembered(_Event, frozen=True):
+    """All inputs so far in one: the state that they led to."""
+
+    gate: GateMemory
+    returned: dict[str, MailboxState]
+    given_up: GivenUpState
+    incarnations: dict[str, int]
+    begun: bool
+
+
+Event: TypeAlias = (
+    Began | Admitted | Ended | Consumed | Served | Acknowledged | Died | Succeeded | Closed | Abandoned | Remembered
+)
+
+
+class RolloutBooks:
+    """See the module's docstring. `apply` is the only way to change it.
+
+    Args:
+        batch_size: B, rollouts per train step.
+        max_staleness: η, versions.
+        note: is given each input that changes something, after it did.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, note: Callable[[Event], None] = lambda event: None) -> None:
+        self.gate = StalenessGate(batch_size, max_staleness)
+        self.returned = ReturnedPrompts()
+        self.given_up = GivenUpPrompts()
+        self.incarnations: dict[str, int] = {}
+        self.begun = False
+        self.tokens_finished = 0
+        self._note = note
+
+    def replay(self, event: Event) -> None:
+        """Take in an input that was noted before."""
+        note, self._note = self._note, lambda event: None
+        self.apply(event)
+        self._note = note
+
+    def apply(self, event: Event) -> list[str]:
+        """Take an input in; returns the rollouts that were given up with it."""
+        given_up: list[str] = []
+        match event:
+            case Began():
+                self._begin(event)
+            case Admitted():
+                self._admit(event)
+            case Ended():
+                self._end(event.finished)
+            case Consumed():
+                self._consume(event.report)
+            case Served():
+                if not self.gate.advance(event.version):
+                    return []
+            case Acknowledged():
+                if not self.returned.acknowledge(event.worker, event.seq):
+                    return []
+            case Died():
+                given_up = self._give_up(event.worker)
+            case Succeeded():
+                if event.incarnation <= self.incarnations.get(event.worker, 0):
+                    return []
+                self.incarnations[event.worker] = event.incarnation
+                given_up = self._give_up(event.worker)
+            case Closed():
+                self.gate.close()
+            case Abandoned():
+                self.gate.abandon()
+            case Remembered():
+                self._restore(event)
+        self._note(event)
+        return given_up
+
+    def remember(self) -> Remembered:
+        """The state as one input."""
+        memory = self.gate.memory(), self.returned.state(), self.given_up.state()
+        return Remembered(*memory, dict(self.incarnations), self.begun)
+
+    def _restore(self, state: Remembered) -> None:
+        self.gate.restore(state.gate)
+        self.returned.restore(state.returned)
+        self.given_up.restore(state.given_up)
+        self.incarnations, self.begun = dict(state.incarnations), state.begun
+
+    def _begin(self, began: Began) -> None:
+        self.returned.begin_above(began.after)
+        self.given_up.begin_above(began.after)
+        if began.version > 0:
+            self.gate.resume(began.version, began.dropped)
+        self.begun = True
+
+    def _admit(self, admitted: Admitted) -> None:
+        rollout_id, owner, prompt_id = admitted.rollout_id, admitted.owner, admitted.prompt_id
+        version = self.gate.start(Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt))
+        assert version is not None, "admitted without room"
+        self.returned.running_again(owner, prompt_id)
+
+    def _end(self, finished: FinishedRollout) -> None:
+        if finished.accepted:
+            ticket = self.gate.finish(finished.rollout_id)
+            if ticket is not None:
+                self.returned.running_again(ticket.owner, ticket.prompt_id)
+                self.tokens_finished += finished.tokens
+            return
+        ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
+        if ticket is None:
+            return
+        if finished.return_prompt:
+            self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
+        else:
+            self.given_up.add(ticket.prompt_id)
+
+    def _consume(self, report: ConsumedReport) -> None:
+        for dropped in report.dropped:
+            lost = self.gate.given_up(dropped.rollout_id)
+            ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
+            if ticket is None and lost is not None and not self._is_settled_or_owed(lost):
+                ticket = lost
+            if ticket is not None and dropped.return_prompt:
+                self._give_back(ticket, ticket.attempt)
+        for rollout_id in report.trained:
+            if (lost := self.gate.given_up(rollout_id)) is not None:
+                self.returned.running_again(lost.owner, lost.prompt_id)
+        self.gate.train(report.version, report.trained)
+        self.given_up.forget(report.given_up_after)
+
+    def _give_up(self, worker: str) -> list[str]:
+        self.returned.worker_died(worker)
+        running = self.gate.running_of(worker)
+        for rollout_id in running:
+            if (ticket := self.gate.give_up(rollout_id)) is not None:
+                self._give_back(ticket, ticket.attempt)
+        return running
+
+    def _give_back(self, ticket: Ticket, attempt: int) -> None:
+        """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""
+        if not self.gate.has_prompt(ticket.prompt_id):
+            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
+
+    def _is_settled_or_owed(self, lost: Ticket) -> bool:
+        """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
+
+        It has to be where its next attempt was dropped as a duplicate of this one.
+        """
+        return self.returned.owes(lost.owner, lost.prompt_id) or lost.prompt_id in self.given_up.unrecorded
