@@ -15,10 +15,12 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.manager.given_up_prompts import GivenUpPrompts, GivenUpState
 from asyncrl.manager.messages import ConsumedReport, FinishedRollout
 from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
 from asyncrl.manager.staleness_gate import GateMemory, StalenessGate, Ticket
+from asyncrl.manager.suspects import Suspects
 
 
 class _Event(Struct, frozen=True, array_like=True, tag=True):
@@ -100,6 +102,7 @@ class Remembered(_Event, frozen=True):
     given_up: GivenUpState
     incarnations: dict[str, int]
     begun: bool
+    suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
 
 
 Event: TypeAlias = (
@@ -120,6 +123,7 @@ class RolloutBooks:
         self.gate = StalenessGate(batch_size, max_staleness)
         self.returned = ReturnedPrompts()
         self.given_up = GivenUpPrompts()
+        self.suspects = Suspects()
         self.incarnations: dict[str, int] = {}
         self.begun = False
         self.tokens_finished = 0
@@ -150,11 +154,13 @@ class RolloutBooks:
                 if not self.returned.acknowledge(event.worker, event.seq):
                     return []
             case Died():
+                self.suspects.silent(event.worker)
                 given_up = self._give_up(event.worker)
             case Succeeded():
                 if event.incarnation <= self.incarnations.get(event.worker, 0):
                     return []
                 self.incarnations[event.worker] = event.incarnation
+                self._give_up_crashing(event.worker)
                 given_up = self._give_up(event.worker)
             case Closed():
                 self.gate.close()
@@ -168,13 +174,14 @@ class RolloutBooks:
     def remember(self) -> Remembered:
         """The state as one input."""
         memory = self.gate.memory(), self.returned.state(), self.given_up.state()
-        return Remembered(*memory, dict(self.incarnations), self.begun)
+        return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state())
 
     def _restore(self, state: Remembered) -> None:
         self.gate.restore(state.gate)
         self.returned.restore(state.returned)
         self.given_up.restore(state.given_up)
         self.incarnations, self.begun = dict(state.incarnations), state.begun
+        self.suspects.restore(*state.suspects)
 
     def _begin(self, began: Began) -> None:
         self.returned.begin_above(began.after)
@@ -188,17 +195,20 @@ class RolloutBooks:
         version = self.gate.start(Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt))
         assert version is not None, "admitted without room"
         self.returned.running_again(owner, prompt_id)
+        self.suspects.began(owner, prompt_id)
 
     def _end(self, finished: FinishedRollout) -> None:
         if finished.accepted:
             ticket = self.gate.finish(finished.rollout_id)
             if ticket is not None:
                 self.returned.running_again(ticket.owner, ticket.prompt_id)
+                self.suspects.ended(ticket.owner, ticket.prompt_id)
                 self.tokens_finished += finished.tokens
             return
         ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
         if ticket is None:
             return
+        self.suspects.ended(ticket.owner, ticket.prompt_id)
         if finished.return_prompt:
             self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
         else:
@@ -225,6 +235,16 @@ class RolloutBooks:
             if (ticket := self.gate.give_up(rollout_id)) is not None:
                 self._give_back(ticket, ticket.attempt)
         return running
+
+    def _give_up_crashing(self, worker: str) -> None:
+        """The worker died; what it had in hand may be why."""
+        running = self.gate.running_of(worker)
+        tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
+        crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets])
+        for ticket in tickets:
+            if ticket.prompt_id in crashing:
+                self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
+                self.given_up.add(ticket.prompt_id)
 
     def _give_back(self, ticket: Ticket, attempt: int) -> None:
         """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""

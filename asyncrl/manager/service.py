@@ -169,8 +169,8 @@ class ManagerService:
         self._apply(Acknowledged(worker, request.returned_ack))
         self._absent.discard(worker)
         waiting = _AtGate(worker, wanted)
-        while wanted and self.gate.is_live(wanted[0].rollout_id):  # the reply to this call was lost once
-            self._start(waiting)
+        for rollout in [rollout for rollout in wanted if self.gate.is_live(rollout.rollout_id)]:
+            self._start(waiting, rollout)  # the reply to this call was lost once
         self._at_gate.append(waiting)
         closed_before = self.gate.closed
         try:
@@ -357,23 +357,32 @@ class ManagerService:
             self._closed_since = None
 
     def _admit_waiting(self) -> None:
-        """Each call gets a prefix of its list; among the calls, the lowest order goes first."""
-        heads = [(call.wanted[0].order, number) for number, call in enumerate(self._at_gate) if call.wanted]
+        """Each call gets its rollouts in their order, but for suspects that have to wait; among the calls, the lowest
+        order goes first.
+        """
+        heads = [(head.order, number) for number, call in enumerate(self._at_gate) if (head := self._head(call))]
         heapq.heapify(heads)
         admitted = False
         while heads and self.gate.capacity:
             _, number = heapq.heappop(heads)
             waiting = self._at_gate[number]
-            self._start(waiting)
+            if (head := self._head(waiting)) is None:  # of two calls of one worker, the other got its suspect in
+                continue
+            self._start(waiting, head)
             admitted = True
-            if waiting.wanted:
-                heapq.heappush(heads, (waiting.wanted[0].order, number))
+            if (head := self._head(waiting)) is not None:
+                heapq.heappush(heads, (head.order, number))
         if admitted:
             self._room.notify()
 
-    def _start(self, waiting: _AtGate) -> None:
-        """Admit the first rollout of a waiting call, unless another call of the same worker saw it to its end."""
-        wanted = waiting.wanted.pop(0)
+    def _head(self, waiting: _AtGate) -> m.WantedRollout | None:
+        """Which rollout of a waiting call is the next."""
+        must_wait, worker = self.rollouts.suspects.must_wait, waiting.worker
+        return next((wanted for wanted in waiting.wanted if not must_wait(worker, wanted.prompt_id)), None)
+
+    def _start(self, waiting: _AtGate, wanted: m.WantedRollout) -> None:
+        """Admit a rollout of a waiting call, unless another call of the same worker saw it to its end."""
+        waiting.wanted.remove(wanted)
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return

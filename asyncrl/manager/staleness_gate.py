@@ -312,6 +312,11 @@ class StalenessGate:
         retired = self._retired.get(rollout_id)
         return retired is not None and retired.lost is None
 
+    def running(self, rollout_id: str) -> Ticket | None:
+        """Ticket of a rollout that runs; None of any other."""
+        live = self._live.get(rollout_id)
+        return None if live is None or live.finished else live.ticket
+
     def given_up(self, rollout_id: str) -> Ticket | None:
         """Ticket of a rollout that was given up and may come back; None of any other."""
         retired = self._retired.get(rollout_id)
@@ -362,7 +367,10 @@ class StalenessGate:
             self._abandoned,
             dict(self._dropped),
             [_row(live) for live in self._live.values()],
-            [(key, left.outcome, left.lost and _row(left.lost)) for key, left in self._retired.items()],
+            [
+                (key, left.outcome, None if left.lost is None else _row(left.lost))
+                for key, left in self._retired.items()
+            ],
         )
 
     def restore(self, memory: GateMemory) -> None:
@@ -379,7 +387,8 @@ class StalenessGate:
             (self._finished_at if live.finished else self._running_at)[live.version] += 1
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
         self._retired = {
-            key: known.get(outcome) or _Retired(outcome, lost and _live(lost)) for key, outcome, lost in memory.retired
+            key: known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost))
+            for key, outcome, lost in memory.retired
         }
 
     def books(self) -> Books:
@@ -469,5 +478,5 @@ def _row(live: _Live) -> LiveRow:
 
 
 def _live(row: LiveRow) -> _Live:
-    *ticket, version, finished = row
-    return _Live(Ticket(*ticket), version, finished)
+    rollout_id, owner, prompt_id, order, attempt, version, finished = row
+    return _Live(Ticket(rollout_id, owner, prompt_id, order, attempt), version, finished)
