@@ -10,6 +10,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.trainer.settings import placement
@@ -29,7 +30,8 @@ class MasterWorker(AsyncWorker):
             except StopRequested:
                 return
             self.ready()
-            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
+            last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
+            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step).run()
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         url = await self.registered(names.MANAGER_KEY)

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.last_step import LastStep
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,9 @@ def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
     assert summary["restarts"] == restarts
     assert rows[-1]["restarts"] == sum(restarts.values())
     assert run.output.count("it is started again") == sum(restarts.values())
-    assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) in run.output
+    assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) + "; " in run.output
+    assert run.output.count(" went on after ") == sum(restarts.values())
+    assert rows[-1]["time/restarts_s"] > 0
     assert "FAILED" not in run.output
     books = summary["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
@@ -94,3 +97,24 @@ def test_a_killed_manager_goes_on_where_it_stood(start_run: Any) -> None:
     assert used_orders(run)[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
     assert log.count("going on where the manager before this one stood") == 2
+
+
+@pytest.mark.parametrize("kind", ["model_worker", "master_worker"])
+def test_a_killed_trainer_goes_on_from_its_last_step(start_run: Any, kind: str) -> None:
+    """No step is repeated but the one in hand, no rollout that waited is lost, and the other processes stay."""
+    steps = 10
+    run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0)
+    run.wait_for_step(4)
+    others = [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")]
+    run.worker(f"{kind}/0").kill()
+    run.wait_for_step(6)
+    assert [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")] == others
+    check_the_end(run, steps, {"the trainer": 1})
+    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    gone_on_at = int(log.partition("going on after step ")[2].partition(",")[0])
+    assert gone_on_at >= 4
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH
+    assert orders[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    assert not LastStep(run.run_dir).folder.exists()
