@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.comm.patient_writing import patiently
 from asyncrl.manager.rollout_books import Event, Remembered
-from asyncrl.runtime.patient_writing import patiently
 
 GROWTH_BYTES = 32 << 20
 """A hundred thousand rollouts, or a second of reading."""

@@ -9,6 +9,7 @@ The MasterWorker counts them in its rows of metrics, and the summary names them.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from typing import Any
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.run_dir import RESTARTS_FILE
 
+_log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"
 """What is counted where everything was started again."""
 TRAINER = "the trainer"
@@ -55,5 +57,9 @@ def restart_seconds(run_dir: Path) -> float:
 
 
 def _append(run_dir: Path, line: dict[str, Any]) -> None:
-    with (run_dir / RESTARTS_FILE).open("a") as file:
-        file.write(json.dumps({"time": round(time.time(), 3)} | line) + "\n")
+    text = json.dumps({"time": round(time.time(), 3)} | line) + "\n"
+    try:
+        with (run_dir / RESTARTS_FILE).open("a") as file:
+            file.write(text)
+    except OSError as error:  # it tells people what happened; the run must not wait for it, nor end
+        _log.warning("%s does not take %s: %s", run_dir / RESTARTS_FILE, text.strip(), error)

@@ -64,7 +64,7 @@ class TrainingRank:
     @cached_property
     def last_step(self) -> CheckpointWriter:
         """Writes the states of the last step, beside the checkpoint that may be under way."""
-        return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
+        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False)
 
     def writer(self, of_last_step: bool) -> CheckpointWriter:
         """The one of the two."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
     assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) + "; " in run.output
     assert run.output.count(" went on after ") == sum(restarts.values())
     assert rows[-1]["time/restarts_s"] > 0
-    assert "FAILED" not in run.output
+    assert "FAILED:" not in run.output
     books = summary["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert books["trained"] == steps * BATCH
@@ -118,3 +119,44 @@ def test_a_killed_trainer_goes_on_from_its_last_step(start_run: Any, kind: str) 
     assert len(set(orders)) == len(orders) == steps * BATCH
     assert orders[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
     assert not LastStep(run.run_dir).folder.exists()
+
+
+DEADLY = """
+import os, signal
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+class Deadly(SingleTurnAgent):
+    "Ends its process with one prompt."
+
+    async def run(self, prompt, env, client):
+        if prompt.prompt_id == "{prompt_id}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().run(prompt, env, client)
+"""
+
+
+def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(start_run: Any, tmp_path: Path) -> None:
+    steps, bad = 8, 6
+    prompt_id = PromptStream(16_384, 1).ref(bad).prompt_id
+    (tmp_path / "deadly.py").write_text(DEADLY.format(prompt_id=prompt_id))
+    agent = f"{tmp_path / 'deadly.py'}:Deadly"
+    run = start_run(total_train_steps=steps, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
+    check_the_end(run, steps, {"rollout_worker/0": 2})
+    assert json.loads((run.run_dir / "data_record.json").read_text())["rows"] == 16_384
+    dropped = run.summary()["books"]["dropped"]
+    assert dropped["crashed_worker"] == 1
+    assert "1 rollouts as their prompts end the RolloutWorker that plays them" in run.output
+    orders = used_orders(run)
+    assert bad in orders
+    assert len(orders) == steps * BATCH + 1
+
+
+def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(start_run: Any) -> None:
+    steps = 6
+    run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0, trainer__parallel="d2")
+    run.wait_for_step(3)
+    run.worker("model_worker/1").kill()
+    check_the_end(run, steps, {"the trainer": 1})
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}

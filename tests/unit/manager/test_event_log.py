@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.comm import patient_writing
 from asyncrl.manager import event_log
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.runtime import patient_writing
 
 WORKER = "rollout_worker/0"
 

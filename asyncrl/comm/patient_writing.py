@@ -1,4 +1,7 @@
-"""Writing to a disk that may be full or read-only for a while: it is tried again, and said, until it is done."""
+"""Writing to a disk that may be full or read-only for a while: it is tried again, and said, until it is done.
+
+What may be left out, or has another place to go, is written `at_once` instead: there the first failure is raised.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from asyncrl.comm.backoff import Backoff
@@ -17,8 +22,19 @@ LIMIT_S = 600.0
 """So long a disk may take nothing; then the process that writes ends with the disk's error."""
 SAY_AGAIN_S = 30.0
 _BACKOFF = Backoff(0.1, 2.0)
+_patient = ContextVar("patient", default=True)
 
 _T = TypeVar("_T")
+
+
+@contextmanager
+def at_once(really: bool = True) -> Iterator[None]:
+    """What this thread or task writes within is not waited for, if `really`."""
+    token = _patient.set(not really)
+    try:
+        yield
+    finally:
+        _patient.reset(token)
 
 
 class _Patience:
@@ -37,7 +53,7 @@ class _Patience:
         """
         now = time.monotonic()
         self._since = self._since or now
-        if error.errno not in PASSING or now - self._since > LIMIT_S:
+        if not _patient.get() or error.errno not in PASSING or now - self._since > LIMIT_S:
             raise error
         if now - self._said_at > SAY_AGAIN_S:
             self._said_at = now
