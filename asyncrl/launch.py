@@ -1,6 +1,8 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
-`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder.
+`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
+`audit RUN` checks what a run left on the disk; `show RUN` prints samples that it kept; `rollout`
+generates and keeps without training; `replay` trains on what was kept.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_CONFIG = 2
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.commands import export
 
         return export.main(argv[1:], program())
+    if argv[:1] == ["audit"]:
+        from asyncrl.commands import audit
+
+        return audit.main(argv[1:], program())
+    if argv[:1] == ["rollout"]:
+        from asyncrl.commands import rollout
+
+        return rollout.main(argv[1:], program())
+    if argv[:1] == ["replay"]:
+        from asyncrl.commands import replay
+
+        return replay.main(argv[1:], program())
+    if argv[:1] == ["show"]:
+        from asyncrl.commands import show
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return show.main(argv[1:], program())
     args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -3,7 +3,8 @@
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
-from asyncrl.api.agent import Agent
+from asyncrl.api.agent import Agent, EpisodeError, GroupClient, Outcome
+from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
     Completion,
@@ -16,19 +17,27 @@ from asyncrl.api.generation import (
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
 from asyncrl.api.tokenizer import Tokenizer
-from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
+from asyncrl.api.tool import Tool, ToolResult, as_tool
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
+    "ChatClient",
+    "ChatFinish",
+    "ChatReply",
     "Completion",
     "Environment",
     "Episode",
+    "EpisodeError",
     "EpisodeReward",
     "FinishReason",
     "GenerationClient",
     "GenerationRequest",
     "GenerationResult",
+    "GroupClient",
     "GroupReward",
+    "Message",
+    "Outcome",
     "Prompt",
     "RewardFunction",
     "RunIn",
@@ -37,7 +46,14 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "Tokenizer",
+    "Tool",
+    "ToolCall",
+    "ToolResult",
+    "ToolSchema",
     "Trajectory",
+    "as_tool",
+    "messages_of",
     "run_in",
     "scored",
+    "with_turn_rewards",
 ]

@@ -69,6 +69,21 @@ def probe_for(model: PreTrainedModel) -> list[list[int]]:
     return probe_sequences(int(text_settings(model.config)["vocab_size"]), context_limit(model.config))
 
 
+def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
+    """Sequences that begin as `sequences` do and go on otherwise: forks of forks, one that ends where another goes on.
+
+    `sequences` and these, one after the other, are still without a common token at even and at odd places.
+    """
+    even, odd, other, _ = (list(tokens) for tokens in sequences[:4])
+    half, third = len(even) // 2, len(odd) // 3
+    return [
+        [*even[:half], *other[: half or 1]],
+        [*odd[:third], *odd[: third or 1]],
+        [*even[:half], *other[: third or 1], *even[: half or 1]],
+        odd[:-1] or odd,
+    ]
+
+
 def find_difference(plain: Sequence[Tensor], engine: Sequence[Tensor], dtype: torch.dtype) -> str | None:
     """What is wrong with what `engine` made of several sequences together; None where it is rounding.
 

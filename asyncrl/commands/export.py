@@ -1,46 +1,13 @@
-"""`asyncrl export RUN [--step N] OUT`: the policy of a step as a plain Hugging Face folder.
-
-The weights are those that were published as that version, bit by bit: from their folder where it is still there, else
-from the checkpoint, whose fp32 master values are rounded as the trainer rounds them. What a checkpoint does not hold,
-configuration, tokenizer and whatever training never changes, comes from any version that was published.
-
-Where adapters were trained, they are merged into the base model in fp32, rounded to the trainer's type; `--adapter`
-writes them alone instead, as peft reads them.
-"""
+"""`asyncrl export RUN [--step N] OUT`: the policy of a step as a plain Hugging Face folder; see `exporting`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from asyncrl.comm.names import ACTOR
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, versions_in
-from asyncrl.trainer.parallel import Ranks
-from asyncrl.weights.adapters import are_adapters, assemble, model_name
-from asyncrl.weights.canary import CANARY_FILE
-from asyncrl.weights.checkpoints import read_state
-from asyncrl.weights.distributed_checkpoint import StoredTensors
-from asyncrl.weights.loading import WeightUpdateError, checkpoint_files
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, TensorEntry, verify
-from asyncrl.weights.model_folder import FolderTensor, folder_tensors
-from asyncrl.weights.published import TensorSpec
-from asyncrl.weights.publishing import tokenizer_assets, write_model
-from asyncrl.weights.tensor_file import DTYPE_NAMES
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-class ExportError(RuntimeError):
-    """There is nothing to export, or nowhere to export it to; the message says why and what there is."""
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -51,172 +18,14 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone, for peft")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
+    from asyncrl.commands.exporting import ExportError, export  # which loads torch: not for --help or a wrong option
+    from asyncrl.weights.loading import WeightUpdateError
+    from asyncrl.weights.manifest import ManifestError
+
     try:
         step = export(args.run.expanduser(), args.step, args.out.expanduser(), adapter=args.adapter)
     except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     print(f"{args.out}: the policy after {step} steps of {args.run}")
-    return 0
-
-
-def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> int:
-    """Write the policy of the run `run` after `step` steps (None: the newest) to the new folder `out`; returns `step`.
-
-    Args:
-        adapter: write adapters as they are, not merged.
-
-    Raises:
-        ExportError: there is no such run or step, or `out` exists; there are no adapters, or their base is gone.
-        ManifestError, WeightUpdateError, ValueError, OSError: what there is of the step cannot be read, or `out` not be
-            written.
-    """
-    if not (run / CONFIG_FILE).is_file():
-        raise ExportError(f"{run} is no run: it has no {CONFIG_FILE}; give a folder <fileroot>/<experiment>/<trial>")
-    if out.exists():
-        raise ExportError(f"{out} exists; give a folder that does not")
-    published, saved = run / WEIGHTS_DIR / ACTOR, run / CHECKPOINTS_DIR
-    there = {f"published in {published}": versions_in(published), f"checkpoints in {saved}": versions_in(saved)}
-    steps = sorted({version for versions in there.values() for version in versions})
-    if step is None and steps:
-        step = steps[-1]
-    if step is None or step not in steps:
-        listed = "; ".join(f"{where}: {', '.join(map(str, versions)) or 'none'}" for where, versions in there.items())
-        wanted = "no weights yet" if step is None else f"nothing of step {step}"
-        raise ExportError(f"{run} has {wanted}. Steps there are, {listed}")
-    if step in versions_in(published):
-        template = published / f"v{step}"
-        model = _Stored(verify(template), _from_folder(template))
-    else:
-        template = _any_version(published)
-        model = _Stored(verify(template), _from_checkpoint(saved / f"v{step}", template))
-    beside = {path.name: path.read_bytes() for path in sorted(template.iterdir()) if not _is_ours(path)}
-    if not are_adapters(template):
-        if adapter:
-            raise ExportError(f"{run} trained all weights, not adapters; leave --adapter out")
-        write_model(model, out, beside, Ranks())
-    elif adapter:
-        write_model(model, out, beside, Ranks(), adapters=True)
-    else:
-        merged = _Merged(model, template)
-        write_model(merged, out, merged.beside(), Ranks())
-    return step
-
-
-_Read = Callable[[str, TensorEntry], Tensor]
-
-
-class _Stored:
-    """A model on disk, as what can be published: the tensors of `manifest`, each as `read` finds it."""
-
-    def __init__(self, manifest: Manifest, read: _Read) -> None:
-        self._entries, self._read = manifest.tensors, read
-
-    def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
-        return [TensorSpec(name, entry.shape, _DTYPES[entry.dtype]) for name, entry in self._entries.items()]
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
-        return ((name, self._read(name, entry)) for name, entry in self._entries.items() if name in owners)
-
-
-class _Merged:
-    """The adapters of `stored` in the layers of their base, as what can be published.
-
-    Args:
-        template: a folder with peft's configuration of such adapters.
-
-    Raises:
-        ExportError: the base is not there.
-        WeightUpdateError: they do not fit it.
-    """
-
-    def __init__(self, stored: _Stored, template: Path) -> None:
-        specs = stored.published_specs()
-        names = {spec.name: 0 for spec in specs}
-        self._adapters = assemble(template, dict(stored.gather(names)))
-        self._base = Path(str(self._adapters.base))
-        if not self._base.is_dir():
-            raise ExportError(
-                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give "
-                "--adapter to write them alone"
-            )
-        self._dtype = specs[0].dtype
-        self._files = checkpoint_files(self._base)
-        if missing := sorted(self._adapters.layers.keys() - self._files.keys()):
-            raise ExportError(f"{self._base} has no {missing[0]!r}, for which there are adapters")
-
-    def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
-        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors()]
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
-        return ((name, tensor) for name, tensor in self._tensors() if name in owners)
-
-    def beside(self) -> dict[str, bytes]:
-        """The base's configuration, in the type of what was trained, and its tokenizer's files."""
-        config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(self._dtype).removeprefix("torch.")
-        files = {path.name: path.read_bytes() for path in tokenizer_assets(self._base)}
-        return files | {"config.json": json.dumps(config, indent=2).encode()}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, file in self._files.items():
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-            if name in self._adapters.layers:
-                tensor = self._adapters.merged(name, tensor)
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-
-def _from_folder(folder: Path) -> _Read:
-    def read(name: str, entry: TensorEntry) -> Tensor:
-        with safe_open(folder / entry.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    return read
-
-
-def _from_checkpoint(checkpoint: Path, template: Path) -> _Read:
-    verify(checkpoint)
-    read_state(checkpoint)
-    stored, other = StoredTensors(checkpoint), _from_folder(template)
-
-    parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
-    parameter = lru_cache(maxsize=1)(stored.read)  # of which the next tensor may be a part too
-
-    def read(name: str, entry: TensorEntry) -> Tensor:
-        part = parts.get(name)
-        key = f"{ACTOR}.weights.{model_name(name) if part is None else part.parameter}"
-        if key not in stored.shapes:
-            return other(name, entry)
-        whole = parameter(key)
-        return (whole if part is None else part.of(whole)).to(_DTYPES[entry.dtype]).contiguous()
-
-    return read
-
-
-def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Where the tensors of the model in `folder` lie in the parameters that a checkpoint has."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
-    return folder_tensors(model)
-
-
-def _any_version(published: Path) -> Path:
-    """A published version, for what all of them share."""
-    versions = versions_in(published)
-    if not versions:
-        raise ExportError(
-            f"{published} has no version: a checkpoint holds neither configuration nor tokenizer, which come from one; "
-            "continue the run for a step, or give the step of a run that has published"
-        )
-    return published / f"v{versions[-1]}"
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name in (MANIFEST_FILE, CANARY_FILE) or path.name.endswith((".safetensors", ".safetensors.index.json"))
+    return EXIT_OK

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from asyncrl.chat.settings import turns
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
@@ -17,7 +18,7 @@ from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
-from asyncrl.rollout.user_code import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code import load_chat_format, load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
@@ -78,6 +79,15 @@ def check_prompts(config: ExperimentConfig) -> dict[str, Survey]:
             why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
             raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
     return found
+
+
+def chat_notes(config: ExperimentConfig) -> list[str]:
+    """What the chat template does in conversations of several turns, where the settings allow them."""
+    if turns(config) == 1:
+        return []
+    prompts = load_prompt_format(config)
+    chat = load_chat_format(config, prompts)
+    return [] if chat is None else chat.findings.lines()
 
 
 def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:

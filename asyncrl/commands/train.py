@@ -11,14 +11,15 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
-from asyncrl.commands.input_checks import base_model_config, check_prompts
+from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.survey import Survey, shown
 from asyncrl.observability.display import make_display
-from asyncrl.runtime.launcher import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, check_finished
 from asyncrl.runtime.run_dir import LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume
@@ -35,7 +36,7 @@ def train(config: Config, folder: Path | None) -> int:
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
-        return _run_rl(_with_model(config, folder), console)
+        return _run_rl(with_model(config, folder), console)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
@@ -80,6 +81,7 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
     if first := surveys["dataset"].first:
         text, length = first
         lines += [f"first prompt, {length} tokens:", shown(text)]
+    lines += [f"chat template: {line}" for line in chat_notes(config)]
     for line in lines:
         console.print(line)
     logs = run_dir / LOGS_DIR
@@ -87,7 +89,7 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
     (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
 
 
-def _with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
+def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
     """The config with `model.path` a folder: as set, or the base model, made first if need be."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()

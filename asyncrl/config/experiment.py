@@ -12,7 +12,7 @@ from asyncrl.config.setting import PluginConfig, setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import OnStale
-from asyncrl.observability.settings import LoggingConfig
+from asyncrl.observability.settings import LoggingConfig, SamplesConfig
 from asyncrl.rollout.settings import (
     DatasetConfig,
     EnvConfig,
@@ -22,6 +22,7 @@ from asyncrl.rollout.settings import (
     RolloutConfig,
 )
 from asyncrl.runtime.settings import Resume, SystemConfig
+from asyncrl.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -41,7 +42,9 @@ class ExperimentConfig:
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
-    group_size: int = setting(8, "samples per prompt", unit="samples", minimum=1)
+    group_size: int = setting(
+        8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
+    )
     max_head_offpolicyness: int = setting(
         4, "η: no trained token is older than so many versions; 0 is synchronous", unit="versions", minimum=0
     )
@@ -62,6 +65,13 @@ class ExperimentConfig:
         help="several rewards in place of reward: their weighted sum; each with name, weight and what reward has",
         factory=list,
     )
+    tools: list[ToolConfig] = setting(
+        help="what the model may call, for agents that take tools; each with path, args, name and timeout_s",
+        factory=list,
+    )
+    mcp: list[McpServerConfig] = setting(
+        help="MCP servers whose tools the model may call; each with name and command or url", factory=list
+    )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     manager: ManagerConfig = field(default_factory=ManagerConfig)
@@ -71,4 +81,5 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)

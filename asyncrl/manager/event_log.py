@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.comm.patient_writing import patiently
-from asyncrl.manager.rollout_books import Event, Remembered
+from asyncrl.manager.rollout_books import Noted, Remembered
 
 GROWTH_BYTES = 32 << 20
 """A hundred thousand rollouts, or a second of reading."""
@@ -38,12 +38,13 @@ class EventLog:
     def __init__(self, file: Path | None, remember: Callable[[], Remembered]) -> None:
         self._file, self._remember = file, remember
         self._encoder = msgspec.json.Encoder()
+        self._noted_at = 0.0
         self._unwritten: list[bytes] = []
         self._writing = asyncio.Lock()
         self._descriptor: int | None = None
         self._size = self._size_at_start = 0
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[Noted]:
         """The inputs so far, in order; nothing where there is no file.
 
         Raises:
@@ -52,7 +53,7 @@ class EventLog:
         if self._file is None or not self._file.exists():
             return []
         *lines, cut_off = self._file.read_bytes().split(b"\n")
-        decoder = msgspec.json.Decoder(Event)
+        decoder = msgspec.json.Decoder(Noted)
         try:
             events = [decoder.decode(line) for line in lines]
         except msgspec.DecodeError as error:
@@ -61,10 +62,11 @@ class EventLog:
             os.truncate(self._file, self._file.stat().st_size - len(cut_off))
         return events
 
-    def note(self, event: Event) -> None:
-        """`event` was taken in; it is written with the next `flush`."""
+    def note(self, noted: Noted) -> None:
+        """This was taken in; it is written with the next `flush`."""
         if self._file is not None:
-            self._unwritten.append(self._encoder.encode(event))
+            self._noted_at = noted.at
+            self._unwritten.append(self._encoder.encode(noted))
 
     async def flush(self) -> None:
         """Return once everything noted before this call is written."""
@@ -101,7 +103,7 @@ class EventLog:
         """Replace the lines by the state that they led to. What cannot be written now is tried again after as much."""
         aside = file.with_suffix(".tmp")
         try:
-            aside.write_bytes(self._encoder.encode(self._remember()) + b"\n")
+            aside.write_bytes(self._encoder.encode(Noted(self._noted_at, self._remember())) + b"\n")
             os.replace(aside, file)
         except OSError as error:
             _log.warning("%s cannot be made shorter: %s", file, error)

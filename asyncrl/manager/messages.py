@@ -27,6 +27,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from asyncrl.comm.ledger_lines import RolloutLine
+
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -261,13 +263,15 @@ class DroppedRollout(Message, frozen=True):
 class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
-    `given_up_after`: the highest number of a prompt that workers gave up, of those that the caller knows.
+    `given_up_after`: the highest number of a prompt that workers gave up, of those that the caller knows;
+    `events_after`: likewise of what became of rollouts.
     """
 
     version: Count
     trained: list[str]
     dropped: list[DroppedRollout]
     given_up_after: Count = 0
+    events_after: Count = 0
 
 
 class GateBooks(Message, frozen=True):
@@ -295,11 +299,16 @@ class Books(GateBooks, frozen=True, kw_only=True):
 
 
 class ConsumedReply(Message, frozen=True):
-    """The books with the report in them, and the prompts that workers gave up since; the last has number `seq`."""
+    """The books with the report in them, and the prompts that workers gave up since; the last has number `seq`.
+
+    `events`: what became of rollouts since, up to these books; the last has number `events_seq`.
+    """
 
     books: Books
     given_up: list[str]
     seq: Count
+    events: list[RolloutLine] = []
+    events_seq: Count = 0
 
 
 class GateState(Books, frozen=True, kw_only=True):

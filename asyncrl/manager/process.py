@@ -23,9 +23,11 @@ from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.http_server import ManagerHttp
 from asyncrl.manager.messages import Empty, StatusReply
+from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
@@ -46,12 +48,14 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = AwakeClock()
+        bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
-            batch_size=config.train_batch_size,
-            max_staleness=config.max_head_offpolicyness,
+            batch_size=bound[0],
+            max_staleness=bound[1],
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
             place_first=config.manager.update_mode != UpdateMode.finish,
+            pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             log_file=self.run_dir / MANAGER_LOG_FILE,
         )

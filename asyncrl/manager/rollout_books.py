@@ -10,16 +10,19 @@ not know any more it learns from others again: servers and their load, who is al
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager.given_up_prompts import GivenUpPrompts, GivenUpState
 from asyncrl.manager.messages import ConsumedReport, FinishedRollout
 from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
-from asyncrl.manager.staleness_gate import GateMemory, StalenessGate, Ticket
+from asyncrl.manager.rollout_events import EventsState, RolloutEvents
+from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
 from asyncrl.manager.suspects import Suspects
 
 
@@ -100,6 +103,7 @@ class Remembered(_Event, frozen=True):
     gate: GateMemory
     returned: dict[str, MailboxState]
     given_up: GivenUpState
+    events: EventsState
     incarnations: dict[str, int]
     begun: bool
     suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
@@ -110,6 +114,13 @@ Event: TypeAlias = (
 )
 
 
+class Noted(Struct, frozen=True, array_like=True):
+    """An input, and when it came, in seconds since 1970."""
+
+    at: float
+    event: Event
+
+
 class RolloutBooks:
     """See the module's docstring. `apply` is the only way to change it.
 
@@ -117,26 +128,43 @@ class RolloutBooks:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
         note: is given each input that changes something, after it did.
+        now: seconds since 1970.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, note: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        note: Callable[[Noted], None] = lambda noted: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._now, self._at = now, 0.0
         self.gate = StalenessGate(batch_size, max_staleness)
         self.returned = ReturnedPrompts()
         self.given_up = GivenUpPrompts()
+        self.events = RolloutEvents(now=lambda: self._at)
         self.suspects = Suspects()
         self.incarnations: dict[str, int] = {}
         self.begun = False
         self.tokens_finished = 0
         self._note = note
 
-    def replay(self, event: Event) -> None:
+    def replay(self, noted: Noted) -> None:
         """Take in an input that was noted before."""
-        note, self._note = self._note, lambda event: None
-        self.apply(event)
-        self._note = note
+        self._at = noted.at
+        self._take_in(noted.event)
 
     def apply(self, event: Event) -> list[str]:
-        """Take an input in; returns the rollouts that were given up with it."""
+        """Take an input in, and note it; returns the rollouts that were given up with it."""
+        self._at = self._now()
+        given_up = self._take_in(event)
+        if given_up is None:
+            return []
+        self._note(Noted(self._at, event))
+        return given_up
+
+    def _take_in(self, event: Event) -> list[str] | None:
+        """Returns the rollouts that were given up; None where nothing changed."""
         given_up: list[str] = []
         match event:
             case Began():
@@ -149,51 +177,59 @@ class RolloutBooks:
                 self._consume(event.report)
             case Served():
                 if not self.gate.advance(event.version):
-                    return []
+                    return None
             case Acknowledged():
                 if not self.returned.acknowledge(event.worker, event.seq):
-                    return []
+                    return None
             case Died():
                 self.suspects.silent(event.worker)
                 given_up = self._give_up(event.worker)
             case Succeeded():
                 if event.incarnation <= self.incarnations.get(event.worker, 0):
-                    return []
+                    return None
                 self.incarnations[event.worker] = event.incarnation
                 self._give_up_crashing(event.worker)
                 given_up = self._give_up(event.worker)
             case Closed():
                 self.gate.close()
             case Abandoned():
-                self.gate.abandon()
+                for rollout_id in self.gate.abandon():
+                    self.events.abandoned(rollout_id)
             case Remembered():
                 self._restore(event)
-        self._note(event)
         return given_up
 
     def remember(self) -> Remembered:
         """The state as one input."""
-        memory = self.gate.memory(), self.returned.state(), self.given_up.state()
+        memory = self.gate.memory(), self.returned.state(), self.given_up.state(), self.events.state()
         return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state())
 
     def _restore(self, state: Remembered) -> None:
         self.gate.restore(state.gate)
         self.returned.restore(state.returned)
         self.given_up.restore(state.given_up)
+        self.events.restore(state.events)
         self.incarnations, self.begun = dict(state.incarnations), state.begun
         self.suspects.restore(*state.suspects)
 
     def _begin(self, began: Began) -> None:
         self.returned.begin_above(began.after)
         self.given_up.begin_above(began.after)
+        self.events.begin_above(began.after)
         if began.version > 0:
             self.gate.resume(began.version, began.dropped)
         self.begun = True
 
     def _admit(self, admitted: Admitted) -> None:
         rollout_id, owner, prompt_id = admitted.rollout_id, admitted.owner, admitted.prompt_id
-        version = self.gate.start(Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt))
+        known, ticket = (
+            self.gate.is_live(rollout_id),
+            Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt),
+        )
+        version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
+        if not known:
+            self.events.admitted(ticket, version)
         self.returned.running_again(owner, prompt_id)
         self.suspects.began(owner, prompt_id)
 
@@ -204,11 +240,14 @@ class RolloutBooks:
                 self.returned.running_again(ticket.owner, ticket.prompt_id)
                 self.suspects.ended(ticket.owner, ticket.prompt_id)
                 self.tokens_finished += finished.tokens
+                self.events.finished(finished.rollout_id, finished.tokens)
             return
         ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
         if ticket is None:
             return
         self.suspects.ended(ticket.owner, ticket.prompt_id)
+        goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
+        self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
         if finished.return_prompt:
             self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
         else:
@@ -218,6 +257,9 @@ class RolloutBooks:
         for dropped in report.dropped:
             lost = self.gate.given_up(dropped.rollout_id)
             ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
+            if ticket is not None:
+                goes = PromptGoes.returned if dropped.return_prompt else PromptGoes.used
+                self.events.dropped(dropped.rollout_id, dropped.reason, goes)
             if ticket is None and lost is not None and not self._is_settled_or_owed(lost):
                 ticket = lost
             if ticket is not None and dropped.return_prompt:
@@ -227,12 +269,14 @@ class RolloutBooks:
                 self.returned.running_again(lost.owner, lost.prompt_id)
         self.gate.train(report.version, report.trained)
         self.given_up.forget(report.given_up_after)
+        self.events.forget(report.events_after)
 
     def _give_up(self, worker: str) -> list[str]:
         self.returned.worker_died(worker)
         running = self.gate.running_of(worker)
         for rollout_id in running:
             if (ticket := self.gate.give_up(rollout_id)) is not None:
+                self.events.dropped(rollout_id, WORKER_LOST, PromptGoes.returned)
                 self._give_back(ticket, ticket.attempt)
         return running
 
@@ -244,6 +288,7 @@ class RolloutBooks:
         for ticket in tickets:
             if ticket.prompt_id in crashing:
                 self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
+                self.events.dropped(ticket.rollout_id, DropReason.crashed_worker, PromptGoes.given_up)
                 self.given_up.add(ticket.prompt_id)
 
     def _give_back(self, ticket: Ticket, attempt: int) -> None:

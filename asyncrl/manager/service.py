@@ -39,6 +39,7 @@ from msgspec import structs
 from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.leases import WorkerLeases
+from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
     Abandoned,
     Acknowledged,
@@ -82,6 +83,7 @@ class ManagerService:
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are given up.
         place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
+        pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
         log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
     """
@@ -94,6 +96,7 @@ class ManagerService:
         routing: str,
         lease_s: float,
         place_first: bool = True,
+        pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
         log_file: Path | None = None,
     ) -> None:
@@ -103,6 +106,7 @@ class ManagerService:
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
         self._place_first = place_first
+        self._pacing = pacing
         self._clock = clock
         self._absent: set[str] = set()
         self._absent_until = 0.0
@@ -216,11 +220,18 @@ class ManagerService:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
             self.router.release_rollout(rollout_id)
+        for dropped in request.dropped:
+            self._paced_end(dropped.rollout_id, kept=False)
         self._apply(Consumed(request))
+        if self._pacing is not None and request.trained:
+            self._pacing.asked(self.gate.finished, self._clock())
         self._admit()
         self.progress.notify()
         given_up = self.rollouts.given_up
-        return m.ConsumedReply(self.gate.books(), given_up.unrecorded, given_up.last_seq)
+        events = self.rollouts.events
+        return m.ConsumedReply(
+            self.gate.books(), given_up.unrecorded, given_up.last_seq, events.untold, events.last_seq
+        )
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -306,6 +317,7 @@ class ManagerService:
         self.router.release_worker(worker)
         for rollout_id in self._apply(event):
             self.router.release_rollout(rollout_id)
+            self._paced_end(rollout_id, kept=False)
         self._admit()
         self.progress.notify()
 
@@ -330,8 +342,8 @@ class ManagerService:
         Raises:
             ValueError: what it left is damaged.
         """
-        for event in self.log.read():
-            self.rollouts.replay(event)
+        for noted in self.log.read():
+            self.rollouts.replay(noted)
         for owner in self.gate.owners | self.rollouts.incarnations.keys():
             self.leases.renew(owner, self._clock())
         self._admit()
@@ -349,12 +361,24 @@ class ManagerService:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
         if self._at_gate and self.rollouts.begun and not self._absent:
             self._admit_waiting()
-        full = self.gate.capacity == 0
+        full = self._capacity() == 0
         if full and self._closed_since is None:
             self._closed_since = self._clock()
         elif not full and self._closed_since is not None:
             self._closed_s += self._clock() - self._closed_since
             self._closed_since = None
+
+    def _capacity(self) -> int:
+        """Rollouts that may start now, by the gate and the pacing."""
+        allowed = self.gate.capacity
+        if self._pacing is None or not allowed:
+            return allowed
+        return min(allowed, self._pacing.room(self.gate.finished, self._clock()))
+
+    def _paced_end(self, rollout_id: str, *, kept: bool) -> None:
+        if self._pacing is not None:
+            self._pacing.ended(rollout_id, self._clock(), kept=kept)
+            self._pacing.observe(self.gate.finished, self._clock())
 
     def _admit_waiting(self) -> None:
         """Each call gets its rollouts in their order, but for suspects that have to wait; among the calls, the lowest
@@ -363,7 +387,7 @@ class ManagerService:
         heads = [(head.order, number) for number, call in enumerate(self._at_gate) if (head := self._head(call))]
         heapq.heapify(heads)
         admitted = False
-        while heads and self.gate.capacity:
+        while heads and self._capacity():
             _, number = heapq.heappop(heads)
             waiting = self._at_gate[number]
             if (head := self._head(waiting)) is None:  # of two calls of one worker, the other got its suspect in
@@ -390,6 +414,8 @@ class ManagerService:
         if version is None:
             self._apply(Admitted(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
             version = self.gate.version
+        if self._pacing is not None:
+            self._pacing.started(rollout_id, self._clock())
         route = None
         if first is not None and self._place_first:
             size = (first.prompt_tokens, first.max_new_tokens, first.n)
@@ -447,6 +473,7 @@ class ManagerService:
         """A rollout ended: the trainer has it, or it is dropped."""
         self.router.release_rollout(finished.rollout_id)
         self._apply(Ended(finished))
+        self._paced_end(finished.rollout_id, kept=finished.accepted)
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

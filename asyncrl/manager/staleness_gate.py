@@ -179,6 +179,11 @@ class StalenessGate:
         return self._trained + len(self._live)
 
     @property
+    def finished(self) -> int:
+        """Rollouts that finished and are not trained yet, those of a step under way among them."""
+        return len(self._live) - self._running
+
+    @property
     def capacity(self) -> int:
         """Rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
@@ -347,14 +352,16 @@ class StalenessGate:
         """No rollout starts from here on."""
         self.closed = True
 
-    def abandon(self) -> None:
-        """Close, and count every live rollout as abandoned at exit."""
+    def abandon(self) -> list[str]:
+        """Close, and count every live rollout as abandoned at exit; returns those."""
         self.close()
-        for rollout_id, live in list(self._live.items()):
-            self._part(rollout_id)
-            self._leave(live)
+        abandoned = list(self._live)
+        for rollout_id in abandoned:
+            if (live := self._part(rollout_id)) is not None:
+                self._leave(live)
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
+        return abandoned
 
     def memory(self) -> GateMemory:
         """All it knows; `restore` takes it."""
@@ -399,7 +406,7 @@ class StalenessGate:
             dropped={reason: count for reason, count in self._dropped.items() if count},
             abandoned=self._abandoned,
             running=self._running,
-            finished_untrained=len(self._live) - self._running,
+            finished_untrained=self.finished,
             version=self.version,
             trained_version=self.trained_version,
         )

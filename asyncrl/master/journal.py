@@ -19,10 +19,11 @@ from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
 from asyncrl.observability.metrics import MetricsWriter, read_rows
+from asyncrl.observability.sample_tables import SampleTables
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.restart_log import restarts_in, seconds_in
-from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE
+from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Journal:
         self._written: dict[int, Row] = {}  # when it was opened
         self._metrics: MetricsWriter | None = None
         self._restart_log: JsonlTail | None = None
+        self._tables: SampleTables | None = None
         self._restarts, self._restart_s = 0, 0.0  # over all launches
         self._started_at = 0.0
         self._totals = _Totals(0.0)
@@ -83,6 +85,8 @@ class Journal:
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
         self._restart_log = JsonlTail(run_dir / RESTARTS_FILE)
+        if (samples := self._config.samples).every and samples.tables:
+            self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale], dropped=dropped)
         if version == 0 and self.evaluation_due(0):
@@ -193,6 +197,7 @@ class Journal:
     def close(self) -> None:
         """Write out what is left."""
         if self._metrics is not None:
+            self._show_samples(self._metrics, self._metrics.last_step + 1)
             self._metrics.close()
 
     def _failed(self, version: int, reason: str) -> Row:
@@ -212,3 +217,12 @@ class Journal:
         if self._metrics is not None:
             for step, row in self._rows.pop_ready():
                 self._metrics.write(step, row)
+            self._show_samples(self._metrics, self._metrics.last_step)
+
+    def _show_samples(self, metrics: MetricsWriter, before: int) -> None:
+        """Tables of the samples that steps below `before` kept; what cannot be read is said and not shown."""
+        try:
+            for step, table in self._tables.new(before) if self._tables else ():
+                metrics.samples(step, table)
+        except (OSError, ValueError) as error:
+            _log.warning("kept samples could not be shown: %s", error)

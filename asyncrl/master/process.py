@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.trainer.settings import placement
 
@@ -33,7 +36,28 @@ class MasterWorker(AsyncWorker):
             last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
             await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step).run()
 
+    async def _replaying(self, closing: AsyncExitStack) -> Peers:
+        """Peers for kept samples in place of rollouts."""
+        gate = OfflineGate()
+        board = ReplayBoard(self, gate, self.config.train_batch_size)
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
+        for client in trainers:
+            closing.callback(client.close)
+        folder, total = Path(self.config.samples.replay), self.config.total_train_steps
+        feeding = asyncio.create_task(feed(self, board, gate, folder, self.config.train_batch_size, total))
+        feeding.add_done_callback(self._fed)
+        closing.push_async_callback(cancel, feeding)
+        return Peers(trainers, self._placement, gate, (), board)
+
+    def _fed(self, feeding: asyncio.Task[None]) -> None:
+        """Feeding ends with the run, or by what is wrong with the samples; the loop would wait for the rest in vain."""
+        if not feeding.cancelled() and (error := feeding.exception()) is not None:
+            self.log.error("replay: %s", error, exc_info=error)
+            self.stop.set()
+
     async def _connect(self, closing: AsyncExitStack) -> Peers:
+        if self.config.samples.replay:
+            return await self._replaying(closing)
         url = await self.registered(names.MANAGER_KEY)
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, find=find)

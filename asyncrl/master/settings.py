@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum, auto
 from math import lcm
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.settings import placement, worker_grid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -38,14 +39,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         near = " or ".join(str(size) for size in (below, above) if size)
         yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
     try:
-        ranks = worker_grid(config).data
+        ranks, critic = worker_grid(config).data, _critic(config)
     except ConfigError:
         return  # which the trainer's checks say
-    if batch // minibatches < ranks:
-        yield (
-            f"trainer.parallel={config.trainer.parallel!r}: a minibatch has {batch // minibatches} rollouts, fewer "
-            f"than the {ranks} data-parallel ranks; use at most d{batch // minibatches}, or a larger train_batch_size"
-        )
+    yield from _too_many_data_ranks(config, "trainer.parallel", ranks)
+    if critic is not None and critic != ranks:
+        yield from _too_many_data_ranks(config, "algorithm.critic.parallel", critic)
     held, in_flight = config.trainer.buffer_capacity * ranks, (config.max_head_offpolicyness + 1) * batch
     if held < in_flight:
         yield (
@@ -56,8 +55,35 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _keep_best(config)
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
-            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of a "
-            "group, and one sample has nothing to be compared with; use group_size=2 or more, or another advantage"
+            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the episodes of a "
+            "group, and one has nothing to be compared with; use group_size=2 or more, or another advantage"
+        )
+    discount = config.algorithm.advantage.params.get("turn_discount")
+    if discount is not None and config.on_stale == OnStale.mask:
+        yield (
+            f"algorithm.advantage.params.turn_discount={discount}: turns are compared by their number, which is lost "
+            "where on_stale=mask takes a turn's tokens away; use on_stale=drop or wait"
+        )
+
+
+def _critic(config: ExperimentConfig) -> int | None:
+    """The critic's data-parallel ranks; None where there is no critic, or a graph that is not sound."""
+    from asyncrl.master.graph.types import GraphError
+
+    try:
+        grids = placement(config).grids
+    except GraphError:
+        return None  # which the launcher says itself
+    return grids["critic"].data if "critic" in grids else None
+
+
+def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Iterator[str]:
+    """Whoever trains has a sample of every minibatch on every data-parallel rank."""
+    minibatch = config.train_batch_size // config.trainer.ppo_minibatches
+    if minibatch < ranks:
+        yield (
+            f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
+            f"data-parallel ranks; use at most d{minibatch}, or a larger train_batch_size"
         )
 
 

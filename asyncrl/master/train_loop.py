@@ -49,8 +49,10 @@ from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
+from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.records import Drop
+from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
     BooksError,
     check_books,
@@ -110,7 +112,7 @@ class Peers:
 
     workers: Sequence[RequestClient]
     placement: Placement
-    manager: ManagerClient
+    manager: ManagerClient | OfflineGate
     rollouts: Sequence[Evaluates]
     board: NameBoard
 
@@ -118,13 +120,16 @@ class Peers:
 class _KeptStep(msgspec.Struct, frozen=True):
     """What the state of the last step has besides a checkpoint's: what the others and the metrics are told of it next.
 
-    `given_up_seq`: the last of the prompts that workers gave up and that are among the used ones.
+    `given_up_seq`: the last of the prompts that workers gave up and that are among the used ones; `events_seq`: the
+    last of what became of rollouts that is in the ledger, which then had `ledger_line` lines.
     """
 
     batch: TrainBatch
     measured: Row
     trained: list[str]
     given_up_seq: int
+    events_seq: int
+    ledger_line: int
 
 
 class TrainLoop:
@@ -158,6 +163,7 @@ class TrainLoop:
         self._actors = [peers.workers[worker] for worker in grids[ACTOR].members]
         self._collector = Collector(self._heads, self.buffer)
         self._journal = Journal(config, self._collector, self.buffer)
+        self._ledger = Ledger.of_run(run_dir, config)
         self._announcer = VersionAnnouncer(
             peers.board.announce_version,
             self._evaluate,
@@ -168,9 +174,10 @@ class TrainLoop:
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
-        self._given_up_seq = 0  # the last that is known
-        self._given_up_kept = 0  # the last that whoever goes on from here knows
+        self._given_up_seq = self._events_seq = 0  # the last that is known
+        self._given_up_kept = self._events_kept = 0  # the last that whoever goes on from here knows
         self._kept_version = 0
+        self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
         self._in_data_state: int | None = None  # how many used prompts it has
@@ -206,6 +213,7 @@ class TrainLoop:
             if self._saving is not None:
                 self._saving.cancel()
             self._journal.close()
+            self._ledger.close()
             await cancel(ticking)
 
     async def _begin(self) -> None:
@@ -214,8 +222,14 @@ class TrainLoop:
         journal = state["journal"] if state else None
         self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
         write_books(self.run_dir, self.version, self._books)
-        step = state.get("step") if state else None
-        evaluated = step is None or self._take_up(msgspec.convert(step, _KeptStep, str_keys=True))
+        kept = state.get("step") if state else None
+        step = None if kept is None else msgspec.convert(kept, _KeptStep, str_keys=True)
+        ledger = state.get("ledger") if state else None
+        if step is None:
+            self._ledger.begin(self.version, ledger, self._books)
+        else:
+            self._ledger.go_on(step.ledger_line)
+        evaluated = step is None or self._take_up(step)
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
             await self._all(CollectWeights(ACTOR, (self.version,)))
@@ -232,6 +246,8 @@ class TrainLoop:
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
         self._given_up_seq = self._given_up_kept = step.given_up_seq
+        self._events_seq = self._events_kept = step.events_seq
+        self._untold_step = step.batch
         row_is_written = not self._journal.step_again(
             self.version, step.batch, step.measured, self._status, perf_counter()
         )
@@ -251,7 +267,7 @@ class TrainLoop:
         trained = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {"time/wait_data_s": has_data - begun, "time/train_s": trained - has_data}
-        await self._begin_keeping(_KeptStep(batch, stats | times, self._unreported_trained, self._given_up_seq))
+        await self._begin_keeping(batch, stats | times)
         path = await self._publish(to_disk=self._complete or self._wants_folder)
         times["time/publish_s"] = perf_counter() - trained
         await self._finish_keeping()
@@ -264,6 +280,7 @@ class TrainLoop:
             self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
             self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
+            self._ledger.step(batch, self._reported_books)
             write_books(self.run_dir, self.version, self._books)
             self._progress_at = self._clock()
         if self._checkpoint_is_due:
@@ -323,10 +340,12 @@ class TrainLoop:
         )
         return published[0].path
 
-    async def _begin_keeping(self, step: _KeptStep) -> None:
+    async def _begin_keeping(self, batch: TrainBatch, measured: Row) -> None:
         """Have the ranks copy the state of the step that is complete, and begin to write it."""
         if self._last_step is None:
             return
+        seen = (self._given_up_seq, self._events_seq, self._ledger.lines_written())
+        step = _KeptStep(batch, measured, self._unreported_trained, *seen)
         state = self._state() | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
             await self._all(SaveCheckpoint(self._kept_path, self.version, state, of_last_step=True))
@@ -337,14 +356,14 @@ class TrainLoop:
         """Return once the state of the step is whole; from then on others may hear of the step."""
         if self._last_step is None:
             return
-        path, given_up = self._kept_path, self._given_up_seq
+        path, given_up, events = self._kept_path, self._given_up_seq, self._events_seq
         try:
             shares = await self._all(FinishShare(path, of_last_step=True))
             await self._commit(CommitCheckpoint(path, _files_of(shares), keep=1, of_last_step=True))
         except RemoteError as error:
             self._keep_no_more(error)
         else:
-            self._given_up_kept, self._kept_version = given_up, self.version
+            self._given_up_kept, self._events_kept, self._kept_version = given_up, events, self.version
 
     def _keep_no_more(self, error: RemoteError) -> None:
         """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
@@ -379,11 +398,17 @@ class TrainLoop:
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        recorded = self._given_up_seq if self._last_step is None else self._given_up_kept
-        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, recorded)
+        keeping = self._last_step is not None
+        recorded = (self._given_up_kept, self._events_kept) if keeping else (self._given_up_seq, self._events_seq)
+        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
-        self._books, self._given_up_seq = reply.books, reply.seq
+        known = self._events_seq - (reply.events_seq - len(reply.events))
+        self._ledger.take(reply.events[max(0, known) :])
+        self._books, self._given_up_seq, self._events_seq = reply.books, reply.seq, reply.events_seq
         self.buffer.give_up(reply.given_up)
+        if (batch := self._untold_step) is not None:
+            self._ledger.step(batch, self._reported_books)
+            self._untold_step = None
 
     def _write_data_state(self) -> Path:
         """Write which prompts are used, where that has changed; returns the file."""
@@ -415,6 +440,7 @@ class TrainLoop:
         if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             await self._last_evaluation()
         await self._close_books()
+        self._ledger.end(self.version, self._books)
         write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
         check_books(self._books, self._trained_before + self.buffer.trained)
 
@@ -431,8 +457,8 @@ class TrainLoop:
         try:
             async with asyncio.timeout(limit_s):
                 await self.peers.manager.close_gate()
+                await self.peers.manager.abandon()
                 await self._report_to_manager()
-                self._books = await self.peers.manager.abandon()
         except TimeoutError as error:
             raise BooksError(f"the GserverManager did not close the books within {limit_s:g} s") from error
 
@@ -467,7 +493,7 @@ class TrainLoop:
         await self._last_save()
         path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
         progress = self._progress
-        state = self._state()
+        state = self._state() | {"ledger": self._ledger.saved(self.version, self._reported_books)}
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(SaveCheckpoint(path, self.version, state))
         self._saving = asyncio.create_task(self._complete_save(path, progress))
@@ -532,6 +558,11 @@ class TrainLoop:
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
+
+    @property
+    def _reported_books(self) -> GateBooks | None:
+        """The books, if the gate has heard of all that is trained."""
+        return None if self._unreported_trained else self._books
 
     @property
     def _progress(self) -> tuple[int, int]:

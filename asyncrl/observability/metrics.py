@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observability.sample_tables import COLUMNS, Table, as_markdown
 from asyncrl.observability.tail import JsonlTail
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class Sink(ABC):
         """Take the row of `step`; steps ascend."""
 
     @abstractmethod
+    def samples(self, step: int, table: Table) -> None:
+        """Take a few samples that `step` trained."""
+
+    @abstractmethod
     def close(self) -> None:
         """Write out what is left."""
 
@@ -55,6 +60,9 @@ class JsonlSink(Sink):
         patiently_blocking(self._file.flush, f"{self._file.name}", _log)  # what it cannot write it still has
         self.last_step = step
 
+    def samples(self, step: int, table: Table) -> None:
+        """They are in files of their own."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -69,10 +77,13 @@ class TensorBoardSink(Sink):
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._tensor, self._string = Event, Summary, TensorProto, DT_STRING
+        self._metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         self._writer = EventFileWriter(str(folder))
         if first_step:
             start = SessionLog(status=SessionLog.START)
@@ -82,6 +93,11 @@ class TensorBoardSink(Sink):
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row).items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
+
+    def samples(self, step: int, table: Table) -> None:
+        text = self._tensor(dtype=self._string, string_val=[as_markdown(table).encode()])
+        value = self._summary.Value(tag="samples", tensor=text, metadata=self._metadata)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def close(self) -> None:
         self._writer.close()
@@ -103,12 +119,17 @@ class WandbSink(Sink):
                 "the setting empty"
             ) from error
         name = f"{config.experiment_name}/{config.trial_name}"
+        self._table = wandb.Table
         self._run: Any = wandb.init(
             project=project, name=name, id=name.replace("/", "-"), dir=str(run_dir), resume="allow"
         )
 
     def write(self, step: int, row: Row) -> None:
         self._run.log(_scalars(row), step=step)
+
+    def samples(self, step: int, table: Table) -> None:
+        rows = [list(row) for row in table]
+        self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows), "samples/step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -153,6 +174,11 @@ class MetricsWriter:
             )
         for sink in self._sinks:
             sink.write(step, row)
+
+    def samples(self, step: int, table: Table) -> None:
+        """Show a few samples that `step` trained, wherever there is a place for them."""
+        for sink in self._sinks:
+            sink.samples(step, table)
 
     def close(self) -> None:
         """Close every sink."""

@@ -38,8 +38,43 @@ class LoggingConfig:
     display: DisplayMode = setting(DisplayMode.auto, "live display, or plain lines")
 
 
+@dataclass
+class SamplesConfig:
+    """Samples that are kept, as Parquet files with text, tokens, log-probabilities and rewards; see docs/samples.md."""
+
+    every: int = setting(
+        0,
+        "keep every so manieth trained rollout, by its place in the data order; 1: all, 0: none (needs the `data` "
+        "extra); `python -m asyncrl.launch show RUN` prints them",
+        minimum=0,
+    )
+    max_gb: float = setting(
+        2.0, "what the files may take together; beyond it the oldest are removed", unit="GB", minimum=0.001
+    )
+    replay: str = setting(
+        "", "folder of kept samples that are trained in place of new rollouts; set by the command `replay`"
+    )
+    only: bool = setting(False, "keep rollouts and train nothing; set by the command `rollout`")
+    tables: int = setting(
+        8, "how many of a step's kept samples go to TensorBoard and Weights & Biases as a table", minimum=0
+    )
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    if (config.samples.replay or config.samples.only) and importlib.util.find_spec("pyarrow") is None:
+        yield "samples: pyarrow is not installed, which reads and writes kept samples; install the `data` extra"
+    if config.samples.every and importlib.util.find_spec("pyarrow") is None:
+        yield (
+            f"samples.every={config.samples.every}: pyarrow is not installed; install the `data` extra, or set it to 0"
+        )
+    if (config.samples.replay or config.samples.only) and config.eval.interval:
+        yield (
+            f"eval.interval={config.eval.interval}: what only replays or only keeps rollouts evaluates nothing; leave "
+            "it 0"
+        )
+    if config.samples.replay and config.samples.only:
+        yield "samples.only=true: samples.replay is set too, and generates nothing; leave one of them"
     project = config.logging.wandb_project
     if project and importlib.util.find_spec("wandb") is None:
         yield (

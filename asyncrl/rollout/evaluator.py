@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt
 from asyncrl.datasets.prompts import OverlongPrompt
-from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.user_code import Plugins
@@ -41,9 +41,12 @@ class Evaluator:
         policy, plugins = _EvaluatedPolicy(self._client, version), self._plugins
         prompts = [prompt for row in self._rows if (prompt := self._prompt(row)) is not None]
         groups = await asyncio.gather(
-            *(run_episode(plugins.agent, plugins.make_env(), prompt, policy) for prompt in prompts)
+            *(
+                run_group(plugins.agent, plugins.make_envs(prompt.group_size), prompt, policy, plugins.episode_client)
+                for prompt in prompts
+            )
         )
-        samples = [sample for group in groups for sample in group]
+        samples = [sample for group, _ in groups for sample in group]
         versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
         return EvaluationResult(
             rewards=tuple(sample.reward for sample in samples),

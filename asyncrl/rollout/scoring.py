@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
-from asyncrl.api import Agent, Environment, Episode, GenerationClient, Prompt, RunIn, Sample, Tokenizer
+from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
@@ -245,9 +245,11 @@ class ScoredAgent(Agent):
     def __init__(self, agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> None:
         self._agent, self._rewards, self._tokenizer = agent, rewards, tokenizer
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        """The agent's samples with these rewards added."""
-        samples = await self._agent.run(prompt, env, client)
+    async def roll_out(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        """The agent's samples with these rewards added; each conversation of an episode is seen by itself."""
+        samples = await self._agent.roll_out(prompt, make_env, client)
         if not samples:
             return samples
         added = await self._rewards.episodes([episode_of(prompt, sample, self._tokenizer) for sample in samples])
@@ -276,5 +278,5 @@ def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
         response=tokenizer.decode(tokens[first:]),
         generated_tokens=sample.generated_length,
         truncated=sample.truncated,
-        reward=float(sample.reward),
+        reward=float(sample.total_reward),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
+from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, RECORDER, ROLLOUT_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.runtime.worker_plan import Resources
@@ -39,7 +39,7 @@ class ProcessKind:
     Attributes:
         path: import path `package.module:Class` of its `Worker`.
         processes: what each process of this kind may use, one entry per process, from the config and the visible GPUs.
-        leads: its orderly end is the end of the run; asked to stop, it saves first. One kind leads.
+        leads: its orderly end is the end of the run; asked to stop, it saves first. One process of a run leads.
         serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
         essential: the run ends with it. The death of any other is noted, and the run goes on.
         restart: what the launcher does when one has died.
@@ -55,12 +55,16 @@ class ProcessKind:
 
 def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
     """The first GPUs, one each, for the ranks of all roles by worker index."""
+    if config.samples.only:
+        return []
     ours = gpus if config.trainer.device != Device.cpu else ()
     return [Resources(config.trainer.threads, _share(worker, 1, ours)) for worker in range(placement(config).workers)]
 
 
 def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
     """The GPUs that training leaves, `generation.sglang.tensor_parallel` each; too few are shared in turn."""
+    if config.samples.replay:
+        return []
     generation = config.generation
     ours: Sequence[str] = ()
     if generation.device != Device.cpu:
@@ -74,7 +78,19 @@ def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[R
 
 
 def _rollout_workers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return _one_on_cpu(config, gpus) * config.rollout.workers
+    return _manager(config, gpus) * config.rollout.workers
+
+
+def _manager(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    return [] if config.samples.replay else _one_on_cpu(config, gpus)
+
+
+def _master(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    return [] if config.samples.only else _one_on_cpu(config, gpus)
+
+
+def _recorder(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+    return _one_on_cpu(config, gpus) if config.samples.only else []
 
 
 def _one_on_cpu(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
@@ -97,10 +113,9 @@ KINDS = {
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     GSERVER_MANAGER: ProcessKind(
-        "asyncrl.manager.process:GserverManager", _one_on_cpu, serves=True, restart=Restart.alone
+        "asyncrl.manager.process:GserverManager", _manager, serves=True, restart=Restart.alone
     ),
-    MASTER_WORKER: ProcessKind(
-        "asyncrl.master.process:MasterWorker", _one_on_cpu, leads=True, restart=Restart.together
-    ),
+    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _master, leads=True, restart=Restart.together),
+    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorder, leads=True),
 }
 """By name, the slowest to start first."""

@@ -43,6 +43,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -80,8 +81,6 @@ READY_LIMIT_S = 600.0
 """So long it is looked whether what was started again is ready; a big model takes its time."""
 GAVE_UP = 1
 """Exit code of a process that says that it cannot go on (`Worker.start`)."""
-
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Launcher:

@@ -5,13 +5,17 @@ up to t - 1 only: what follows it (the end token, trailing environment tokens) i
 three spaces:
 
     T   tokens of the step's batch, all sequences end to end
-    I   input tokens of this micro-batch, its sequences end to end, longest first
+    I   input tokens of this micro-batch, its sequences end to end
     N   wanted tokens of this micro-batch, in the same order
+
+Sequences come longest first, or where prefixes are shared (`prefix_tree`) in lexicographic order; several input tokens
+may then have one place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +26,8 @@ from torch import Tensor
 
 from asyncrl.architectures.transformers_internals import packing_arguments
 from asyncrl.trainer.micro_batch_layout import AttentionKind, Ints, cut
-from asyncrl.trainer.packed_attention import attention_blocks
+from asyncrl.trainer.packed_attention import attention_blocks, on_device
+from asyncrl.trainer.prefix_tree import WORTHWHILE, Branches, Prefixes, PrefixOrder, cut_tree, lay_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,26 +81,39 @@ def micro_batches(
     *,
     budget: int,
     kind: AttentionKind,
+    prefixes: Prefixes | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of the sequences `seqs`; those of input length 0 are left out.
 
     Args:
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
+        prefixes: what the sequences have in common; of a `tree` only.
     """
     active = [seq for seq in seqs if input_lengths_S[seq] > 0]
+    trees = None
+    if prefixes is not None:
+        trees = _worthwhile(prefixes, active, input_lengths_S, budget)
+    parts: Iterable[tuple[Ints, Branches | None]]
+    if trees is None:
+        cuts = cut([int(input_lengths_S[seq]) for seq in active], budget, kind)
+        parts = ((np.array([active[index] for index in part], dtype=np.int64), None) for part in cuts)
+    else:
+        parts = ((tree.members, tree) for tree in trees)
     device = tokens_T.device
-    for part in cut([int(input_lengths_S[seq]) for seq in active], budget, kind):
-        members = [active[index] for index in part]
+    for members, tree in parts:
         lengths = input_lengths_S[members]
         rows_I = np.repeat(np.arange(len(members)), lengths)
         offsets_I = np.arange(len(rows_I)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         sources_I = starts_S[members][rows_I] + offsets_I
         # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
         chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
-        inputs, places_I = _lay_out(tokens_T, sources_I, rows_I, offsets_I, lengths, kind)
+        if tree is None:
+            inputs, places_I = _lay_out(tokens_T, sources_I, rows_I, offsets_I, lengths, kind)
+        else:
+            inputs, places_I = _lay_out_tree(tokens_T, sources_I, offsets_I, tree)
         targets_N = torch.from_numpy(sources_I[chosen] + 1).to(device)
         yield MicroBatch(
-            seqs=members,
+            seqs=members.tolist(),
             model_inputs=inputs,
             sources_I=torch.from_numpy(sources_I).to(device),
             places_I=torch.from_numpy(places_I).to(device),
@@ -106,8 +124,21 @@ def micro_batches(
         )
 
 
+def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
+    """`seqs` cut into tries; None where these have nearly as many tokens as the sequences."""
+    most = math.inf if prefixes.always else WORTHWHILE * int(lengths_S[seqs].sum())
+    if not seqs or prefixes.order.branches(seqs, lengths_S).tokens > most:
+        return None
+    trees = cut_tree(prefixes, seqs, lengths_S, budget)
+    return trees if sum(tree.tokens for tree in trees) <= most else None
+
+
 def one_micro_batch(
-    sequences: Sequence[Sequence[int]], kind: AttentionKind, device: torch.device, *, wanted: bool
+    sequences: Sequence[Sequence[int]],
+    kind: AttentionKind,
+    device: torch.device,
+    *,
+    wanted: bool,
 ) -> MicroBatch:
     """All `sequences` laid out together: to score all tokens but first ones where `wanted`, else each to its end."""
     lengths_S = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
@@ -117,7 +148,14 @@ def one_micro_batch(
     wanted_T[starts_S] = False
     inputs_S = lengths_S - 1 if wanted else lengths_S
     budget = len(sequences) * int(lengths_S.max())
-    (whole,) = micro_batches(tokens_T, wanted_T, starts_S, inputs_S, range(len(sequences)), budget=budget, kind=kind)
+    prefixes = None
+    if kind == AttentionKind.tree:
+        order = PrefixOrder.of(tokens_T.cpu().numpy(), starts_S, lengths_S)
+        prefixes = Prefixes(order, np.zeros(len(sequences), dtype=np.int64), always=True)
+    everything = range(len(sequences))
+    (whole,) = micro_batches(
+        tokens_T, wanted_T, starts_S, inputs_S, everything, budget=budget, kind=kind, prefixes=prefixes
+    )
     return whole
 
 
@@ -144,6 +182,19 @@ def _lay_out(
     }
     ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
     inputs |= packing_arguments(ends, int(lengths.max()), torch.from_numpy(rows_I).to(device, torch.int32))
-    if kind == AttentionKind.packed:
+    if kind in (AttentionKind.packed, AttentionKind.tree):
         inputs["attention_blocks"] = attention_blocks(lengths.tolist(), device)
     return inputs, np.arange(len(sources_I))
+
+
+def _lay_out_tree(tokens_T: Tensor, sources_I: Ints, offsets_I: Ints, tree: Branches) -> tuple[dict[str, Any], Ints]:
+    """As `_lay_out`, of a stream in which every prefix lies once."""
+    stream, device = lay_out(tree), tokens_T.device
+    sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
+    sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
+    inputs = {
+        "input_ids": tokens_T[torch.from_numpy(sources).to(device)][None],
+        "position_ids": torch.from_numpy(positions).to(device)[None],
+        "attention_blocks": on_device(stream.blocks, device),
+    }
+    return inputs, stream.places_I

@@ -29,6 +29,8 @@ class AttentionKind(StrEnum):
 
     packed = auto()
     """They lie end to end; attention works on a few blocks of rows (`blocks`)."""
+    tree = auto()
+    """As packed, and a prefix that several share lies there once, where that saves enough (`prefix_tree`)."""
     flash = auto()
     """They lie end to end; flash attention's variable-length kernel is told where each ends."""
     padded = auto()
@@ -82,12 +84,19 @@ class Block(Generic[Indices]):
     `gather`, shape [rows * width], takes the stream's positions into rows (padding repeats position 0 of the stream,
     which causal attention cannot let reach a real position of a row); `scatter` takes the rows' real positions back, in
     stream order.
+
+    Where rows begin with tokens of others (`prefix_tree`), they ask with fewer tokens than they look at:
+    `query_gather`, [rows * queries], takes the tokens that ask, the first of which has `first`, [rows], tokens before
+    it. None: all of a row asks.
     """
 
     rows: int
     width: int
     gather: Indices
     scatter: Indices
+    queries: int | None = None
+    query_gather: Indices | None = None
+    first: Indices | None = None
 
 
 def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:

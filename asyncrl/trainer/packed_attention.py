@@ -8,6 +8,8 @@ causal kernel on each, and takes the result back. Rows are padded on the right, 
 no mask is built. Attention that torch's kernel does not know (capped logits as Gemma 2 has, attention sinks as GPT-OSS)
 is written out on the same blocks.
 
+Rows that share a prefix look at it, and ask with what is their own (`prefix_tree`).
+
 The blocks reach it as the keyword `attention_blocks`, which most transformers models hand down to their attention
 function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.proof`).
 """
@@ -22,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncrl.architectures.transformers_internals import register_attention
-from asyncrl.trainer.micro_batch_layout import Block, blocks
+from asyncrl.trainer.micro_batch_layout import Block, Ints, blocks
 
 PACKED = "asyncrl_packed"
 """Name of `packed_attention` among transformers' attention functions."""
@@ -30,9 +32,18 @@ PACKED = "asyncrl_packed"
 
 def attention_blocks(lengths: Sequence[int], device: torch.device) -> list[Block[Tensor]]:
     """The blocks of sequences of `lengths` tokens (descending) packed end to end, on `device`."""
+    return on_device(blocks(lengths), device)
+
+
+def on_device(made: Sequence[Block[Ints]], device: torch.device) -> list[Block[Tensor]]:
+    """The blocks `made`, on `device`."""
+
+    def there(indices: Ints | None) -> Any:
+        return None if indices is None else torch.from_numpy(indices).to(device)
+
     return [
-        Block(b.rows, b.width, torch.from_numpy(b.gather).to(device), torch.from_numpy(b.scatter).to(device))
-        for b in blocks(lengths)
+        Block(b.rows, b.width, there(b.gather), there(b.scatter), b.queries, there(b.query_gather), there(b.first))
+        for b in made
     ]
 
 
@@ -68,24 +79,27 @@ def packed_attention(
     if attention_blocks is None:
         raise NotImplementedError("the model does not tell its attention where sequences end")
     group = query.shape[1] // key.shape[1]
-    streams = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, head size] each
     outputs = []
     for block in attention_blocks:
-        rows = [
-            stream.index_select(0, block.gather).view(block.rows, block.width, *stream.shape[1:]).transpose(1, 2)
-            for stream in streams
-        ]
-        mask = _window_mask(block.width, sliding_window, query.device)
-        keys, values = _repeat_heads(rows[1], group), _repeat_heads(rows[2], group)
+        keys, values = (_repeat_heads(_rows(tensor, block.gather, block.rows), group) for tensor in (key, value))
+        asking = block.gather if block.query_gather is None else block.query_gather
+        queries = _rows(query, asking, block.rows)
+        mask = _mask(block, sliding_window, query.device)
         if softcap is None and s_aux is None:
             out = F.scaled_dot_product_attention(
-                rows[0], keys, values, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+                queries, keys, values, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
             )
         else:
-            visible = _visible(block.width, block.width, query.device) if mask is None else mask
-            out = _written_out(rows[0], keys, values, visible, scaling, dropout, softcap, s_aux)
+            visible = _visible(block, None, query.device) if mask is None else mask
+            out = _written_out(queries, keys, values, visible, scaling, dropout, softcap, s_aux)
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.scatter))
     return torch.cat(outputs)[None], None
+
+
+def _rows(tensor: Tensor, gather: Tensor, rows: int) -> Tensor:
+    """Of a stream [1, heads, T, size] the positions `gather` as [rows, heads, width, size]."""
+    stream = tensor[0].transpose(0, 1)
+    return stream.index_select(0, gather).view(rows, -1, *stream.shape[1:]).transpose(1, 2)
 
 
 def _written_out(
@@ -98,7 +112,7 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of rows [rows, heads, width, size] with capped logits, sinks or both; `visible` [width, width]."""
+    """Attention of rows [rows, heads, queries, size] with capped logits, sinks or both; `visible` as of `_visible`."""
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -114,16 +128,24 @@ def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
-def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a causal sliding window; None where the window hides nothing."""
-    return None if window is None or window >= width else _visible(width, window, device)
+def _mask(block: Block[Tensor], window: int | None, device: torch.device) -> Tensor | None:
+    """What a causal kernel needs to be told: a sliding window that hides something, queries in the middle of a row."""
+    hides = window is not None and window < block.width
+    return _visible(block, window if hides else None, device) if hides or block.first is not None else None
 
 
-def _visible(width: int, window: int, device: torch.device) -> Tensor:
-    """[width, width], True where a query may look: at itself and the `window - 1` positions before it."""
-    position = torch.arange(width, device=device)
-    age = position[:, None] - position[None, :]
-    return (age >= 0) & (age < window)
+def _visible(block: Block[Tensor], window: int | None, device: torch.device) -> Tensor:
+    """True where a query may look, at itself and the `window - 1` positions before it (None: all).
+
+    [queries, width], and for queries in the middle of rows [rows, 1, queries, width].
+    """
+    position = torch.arange(block.width, device=device)
+    if block.first is None or block.queries is None:
+        asking = position[:, None]
+    else:
+        asking = (block.first[:, None] + torch.arange(block.queries, device=device))[:, None, :, None]
+    age = asking - position
+    return age >= 0 if window is None else (age >= 0) & (age < window)
 
 
 register_attention(PACKED, packed_attention)

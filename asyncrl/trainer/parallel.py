@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 MESH_AXES = ("pipeline", "replica", "shard", "tensor")
 """Names of the mesh's dimensions, outermost first; a data index is replica * shards + shard."""
+_REASON_CHARACTERS = 2000
+
+Result = TypeVar("Result")
 
 
 class PeerFailed(RuntimeError):
@@ -62,7 +66,8 @@ class Ranks:
         lengths[self.rank] = len(data)
         longest = int(self.all_reduce_sum(lengths).max())
         mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data:  # torch makes no tensor of an empty buffer
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(gathered, mine, group=self.group)
         pairs = zip(gathered, lengths.tolist(), strict=True)
@@ -82,22 +87,28 @@ class Ranks:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
-    def together(self, action: Callable[[], None], what: str) -> None:
-        """Run `action` here while the other ranks run theirs; returns once all have.
+    def together(self, action: Callable[[], Result], what: str) -> Result:
+        """Run `action` here while the other ranks run theirs; returns what it does once all have.
+
+        An action may itself do something together, if all ranks come to it or none does.
 
         Raises:
-            PeerFailed: it failed on another rank. An exception of this rank's `action` is raised as it is.
+            PeerFailed: it failed on another rank; says why. An exception of this rank's `action` is raised as it is.
         """
-        failure: BaseException | None = None
+        failure: Exception | None = None
+        result: Result | None = None
         try:
-            action()
+            result = action()
         except Exception as error:
             failure = error
         failed = self.all_reduce_max(torch.tensor([0.0 if failure is None else 1.0]))
-        if failure is not None:
-            raise failure
         if failed.item() > 0.0:
-            raise PeerFailed(f"{what} failed on another rank than {self.rank}; see that model_worker's log")
+            reasons = self.all_gather_bytes(b"" if failure is None else repr(failure)[:_REASON_CHARACTERS].encode())
+            if failure is not None:
+                raise failure
+            rank, reason = next((rank, reason.decode()) for rank, reason in enumerate(reasons) if reason)
+            raise PeerFailed(f"{what} failed on another rank, {rank} of {self.world}: {reason}")
+        return cast(Result, result)
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:

@@ -30,10 +30,11 @@ from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
+from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
@@ -41,6 +42,7 @@ from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.inbox import Inbox, InboxFull
 from asyncrl.trainer.kept_inbox import KeptInbox
+from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -107,6 +109,7 @@ class ModelWorker(Worker):
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
+        self._kept = self._keep_samples()
         self._take_connections()
 
     def run(self) -> None:
@@ -125,7 +128,7 @@ class ModelWorker(Worker):
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
         self._inbox = Inbox(head, self.config.trainer.buffer_capacity, self._on_arrival)
-        self._kept = self._open_kept_inbox(head)
+        self._kept_inbox = self._open_kept_inbox(head)
         self._server = RequestServer(
             system.host,
             self.security,
@@ -189,11 +192,11 @@ class ModelWorker(Worker):
 
     def _receive(self, trajectory: Trajectory) -> None:
         self._arrivals.check(trajectory)
-        if self._kept is not None:
+        if self._kept_inbox is not None:
             try:
-                self._kept.write(trajectory)
+                self._kept_inbox.write(trajectory)
             except OSError as error:
-                self._kept = None
+                self._kept_inbox = None
                 self._cannot_keep(error)
         try:
             self._inbox.put(trajectory, timeout_s=_ROOM_S)
@@ -202,8 +205,8 @@ class ModelWorker(Worker):
             raise
 
     def _forget(self, rollout_ids: Sequence[str]) -> None:
-        if self._kept is not None:
-            self._kept.remove(rollout_ids)
+        if self._kept_inbox is not None:
+            self._kept_inbox.remove(rollout_ids)
 
     def _announced_version(self) -> int:
         """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
@@ -271,14 +274,17 @@ class ModelWorker(Worker):
             arrived = redistribute(dealt, held, self._world.everyone)
             if (place := self._world.places.get(grid)) is None:
                 continue
+            trajectories = hand_down(arrived, place.copy)
             self._batches[grid] = build_step_batch(
-                hand_down(arrived, place.copy),
+                trajectories,
                 [deal.minibatch for deal in dealt if deal.data == place.data.rank],
                 version=step.version,
                 num_minibatches=step.num_minibatches,
                 min_version=step.min_version,
                 device=self._device,
             )
+            if self._kept is not None and grid == self._world.placement.actor:
+                self._kept.begin(trajectories, self._batches[grid])
         self._inbox.remove(leaving)
         self._forget(self._in_step)  # of the step before, whose state is kept by now
         self._in_step = leaving
@@ -303,9 +309,14 @@ class ModelWorker(Worker):
             ranks=self._world.places[grid].data,
             state=self._rank.state,
         )
-        return CallStats(run_call(self._functions[call.function], context, self._batches[grid]))
+        stats = run_call(self._functions[call.function], context, self._batches[grid])
+        if self._kept is not None and grid == self._world.placement.actor:
+            self._kept.called(call.writes, self._batches[grid])
+        return CallStats(stats)
 
     def _end_step(self, request: EndStep) -> Done:
+        if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:
+            self._kept.end(batch)
         self._batches.clear()
         return Done()
 
@@ -359,7 +370,23 @@ class ModelWorker(Worker):
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
-        return LoadedCheckpoint(self._rank.load_checkpoint(Path(request.root)))
+        state = self._rank.load_checkpoint(Path(request.root))
+        if self._kept is not None:
+            self._kept.forget_after(state["version"] if state else 0)
+        return LoadedCheckpoint(state)
+
+    def _keep_samples(self) -> KeptSamples | None:
+        """What keeps this rank's samples, where they are asked for and it trains the actor."""
+        samples, place = self.config.samples, self._world.places.get(self._world.placement.actor)
+        if not samples.every or place is None:
+            return None
+        ranks = place.data
+        decode = load_tokenizer(str(self.config.model.path)).decode
+        max_bytes = int(samples.max_gb * 1e9 / ranks.world)
+        writer = f"head-{ranks.rank}" if place.copy.leads else None
+        kept = KeptSamples(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
+        self._open.callback(kept.close)
+        return kept
 
 
 def choose_device(setting: Device) -> torch.device:

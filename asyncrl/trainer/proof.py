@@ -4,7 +4,8 @@ Packing computes no padding, but only attention that is told where sequences end
 convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
 is which no list of names would hold. So each way is tried at load (`asyncrl.architectures.proof`) in this order:
 
-    sdpa                packed, then padded rows with torch's attention, then padded rows with transformers' eager one
+    sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
+                        rows with transformers' eager one
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
 
@@ -22,7 +23,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.proof import Tokens, UnsupportedModelError, find_difference, find_leak, probe_for, told
+from asyncrl.architectures.proof import (
+    Tokens,
+    UnsupportedModelError,
+    find_difference,
+    find_leak,
+    forks,
+    probe_for,
+    told,
+)
 from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
@@ -62,12 +71,15 @@ class Layout(NamedTuple):
     attention: str
 
     def __str__(self) -> str:
-        how = "on padded rows" if self.kind == AttentionKind.padded else "packed"
-        return f"{how} ({self.attention})"
+        return f"{_HOW.get(self.kind, 'packed')} ({self.attention})"
+
+
+_HOW = {AttentionKind.padded: "on padded rows", AttentionKind.tree: "packed with shared prefixes"}
 
 
 _LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
     AttentionImplementation.sdpa: (
+        Layout(AttentionKind.tree, PACKED),
         Layout(AttentionKind.packed, PACKED),
         Layout(AttentionKind.padded, "sdpa"),
         Layout(AttentionKind.padded, "eager"),
@@ -85,14 +97,17 @@ def first_layout(setting: AttentionImplementation) -> Layout:
     return _LAYOUTS[setting][0]
 
 
-def settle_attention(engine: Provable, setting: AttentionImplementation) -> Layout:
+def settle_attention(engine: Provable, setting: AttentionImplementation, *, share_prefixes: bool = True) -> Layout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
+
+    Args:
+        share_prefixes: whether prefixes that samples share may be computed once.
 
     Raises:
         UnsupportedModelError: none is.
     """
     network = engine.network
-    name, sequences = type(network).__name__, probe_for(network)
+    name, sequences = type(network).__name__, [*(probes := probe_for(network)), *forks(probes)]
     try:
         plain = [engine.plain(tokens) for tokens in sequences]
     except torch.OutOfMemoryError:
@@ -104,6 +119,8 @@ def settle_attention(engine: Provable, setting: AttentionImplementation) -> Layo
         ) from error
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
+        if layout.kind == AttentionKind.tree and not share_prefixes:
+            continue
         fault = _unseen_layers(network, layout) or _fault_of(engine, layout, sequences, plain)
         if fault is None:
             if faults:
@@ -146,10 +163,15 @@ def _unseen_layers(network: PreTrainedModel, layout: Layout) -> str | None:
 
     On padded rows transformers draws their masks itself.
     """
-    unseen = layer_types(network.config) - PLAIN_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS
-    if layout.kind == AttentionKind.padded or not unseen:
+    kinds = layer_types(network.config)
+    unseen = kinds - PLAIN_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS
+    if layout.kind == AttentionKind.padded:
         return None
-    return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
+    if unseen:
+        return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
+    if layout.kind == AttentionKind.tree and (recurrent := kinds & RECURRENT_LAYERS):
+        return f"its layers {sorted(recurrent)} go from token to token, and cannot branch"
+    return None
 
 
 def _fault_of(engine: Provable, layout: Layout, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> str | None:

@@ -19,7 +19,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
 from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.engines.sharded.engine import ShardedLoader
+from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of

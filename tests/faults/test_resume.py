@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.commands.audit import audit
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
@@ -55,6 +56,15 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(start_run: Any, ctrl_c
     used = UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
     assert len(used) == goal * BATCH, "each step uses B prompts that no other step used"
     assert second.survivors() == []
+
+    found = audit(second.run_dir)
+    assert found.findings == ()
+    assert (found.outcome.lineages, found.outcome.version, found.outcome.trained) == (2, goal, goal * BATCH)
+    ledger = second.run_dir / "ledger" / "000001.jsonl"
+    whole = ledger.read_text()
+    before, trained, after = whole.rpartition('{"kind":"trained"')
+    ledger.write_text(before + trained + after.replace('"order":', '"order":1', 1))
+    assert audit(second.run_dir).findings
 
 
 def _failed(dropped: dict[str, int]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
@@ -188,9 +188,15 @@ class FakeManager:
     lost: int = 0
     dead: bool = False
     given_up: list[str] = field(default_factory=list)
+    abandoned: int | None = None
 
     async def report_consumed(
-        self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout], given_up_after: int = 0
+        self,
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
     ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
@@ -209,7 +215,8 @@ class FakeManager:
         self.closed = True
 
     async def abandon(self) -> GateBooks:
-        return replace(self.books(), abandoned=self.books().running - self.lost, running=0)
+        self.abandoned = self.books().running - self.lost
+        return self.books()
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker dropped a rollout of `prompt_id` for good."""
@@ -219,6 +226,8 @@ class FakeManager:
 
     def books(self) -> GateBooks:
         running = self.submitted - self.trained - sum(self.dropped.values())
+        if self.abandoned is not None:
+            return GateBooks(self.submitted, self.trained, dict(self.dropped), self.abandoned)
         return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
 
     async def status(self) -> GateStatus:
@@ -303,6 +312,7 @@ def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> Rollout
         generated=(9, 11),
         rewards=(1.0, 0.0),
         truncated=(False, False),
+        episodes=(0, 1),
     )
 
 
@@ -998,13 +1008,17 @@ async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before
     forgotten: set[str] = set()
 
     async def checked(
-        version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout], given_up_after: int = 0
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
     ) -> ConsumedReply:
         forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
         forgotten.update(run.manager.given_up[:given_up_after])
         assert run.board.data_state is not None
         assert forgotten <= set(UsedPrompts.read(run.board.data_state))
-        return await report(version, trained, dropped, given_up_after)
+        return await report(version, trained, dropped, given_up_after, events_after)
 
     run.manager.report_consumed = checked  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)

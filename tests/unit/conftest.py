@@ -89,8 +89,9 @@ def make_trajectories() -> MakeTrajectories:
         made = []
         for group in range(groups):
             prompt = int(rng.integers(2, 6))
+            begin = np.random.default_rng([seed, group]).integers(0, VOCABULARY, prompt)
             samples = []
-            for _ in range(group_size):
+            for episode in range(group_size):
                 length = prompt + int(rng.integers(2, 20))
                 mask = np.zeros(length, np.uint8)
                 mask[prompt:] = 1
@@ -98,14 +99,17 @@ def make_trajectories() -> MakeTrajectories:
                     mask[prompt + 2 : prompt + 4] = 0  # the environment spoke
                 versions = np.where(mask, version - rng.integers(0, 3, length), -1).clip(-1)
                 versions = np.where(mask, versions.clip(0), -1)
+                tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
+                tokens[:prompt] = begin
                 samples.append(
                     Sample(
-                        tokens=rng.integers(0, VOCABULARY, length).astype(np.int32),
+                        tokens=tokens,
                         loss_mask=mask,
                         behave_logprobs=(-2.8 * mask + 0.1 * mask * rng.standard_normal(length)).astype(np.float32),
                         versions=versions.astype(np.int32),
                         reward=float(rng.choice(rewards)),
                         truncated=bool(rng.random() < 0.2),
+                        episode=episode,
                     )
                 )
             made.append(Trajectory(f"r{seed}-{group}", f"p{seed}-{group}", group, tuple(samples)))

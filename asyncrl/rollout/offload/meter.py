@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from enum import StrEnum, auto
 
@@ -21,6 +21,7 @@ class Activity(StrEnum):
     generate = auto()
     env = auto()
     reward = auto()
+    tool = auto()
 
 
 class Meter:
@@ -30,6 +31,7 @@ class Meter:
         self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._failures = 0
+        self._tools: list[Mapping[str, float]] = []
 
     def add_seconds(self, activity: Activity, seconds: float) -> None:
         """`activity` took `seconds`."""
@@ -43,11 +45,19 @@ class Meter:
         """A reward failed and `failure_reward` stood in for it."""
         self._failures += 1
 
+    def add_tools(self, metrics: Mapping[str, float]) -> None:
+        """What one sample did with its tools: `tool/<name>/calls` and so on."""
+        self._tools.append(metrics)
+
     def metrics(self) -> dict[str, float]:
-        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward."""
+        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward, and
+        of each number of the tools over the samples that used any.
+        """
         found = {f"rollout/{activity}_s": sum(seconds) for activity, seconds in self._seconds.items() if seconds}
         if self._failures:
             found["rollout/failed_rewards"] = float(self._failures)
+        for name in sorted({name for metrics in self._tools for name in metrics}):
+            found[name] = sum(metrics.get(name, 0.0) for metrics in self._tools) / len(self._tools)
         return found | {f"reward/{name}": sum(values) / len(values) for name, values in self._rewards.items()}
 
 

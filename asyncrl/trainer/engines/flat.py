@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,16 +26,15 @@ from asyncrl.trainer.engines.base import (
     PolicyLoss,
     PolicyOutputs,
     StepOutcome,
-    TrainingEngine,
     ValueEngine,
     ValueLoss,
 )
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
-from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
-from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import refuse_longer_than_independent, settle_attention
@@ -47,14 +44,12 @@ from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.published import Published, TensorSpec, WholeModel
 
 
-class FlatEngine(TrainingEngine):
+class FlatEngine(RoleEngine[FlatAdamW]):
     """What policies and value models share: a trunk, its layout, its optimizer where it is trained.
 
     Args:
-        tokens_per_micro_batch: budget of one forward and backward pass.
-        optimizer: None for a frozen role.
-        place: of this rank; gradients are summed over its data-parallel ranks.
         gradient_checkpointing: whether a trained role's layers recompute their activations.
+        role: as of `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
     """
 
     def __init__(
@@ -62,67 +57,25 @@ class FlatEngine(TrainingEngine):
         module: nn.Module,
         trunk: nn.Module,
         *,
-        attention: AttentionKind,
-        tokens_per_micro_batch: int,
         optimizer: FlatAdamW | None = None,
         place: Place | None = None,
         gradient_checkpointing: bool = False,
+        **role: Any,
     ) -> None:
+        super().__init__(optimizer=optimizer, place=place or Place(), **role)
         self.module = module
-        self._optimizer = optimizer
-        self._place = place or Place()
-        self.attention = attention
         self._trunk = trunk
-        self._budget = tokens_per_micro_batch
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
             checkpoint_layers(trunk)
 
-    @property
-    def trained(self) -> bool:
-        return self._optimizer is not None
-
-    @property
-    def optimizer(self) -> FlatAdamW:
-        """The optimizer.
-
-        Raises:
-            RuntimeError: the role is frozen.
-        """
-        if self._optimizer is None:
-            raise RuntimeError("this role is frozen: only actor and critic are trained")
-        return self._optimizer
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.lr
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
 
     def step(self) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
         return self.optimizer.step()
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `TrainingEngine`; a frozen role has its weights."""
-        if self._optimizer is not None:
-            return self._optimizer.state()
-        return {f"weights.{name}": parameter.detach() for name, parameter in self.module.named_parameters()}, {}
-
-    def load_state(self, meta: Mapping[str, Any]) -> None:
-        if self._optimizer is not None:
-            self._optimizer.load_state(meta)
-
-    def micro_batches(
-        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
-    ) -> Iterator[MicroBatch]:
-        """The micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (all by default)."""
-        wanted = wanted_T.cpu().numpy()
-        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
-        return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
-
-    def _whole_sequences(self, batch: StepBatch) -> Iterator[MicroBatch]:
-        """Micro-batches of all samples to their last token."""
-        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, range(batch.num_seqs))
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
@@ -146,13 +99,6 @@ class FlatEngine(TrainingEngine):
             total += share.detach()
             stats.append(micro_stats)
         return total, stats
-
-    def _cut(
-        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
-    ) -> Iterator[MicroBatch]:
-        return micro_batches(
-            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self.attention
-        )
 
 
 class FlatPolicyEngine(FlatEngine, PolicyEngine):
@@ -288,6 +234,9 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
 
 
+Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
+
+
 class FlatLoader(EngineLoader):
     """Loads whole models onto `device`, as `config` sets them, for the rank at `place`.
 
@@ -296,8 +245,9 @@ class FlatLoader(EngineLoader):
     """
 
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
+        self._share_prefixes = config.trainer.share_prefixes
         self._engine = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
@@ -306,35 +256,46 @@ class FlatLoader(EngineLoader):
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
-        model = load_causal_lm(path, dtype, self._attention, self._device)
-        lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
-        if lora is not None:
-            model.requires_grad_(False)
-            add_adapters(model.base_model, lora)
-            initialise(model.named_parameters(), self._config.seed)
-        # Greedy answers report their log-probabilities at temperature 1.
-        temperature = self._config.rollout.sampling.temperature or 1.0
-        made = None if optimizer is None else self._optimizer(model, optimizer)
-        engine = FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
-        self._prove(engine)
-        return engine
+        def load() -> FlatPolicyEngine:
+            model = load_causal_lm(path, dtype, self._attention, self._device)
+            lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
+            if lora is not None:
+                model.requires_grad_(False)
+                add_adapters(model.base_model, lora)
+                initialise(model.named_parameters(), self._config.seed)
+            # Greedy answers report their log-probabilities at temperature 1.
+            temperature = self._config.rollout.sampling.temperature or 1.0
+            made = None if optimizer is None else self._optimizer(model, optimizer)
+            return FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
+
+        return self._together(load, path)
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
-        critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
-        engine = FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
-        self._prove(engine)
-        return engine
+        def load() -> FlatValueEngine:
+            critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
+            return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
+
+        return self._together(load, path)
 
     def reward_model(self, path: str) -> FlatValueEngine:
-        model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
-        engine = FlatValueEngine(model, **self._engine)
-        self._prove(engine)
-        return engine
+        def load() -> FlatValueEngine:
+            model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
+            return FlatValueEngine(model, **self._engine)
+
+        return self._together(load, path)
+
+    def _together(self, load: Callable[[], Engine], path: str) -> Engine:
+        def proven() -> Engine:
+            engine = load()
+            self._prove(engine)
+            return engine
+
+        return self._place.everyone.together(proven, f"loading {path}")
 
     def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
         refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
-        settle_attention(engine, self._attention)
+        settle_attention(engine, self._attention, share_prefixes=self._share_prefixes)
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

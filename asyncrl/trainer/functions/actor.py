@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.early_stop import should_stop
 from asyncrl.algorithms.inputs import PolicyLossInputs
-from asyncrl.algorithms.stats import Stats, count_stat, merge_stats
+from asyncrl.algorithms.stats import Stat, Stats, count_stat, merge_stats
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
 from asyncrl.trainer.functions.minibatches import global_normalisers
@@ -21,6 +21,8 @@ from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.trainer.step_batch import StepBatch
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
+STREAM_RATIO = "tokens/stream_ratio"
+"""Tokens computed for each input token of the samples: below 1 where prefixes are shared, above it by padding."""
 
 
 @model_function("actor_train")
@@ -104,11 +106,20 @@ class _Loss:
 
     def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
         """Loss share and statistics of a micro-batch of minibatch `number`."""
-        if outputs.distributions_NV is not None:
-            return self._share_with_distributions(micro_batch, outputs.logprobs_N, outputs.distributions_NV, number)
-        inputs = self._inputs(micro_batch, outputs.logprobs_N, outputs.entropy_N, number)
-        ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
-        return self._objective(inputs, ref_N, self.normalisers[number], kl_coef=self._ctx.state.kl.coef)
+        if outputs.distributions_NV is None:
+            inputs = self._inputs(micro_batch, outputs.logprobs_N, outputs.entropy_N, number)
+            ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
+            share, stats = self._objective(inputs, ref_N, self.normalisers[number], kl_coef=self._ctx.state.kl.coef)
+        else:
+            share, stats = self._share_with_distributions(
+                micro_batch, outputs.logprobs_N, outputs.distributions_NV, number
+            )
+        computed, whole = micro_batch.model_inputs["input_ids"].numel(), len(micro_batch.sources_I)
+        return share, {**stats, STREAM_RATIO: self._ratio(computed, whole)}
+
+    def _ratio(self, computed: int, whole: int) -> Stat:
+        device = self._batch.device
+        return Stat(torch.tensor(float(computed), device=device), torch.tensor(float(whole), device=device))
 
     def no_stats(self) -> Stats:
         """The statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the
@@ -121,9 +132,10 @@ class _Loss:
             none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N
         )
         with torch.no_grad():
-            return self._objective(
+            stats = self._objective(
                 inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
             )[1]
+        return {**stats, STREAM_RATIO: self._ratio(0, 0)}
 
     def _share_with_distributions(
         self, micro_batch: MicroBatch, logprobs_N: Tensor, log_probs_NV: Tensor, number: int

@@ -93,7 +93,8 @@ def make_base_model(
     """
     phases = phases_of(config) if phases is None else phases
     initial = config.model.path
-    tokenizer = CharTokenizer() if initial is None else load_tokenizer(initial)
+    folder = initial if initial is not None else config.model.tokenizer
+    tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
     with _threads(config.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = (

@@ -46,8 +46,8 @@ from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
-from asyncrl.trainer.engines.sharded.engine import ShardedLoader
 from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.micro_batch import MicroBatch
@@ -202,15 +202,19 @@ class Candidate:
 
 
 def ragged_batch(samples: slice = slice(None)) -> StepBatch:
-    """Twelve samples of 5 to 24 tokens, or some of them."""
+    """Twelve samples of 5 to 24 tokens, or some of them; of each three all begin alike, beyond their prompts."""
     rng = np.random.default_rng(0)
-    made = []
-    for _ in range(12):
+    made: list[Sample] = []
+    for number in range(12):
         length, prompt = int(rng.integers(5, 25)), int(rng.integers(2, 5))
+        tokens = rng.integers(3, VOCABULARY, length).astype(np.int32)
+        if number % 3:
+            begin = made[number // 3 * 3].tokens[: length - number % 3]
+            tokens[: len(begin)] = begin
         mask = (np.arange(length) >= prompt).astype(np.uint8)
         made.append(
             Sample(
-                tokens=rng.integers(3, VOCABULARY, length).astype(np.int32),
+                tokens=tokens,
                 loss_mask=mask,
                 behave_logprobs=np.zeros(length, np.float32),
                 versions=np.where(mask, 0, -1).astype(np.int32),
@@ -221,10 +225,13 @@ def ragged_batch(samples: slice = slice(None)) -> StepBatch:
     return build_step_batch([Trajectory("r", "p", 0, tuple(made[samples]))], [0], version=0, num_minibatches=1)
 
 
-def trainer(candidate: Candidate, attention: AttentionImplementation) -> FlatPolicyEngine:
+def trainer(
+    candidate: Candidate, attention: AttentionImplementation, *, share_prefixes: bool = True
+) -> FlatPolicyEngine:
     """The training engine as a run loads it."""
     config = configured("d1")
     config.model.attn_implementation = attention
+    config.trainer.share_prefixes = share_prefixes
     loader = FlatLoader(config, Place(), torch.device("cpu"))
     return loader.policy(str(candidate.folder), Dtype.float32, OptimizerConfig())
 
@@ -270,9 +277,22 @@ def assert_trains_right(candidate: Candidate, engine: FlatPolicyEngine) -> None:
         assert float(difference.abs().max()) < 1e-4 * size, name
 
 
-def trains_packed(candidate: Candidate) -> str:
-    """Under the default `model.attn_implementation=sdpa`."""
+def shares_prefixes(candidate: Candidate) -> str:
+    """Under the default settings; the stream has fewer tokens than the samples."""
     engine = trainer(candidate, AttentionImplementation.sdpa)
+    if engine.attention != AttentionKind.tree:
+        return "no"
+    batch = ragged_batch()
+    made = list(engine.micro_batches(batch, batch["loss_mask"]))
+    stream = sum(micro_batch.model_inputs["input_ids"].numel() for micro_batch in made)
+    assert stream < 0.9 * sum(len(micro_batch.sources_I) for micro_batch in made)
+    assert_trains_right(candidate, engine)
+    return "yes"
+
+
+def trains_packed(candidate: Candidate) -> str:
+    """Under the default `model.attn_implementation=sdpa`, each sample apart."""
+    engine = trainer(candidate, AttentionImplementation.sdpa, share_prefixes=False)
     if engine.attention != AttentionKind.packed:
         return "no"
     assert_trains_right(candidate, engine)
@@ -282,7 +302,7 @@ def trains_packed(candidate: Candidate) -> str:
 def trains_padded(candidate: Candidate) -> str:
     """As chosen where packing is not right; else by `model.attn_implementation=eager`."""
     engine = trainer(candidate, AttentionImplementation.sdpa)
-    if engine.attention != AttentionKind.padded:
+    if engine.attention != AttentionKind.padded:  # eager attention
         engine = trainer(candidate, AttentionImplementation.eager)
     assert engine.attention == AttentionKind.padded
     assert_trains_right(candidate, engine)
@@ -415,6 +435,7 @@ def trains_as(parallel: str) -> Check:
 
 
 CHECKS: dict[str, Check] = {
+    "shared prefixes": shares_prefixes,
     "trained packed": trains_packed,
     "trained on padded rows": trains_padded,
     "d2": trains_as("d2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,9 +68,14 @@ def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.floa
     return model
 
 
-def settle(model: PreTrainedModel, setting: AttentionImplementation = AttentionImplementation.sdpa) -> AttentionKind:
+def settle(
+    model: PreTrainedModel,
+    setting: AttentionImplementation = AttentionImplementation.sdpa,
+    *,
+    share_prefixes: bool = True,
+) -> AttentionKind:
     engine = FlatPolicyEngine(model, temperature=0.7, attention=first_layout(setting)[0], tokens_per_micro_batch=16)
-    settle_attention(engine, setting)
+    settle_attention(engine, setting, share_prefixes=share_prefixes)
     return engine.attention
 
 
@@ -79,7 +85,9 @@ def settle(model: PreTrainedModel, setting: AttentionImplementation = AttentionI
 def test_attention_that_keeps_sequences_apart_is_trained_packed(
     model_type: str, spread: float, dtype: torch.dtype
 ) -> None:
-    assert settle(build(model_type, spread, dtype)) == AttentionKind.packed
+    model = build(model_type, spread, dtype)
+    assert settle(model, share_prefixes=False) == AttentionKind.packed
+    assert settle(model) == AttentionKind.tree
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +132,19 @@ def test_a_packed_attention_that_leaks_is_refused(
 
     packed_attention_blocks = packed_attention.attention_blocks
     monkeypatch.setattr("asyncrl.trainer.micro_batch.attention_blocks", one_row)
-    assert settle(build("llama", spread, dtype)) == AttentionKind.padded
+    assert settle(build("llama", spread, dtype), share_prefixes=False) == AttentionKind.padded
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_tree_whose_branches_see_each_other_is_not_used(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that ask from their beginning, as if they had all of the path before: each sees later tokens."""
+
+    def shifted(made: Any, device: torch.device) -> list[Any]:
+        return [replace(b, first=None if b.first is None else b.first + 1) for b in on_device(made, device)]
+
+    on_device = packed_attention.on_device
+    monkeypatch.setattr("asyncrl.trainer.micro_batch.on_device", shifted)
+    assert settle(build("llama", spread)) == AttentionKind.packed
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -171,7 +191,7 @@ def test_logits_that_are_made_in_an_unknown_way_are_refused_by_name(
         f"{type(build(model_type)).__name__} cannot be trained with model.attn_implementation='sd"
     )
     for part in (
-        "packed (asyncrl_packed): 4 sequences computed together differ",
+        "packed (asyncrl_packed): 8 sequences computed together differ",
         "on padded rows (eager)",
         "Use model.",
     ):
@@ -195,7 +215,7 @@ def test_layers_that_only_long_sequences_tell_apart_are_not_packed(monkeypatch: 
     assert settle(model) == AttentionKind.padded
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", AttentionKind.packed), ("lfm2", AttentionKind.padded)])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", AttentionKind.tree), ("lfm2", AttentionKind.padded)])
 def test_a_critic_is_proven_by_its_trunk_though_its_values_are_all_zero(model_type: str, kind: AttentionKind) -> None:
     critic = FlatValueEngine(
         Critic(build(model_type, 0.02).base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16

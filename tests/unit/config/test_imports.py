@@ -6,6 +6,7 @@ import sys
 import pytest
 
 LIGHT_MODULES = (
+    "asyncrl.commands.export",
     "asyncrl.datasets",
     "asyncrl.datasets.arithmetic",
     "asyncrl.datasets.demonstrations",

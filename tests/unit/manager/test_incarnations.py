@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollout_books import Event
+from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
@@ -27,7 +27,7 @@ from asyncrl.trainer.messages import RolloutRecord
 
 ROWS, SHARDS, B, ETA = 7, 2, 2, 1
 FAR = 1_000  # an epoch that no shard comes to
-DECODER = msgspec.json.Decoder(Event)
+DECODER = msgspec.json.Decoder(Noted)
 PICK = st.integers(0, 10_000)
 SHARD = st.integers(0, SHARDS - 1)
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ class Deaths(RuleBasedStateMachine):
         if cut_off:
             del self.events[self.told :]
         elif remembered:
-            self.events = [msgspec.json.encode(self.service.rollouts.remember())]
+            self.events = [msgspec.json.encode(Noted(0.0, self.service.rollouts.remember()))]
         before = self.service.rollouts.remember()
         self.service = self.new_manager()
         self.told = len(self.events)
@@ -156,7 +156,7 @@ class Deaths(RuleBasedStateMachine):
         """A rollout reaches the trainer, which acknowledges it."""
         worker, name = self.pick_running(pick)
         ref, version = worker.running.pop(name)
-        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,)}
+        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
         tokens = {"oldest_version": version, "version_tokens": {version: 1}}
         self.inbox.append(
             RolloutRecord(rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes)

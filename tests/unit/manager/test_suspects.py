@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollout_books import Event, RolloutBooks
+from asyncrl.manager.rollout_books import Noted, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.suspects import Suspects
 
@@ -104,7 +104,7 @@ def test_two_deadly_prompts_in_one_hand_cost_three_deaths() -> None:
 def test_a_manager_that_is_started_again_suspects_the_same() -> None:
     run = Run({"e0-1"})
     run.play(["e0-0", "e0-1"], rounds=1)
-    decoder = msgspec.json.Decoder(Event)
+    decoder = msgspec.json.Decoder(Noted)
     books = RolloutBooks(3, 1)
     for event in run.events:
         books.replay(decoder.decode(event))

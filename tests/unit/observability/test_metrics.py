@@ -21,6 +21,7 @@ from asyncrl.observability.metrics import (
     WandbSink,
     read_rows,
 )
+from asyncrl.observability.sample_tables import Table
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -69,10 +70,14 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
     class Memory(Sink):
         def __init__(self) -> None:
             self.rows: list[tuple[int, Row]] = []
+            self.tables: list[tuple[int, Table]] = []
             self.closed = False
 
         def write(self, step: int, row: Row) -> None:
             self.rows.append((step, row))
+
+        def samples(self, step: int, table: Table) -> None:
+            self.tables.append((step, table))
 
         def close(self) -> None:
             self.closed = True
@@ -80,7 +85,9 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
     memory = Memory()
     with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), memory)) as writer:
         writer.write(1, {"a": 1.0})
+        writer.samples(1, [["e0-0", "0", "1", "0", "4"]])
     assert memory.rows == [(1, {"a": 1.0})]
+    assert memory.tables == [(1, [["e0-0", "0", "1", "0", "4"]])]
     assert memory.closed
 
 
@@ -97,6 +104,16 @@ def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path)
         assert points(tmp_path / "tensorboard") == {
             (0, "eval/held_out/accuracy"): 0.125, (300, "reward/mean"): 0.5, (300, "loss"): -1.0,
         }, "a point is there as soon as its row is written"  # fmt: skip
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
+        writer.samples(7, [["e0-0", "0", "1", "0", "4+5=9"]])
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = shown.Tensors("samples")
+    assert event.step == 7
+    assert event.tensor_proto.string_val[0].decode().endswith("| e0-0 | 0 | 1 | 0 | 4+5=9 |")
+    assert shown.PluginTagToContent("text").keys() == {"samples"}
 
 
 def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:

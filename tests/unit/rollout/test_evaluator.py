@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from asyncrl.api import (
     Prompt,
     SamplingParams,
 )
+from asyncrl.chat.client import EpisodeClient
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
@@ -42,8 +44,11 @@ class FakePlugins:
     agent: Agent
     eval_set: range = range(5)
 
-    def make_env(self) -> Environment:
-        return SingleTurnEnv(reward=lambda data, completion: 1.0)
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        return lambda: SingleTurnEnv(reward=lambda data, completion: 1.0)
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
+        return EpisodeClient(policy, prompt, prompt.member, None)
 
     def eval_prompt(self, row: int) -> Prompt:
         return Prompt(f"eval-{row}", row, {"prompt": ""}, (1,), 1, SamplingParams())

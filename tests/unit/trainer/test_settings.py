@@ -15,18 +15,15 @@ from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device
-from asyncrl.trainer import settings
+from asyncrl.trainer import checks
+from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
 from asyncrl.trainer.settings import (
-    NEEDS_VALUES,
     AttentionImplementation,
     ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
     TrainerEngine,
-    check,
     engine_of,
-    hugging_face_folder,
-    warnings,
 )
 
 SetGpus = Callable[[int], None]
@@ -36,7 +33,7 @@ SetInstalled = Callable[[bool], None]
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
     """Sets the number of GPUs that this machine shows."""
-    return lambda count: monkeypatch.setattr(settings, "count_gpus", lambda: count)
+    return lambda count: monkeypatch.setattr(checks, "count_gpus", lambda: count)
 
 
 @pytest.fixture

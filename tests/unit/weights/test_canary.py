@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, load_causal_lm
 from asyncrl.trainer.packed_attention import attention_blocks
 from asyncrl.trainer.parallel import Ranks
@@ -89,7 +90,7 @@ def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
     engine = FlatPolicyEngine(
         model,
         temperature=1.0,
-        attention=attention_kind(AttentionImplementation.sdpa),
+        attention=AttentionKind.packed,
         tokens_per_micro_batch=64,
     )
     tokens = canary_tokens(17, context=100)

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -41,6 +39,7 @@ from asyncrl.trainer.lora import add_adapters, initialise, is_adapter, plain_nam
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
+from asyncrl.weights.distributed_checkpoint import StoredTensors
 from asyncrl.weights.model_folder import FolderTensor, folder_tensors
 from asyncrl.weights.published import TensorSpec
 
@@ -263,12 +262,17 @@ def _names(stage: Stage, model: PreTrainedModel, tied: bool, embedding: str = EM
     }
 
 
+def _tie(built: Built) -> None:
+    """Make one parameter of a tied embedding's two, where one stage has both."""
+    stage = built.stage
+    if built.tied is not None and stage.place.first and stage.place.last and isinstance(stage, PolicyStage):
+        cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
+
+
 def _shard(built: Built, plan: BuildPlan) -> None:
     """FSDP2 over the data-parallel ranks: gradients are summed, not averaged."""
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
-    place = stage.place
-    if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
-        cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
+    _tie(built)
     if plan.recompute:
         checkpoint_layers(stage.trunk)
     low = plan.dtype if plan.dtype != plan.held else None
@@ -304,9 +308,7 @@ def _materialise(
     """
     stage = built.stage
     stage.to_empty(device=plan.device)
-    place = stage.place
-    if built.tied is not None and place.first and place.last and isinstance(stage, PolicyStage):
-        cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
+    _tie(built)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name in untrained:
@@ -330,23 +332,17 @@ def _materialise(
 
 
 def _read(folder: Path, wanted: dict[str, Tensor], parts: dict[str, list[FolderTensor]], prefix: str) -> None:
-    """Fill `wanted` with this rank's slices, one tensor of `folder` after the other.
-
-    `no_dist`: nothing is planned together, and so nothing pickled.
-    """
-    reader = HuggingFaceStorageReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
+    """Fill `wanted` with this rank's slices, one tensor of `folder` after the other."""
+    stored = StoredTensors(folder)
     found: dict[str, Tensor] = {}
     for name, tensor in wanted.items():
         for part, target in own_parts(tensor, parts[name]):
             short = part.name.removeprefix(prefix)  # a folder of a trunk alone has no prefix
-            key = part.name if part.name in stored else short if short in stored else None
+            key = part.name if part.name in stored.shapes else short if short in stored.shapes else None
             if key is None:
                 raise LayoutError(
                     f"{folder} has no tensor {part.name!r} in a safetensors file; save the model with transformers' "
                     "save_pretrained, or use trainer.engine=flat"
                 )
             found[key] = target
-    dcp.load(  # type: ignore[attr-defined]
-        found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
-    )
+    stored.read_into(found)

@@ -16,48 +16,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats, merge_stats
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Dtype
 from asyncrl.trainer.engines.base import (
-    EngineLoader,
     PolicyEngine,
     PolicyLoss,
     PolicyOutputs,
     StepOutcome,
-    TrainingEngine,
     ValueEngine,
     ValueLoss,
 )
+from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
-from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
-    build_critic,
-    build_policy,
-    build_reward_model,
 )
 from asyncrl.trainer.engines.sharded.gathering import Gathering, local
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
-from asyncrl.trainer.engines.sharded.settling import settled_layout
-from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
 from asyncrl.trainer.lora import adapters_off, is_adapter
-from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
+from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.scoring import EntropyMode
-from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
+from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.adapters import published_name
 from asyncrl.weights.published import TensorSpec
@@ -65,8 +54,14 @@ from asyncrl.weights.published import TensorSpec
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 
 
-class ShardedEngine(TrainingEngine):
-    """What policies and value models share: a stage, its neighbours, its optimizer where it is trained."""
+class ShardedEngine(RoleEngine[ShardedAdamW]):
+    """What policies and value models share: a stage, its neighbours, its optimizer where it is trained.
+
+    Args:
+        neighbours: this rank's pipeline; None where there is one stage.
+        tied_stages: first and last stage, where each has a copy of a tied embedding.
+        optimizer: settings and optimizer steps of the whole run; None for a frozen role.
+    """
 
     def __init__(
         self,
@@ -79,48 +74,23 @@ class ShardedEngine(TrainingEngine):
         tokens_per_micro_batch: int,
         optimizer: tuple[OptimizerConfig, int] | None,
     ) -> None:
-        self._built, self._plan, self._place = built, plan, place
+        self._built, self._plan = built, plan
         self.stage = built.stage
         self._neighbours, self._tied_stages = neighbours, tied_stages
-        self._attention, self._budget = plan.attention.kind, tokens_per_micro_batch
-        self._optimizer = None if optimizer is None else self._make_optimizer(*optimizer)
+        super().__init__(
+            attention=plan.attention.kind,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            optimizer=None if optimizer is None else self._make_optimizer(*optimizer),
+            place=place,
+        )
         if optimizer is None:
             self.stage.requires_grad_(False)
 
-    @property
-    def trained(self) -> bool:
-        return self._optimizer is not None
-
-    @property
-    def optimizer(self) -> ShardedAdamW:
-        """The optimizer.
-
-        Raises:
-            RuntimeError: the role is frozen.
-        """
-        if self._optimizer is None:
-            raise RuntimeError("this role is frozen: only actor and critic are trained")
-        return self._optimizer
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.lr
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {self._built.names[name]: parameter for name, parameter in self.stage.named_parameters()}
 
     def step(self) -> StepOutcome:
         return self.optimizer.step()
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in checkpoints."""
-        return {self._built.names[name]: parameter for name, parameter in self.stage.named_parameters()}
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if self._optimizer is not None:
-            return self._optimizer.state()
-        return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
-
-    def load_state(self, meta: Mapping[str, Any]) -> None:
-        if self._optimizer is not None:
-            self._optimizer.load_state(meta)
 
     def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         parameters = self.parameters()
@@ -133,29 +103,12 @@ class ShardedEngine(TrainingEngine):
             parameters.items(), config, total_steps, counted=counted, pipeline=pipeline, undecayed=embeddings
         )
 
-    # Micro-batches.
-
-    def _wanted(self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None) -> list[MicroBatch]:
-        wanted = wanted_T.cpu().numpy()
-        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
-        return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
-
-    def _cut(
-        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
-    ) -> list[MicroBatch]:
-        made = micro_batches(
-            batch["tokens"], wanted, batch.starts_S, lengths, seqs, budget=self._budget, kind=self._attention
-        )
-        return list(made)
-
     def _fillers(self, number: int) -> list[MicroBatch]:
         """What this rank runs beyond its own `number` micro-batches, as another data-parallel rank has more."""
         most = int(self._place.data.all_reduce_max(torch.tensor([number])))
         if most == number:
             return []
-        return [one_micro_batch([[0, 0]], self._attention, self._plan.device, wanted=True)] * (most - number)
-
-    # Passes.
+        return [one_micro_batch([[0, 0]], self.attention, self._plan.device, wanted=True)] * (most - number)
 
     def _run(self, own: Sequence[MicroBatch], finish: Finish, **outputs: Any) -> None:
         """All micro-batches of `own` through all stages; `finish` makes losses of the last stage's outputs."""
@@ -221,7 +174,8 @@ class ShardedEngine(TrainingEngine):
             if grad is None:
                 continue
             if isinstance(parameter, DTensor):  # of whose slices a rank may have seen its own heads only
-                grad = parameter.grad = cast(DTensor, grad).redistribute(placements=parameter.placements)
+                with several_collectives_expected():
+                    grad = parameter.grad = cast(DTensor, grad).redistribute(placements=parameter.placements)
             grads.append(local(grad))
         if grads:
             together = self._place.data.all_reduce_sum(torch.cat([own.flatten() for own in grads]))
@@ -273,7 +227,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         def share_of(micro_batch: MicroBatch, out: Outputs) -> tuple[Tensor, Stats]:
             return loss(micro_batch, PolicyOutputs(out[0], out[1] if len(out) > 1 else None))
 
-        own = self._wanted(batch, wanted_T, seqs)
+        own = list(self.micro_batches(batch, wanted_T, seqs))
         return self._accumulate(own, share_of, temperature=self._temperature, entropy=entropy)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
@@ -286,13 +240,13 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
 
     @torch.no_grad()
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        own = self._wanted(batch, wanted_T)
+        own = list(self.micro_batches(batch, wanted_T))
         outputs = {"temperature": self._temperature, "entropy": EntropyMode.none}
         return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
 
     @torch.no_grad()
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        together = one_micro_batch(sequences, self._attention, self._plan.device, wanted=True)
+        together = one_micro_batch(sequences, self.attention, self._plan.device, wanted=True)
         lengths = [len(tokens) for tokens in sequences]
         found_T = torch.zeros(sum(lengths), device=self._plan.device)
 
@@ -327,76 +281,10 @@ class ShardedValueEngine(ShardedEngine, ValueEngine):
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
     ) -> tuple[Tensor, list[Stats]]:
-        own = self._wanted(batch, wanted_T, seqs)
+        own = list(self.micro_batches(batch, wanted_T, seqs))
         return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
 
     @torch.no_grad()
     def outputs(self, batch: StepBatch) -> Tensor:
-        nothing = np.zeros(batch.num_tokens, dtype=np.bool_)
-        own = self._cut(batch, nothing, batch.lengths_S, range(batch.num_seqs))
+        own = list(self._whole_sequences(batch))
         return self._collect(batch, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)
-
-
-class ShardedLoader(EngineLoader):
-    """Loads this rank's parts of models, as `config` sets them, at `place`."""
-
-    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
-        self._config, self._place, self._device = config, place, device
-        self._neighbours = _neighbours(place)
-        self._settled: dict[tuple[str, torch.dtype], Layout] = {}  # roles often have one model
-
-    def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
-        lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
-        plan = self._plan(path, dtype, optimizer is not None, lora)
-        built = build_policy(path, plan)
-        # Greedy answers report their log-probabilities at temperature 1.
-        temperature = self._config.rollout.sampling.temperature or 1.0
-        return ShardedPolicyEngine(
-            built, plan, temperature=temperature, **self._engine(optimizer, tied=built.tied is not None)
-        )
-
-    def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
-        plan = self._plan(path, self._config.model.dtype, trained=True)
-        return ShardedValueEngine(build_critic(path, plan), plan, **self._engine(optimizer, tied=False))
-
-    def reward_model(self, path: str) -> ShardedValueEngine:
-        plan = self._plan(path, self._config.model.dtype, trained=False)
-        return ShardedValueEngine(build_reward_model(path, plan), plan, **self._engine(None, tied=False))
-
-    def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
-        assert self._place.mesh is not None
-        torch_dtype: torch.dtype = getattr(torch, str(dtype))
-        if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
-            raise LayoutError("; ".join(refused))
-        if (path, torch_dtype) not in self._settled:
-            settled = settled_layout(path, self._config, torch_dtype, self._device, self._place)
-            self._settled[path, torch_dtype] = settled
-        return BuildPlan(
-            self._place.mesh,
-            self._device,
-            self._settled[path, torch_dtype],
-            torch_dtype,
-            trained,
-            lora=lora,
-            seed=self._config.seed,
-            recompute=trained and self._config.trainer.gradient_checkpointing,
-        )
-
-    def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
-        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
-        return {
-            "place": self._place,
-            "neighbours": self._neighbours,
-            "tied_stages": self._place.ends if tied else None,
-            "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
-            "optimizer": None if optimizer is None else (optimizer, steps),
-        }
-
-
-def _neighbours(place: Place) -> Neighbours | None:
-    """This rank's pipeline; None where there is one stage."""
-    assert place.mesh is not None
-    if place.backwards is None:
-        return None
-    pipeline = place.mesh["pipeline"]
-    return Neighbours(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), place.backwards)

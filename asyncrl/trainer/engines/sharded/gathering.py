@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.worker_grid import Coordinates
 from asyncrl.weights.model_folder import FolderTensor
@@ -22,7 +23,10 @@ from asyncrl.weights.published import TensorSpec
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank of its mesh; a collective of these. A plain one is whole."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with several_collectives_expected():
+        return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

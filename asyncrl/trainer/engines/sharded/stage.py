@@ -98,7 +98,10 @@ class Stage(nn.Module):
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden
         output: Tensor = self.trunk(use_cache=False, **inputs).last_hidden_state
-        return self.finish(output.flatten(0, 1), micro_batch, **outputs) if self.place.last else output
+        if not self.place.last:
+            return output
+        # No views: FSDP hooks the tensors themselves, and warns of what is written into a view.
+        return tuple(given.clone() for given in self.finish(output.flatten(0, 1), micro_batch, **outputs))
 
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """What the last stage makes of the trunk's output, [rows * width, H]."""

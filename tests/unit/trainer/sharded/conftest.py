@@ -16,12 +16,17 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.parallel import World
+from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import TrainerEngine, placement
+from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.trainer.world import training_world
 
 LIMIT_S = 120.0
 Body = Callable[[World], Any]
 OnRanks = Callable[[ExperimentConfig, Body], list[Any]]
+Statistics = dict[str, Any]
+"""Of all calls: a number, or its total, count and so on."""
+Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -58,5 +63,19 @@ def on_ranks(tmp_path: Path) -> OnRanks:
             for process in ranks:
                 process.kill()
         return [found[worker] for worker in range(placed.workers)]
+
+    return run
+
+
+@pytest.fixture
+def step(run_step: Any, make_trajectories: Any) -> Step:
+    """One train step on this rank's share of five groups; returns the statistics of its calls."""
+
+    def run(config: ExperimentConfig, rank: TrainingRank, version: int) -> Statistics:
+        data = rank.world.place("actor").data
+        mine = make_trajectories(groups=5, seed=version)[data.rank :: data.world]
+        dealt = [number % 2 for number in range(5)][data.rank :: data.world]
+        calls = run_step(config, rank, build_step_batch(mine, dealt, version=version, num_minibatches=2))
+        return {f"{call}/{name}": value for call, told in calls.items() for name, value in told.items()}
 
     return run

@@ -22,27 +22,12 @@ from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import TrainerEngine
-from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.weights.manifest import FileEntry
 
 Statistics = dict[str, Any]
 """Of all calls: a number, or its total, count and so on."""
 Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
 LIMIT_S = 60.0
-
-
-@pytest.fixture
-def step(run_step: Any, make_trajectories: Any) -> Step:
-    """One train step on this rank's share of five groups; returns the statistics of its calls."""
-
-    def run(config: ExperimentConfig, rank: TrainingRank, version: int) -> Statistics:
-        data = rank.world.place("actor").data
-        mine = make_trajectories(groups=5, seed=version)[data.rank :: data.world]
-        dealt = [number % 2 for number in range(5)][data.rank :: data.world]
-        calls = run_step(config, rank, build_step_batch(mine, dealt, version=version, num_minibatches=2))
-        return {f"{call}/{name}": value for call, told in calls.items() for name, value in told.items()}
-
-    return run
 
 
 @pytest.fixture

@@ -1,0 +1,41 @@
+"""What the commands that run a part of an experiment share: its name, settings and folder on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
+
+RL_ONLY = "{!r} is an experiment of supervised training; give one of reinforcement learning"
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentArgs:
+    """An experiment, its overrides, and the folder of the user's own (None: the built-in ones)."""
+
+    experiment: str
+    overrides: list[str]
+    folder: Path | None
+
+
+def parse(argv: Sequence[str], program: str, description: str) -> ExperimentArgs:
+    """The arguments in `argv`; ends the process where they are none."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("experiment", help="name of an experiment")
+    parser.add_argument("overrides", nargs="*", help="setting=value")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    found = parser.parse_intermixed_args(argv)
+    return ExperimentArgs(found.experiment, found.overrides, found.config_dir)
+
+
+def refuse(message: str) -> int:
+    """Print what is wrong, each line as an error; returns the exit code."""
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return EXIT_CONFIG

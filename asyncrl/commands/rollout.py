@@ -1,0 +1,81 @@
+"""`python -m asyncrl.launch rollout EXPERIMENT [setting=value ...]`: generate and keep, and train nothing.
+
+Servers, GserverManager and RolloutWorkers are those of the experiment, with the model of `model.path`. It ends with
+total_train_steps * train_batch_size rollouts in the run's folder `samples/`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
+from asyncrl.commands.input_checks import check_prompts
+from asyncrl.commands.train import with_model
+from asyncrl.config.checks import validate
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+from asyncrl.observability.display import make_display
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.resume import TrialError
+from asyncrl.runtime.run_dir import SAMPLES_DIR
+from asyncrl.trainer.supervised.base_model import BaseModelError
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    args = parse(argv, f"{program} rollout", __doc__ or "")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    os.umask(PRIVATE_UMASK)
+    try:
+        config = load_experiment(
+            args.experiment, ["samples.only=true", "eval.interval=0", *args.overrides], args.folder
+        )
+        if not isinstance(config, ExperimentConfig):
+            return refuse(RL_ONLY.format(args.experiment))
+        config = with_model(open_gate(config), args.folder)
+        validate(config)
+        return _run(config, console)
+    except (BaseModelError, TrialError, ConfigError) as error:
+        refuse(str(error))
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def open_gate(config: ExperimentConfig) -> ExperimentConfig:
+    """`config` with a gate that lets just the wanted rollouts start: no version follows the first, so none gets old."""
+    ahead = config.total_train_steps - 1
+    held = config.total_train_steps * config.train_batch_size
+    capacity = max(config.trainer.buffer_capacity, held)
+    return replace(config, max_head_offpolicyness=ahead, trainer=replace(config.trainer, buffer_capacity=capacity))
+
+
+def _run(config: ExperimentConfig, console: Console) -> int:
+    check_prompts(config)
+    title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
+    display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
+    launcher = Launcher(config, display)
+    try:
+        launcher.prepare()
+        code = launcher.run()
+    finally:
+        display.close()
+    folder = launcher.run_dir / SAMPLES_DIR
+    console.print(f"samples    {folder}")
+    console.print(f"           show them with: python -m asyncrl.launch show {_short(launcher.run_dir)}")
+    return code
+
+
+def _short(path: Path) -> str:
+    home = str(Path.home())
+    return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)

@@ -1,0 +1,151 @@
+"""`python -m asyncrl.launch show RUN`: print samples that a run kept (`samples.every`).
+
+Generated text is coloured by the policy version that produced it, or, where there are no colours, marked with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.observability.samples import Row, read_samples, sample_files, step_of
+from asyncrl.runtime.run_dir import SAMPLES_DIR
+
+EXIT_USAGE = 2
+COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
+"""Of generated text, by version in turn: versions that meet in one sample follow each other."""
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)}
+"""Control characters, but for tab and line feed: a model's text must not drive the terminal."""
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    args = _parse(argv, program)
+    folder = args.run.expanduser()
+    folder = folder / SAMPLES_DIR if (folder / SAMPLES_DIR).is_dir() else folder
+    files = sample_files(folder)
+    if importlib.util.find_spec("pyarrow") is None:
+        print("error: show reads Parquet: pip install 'asyncrl[data]'", file=sys.stderr)
+        return EXIT_USAGE
+    if not files:
+        print(
+            f"error: {args.run} holds no samples: give the folder of a run with the setting samples.every=1 or more",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    console = Console(highlight=False, markup=False, soft_wrap=True, no_color="NO_COLOR" in os.environ or None)
+    try:
+        shown = _show(args, files, console)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if not shown:
+        print(f"none of the samples in {folder} fits", file=sys.stderr)
+    return 0
+
+
+def _show(args: argparse.Namespace, files: Sequence[Path], console: Console) -> int:
+    shown = 0
+    for row in islice(_chosen(args, files), args.number or None):
+        console.print(rendered(row, colours=console.color_system is not None and not console.no_color))
+        shown += 1
+    return shown
+
+
+def _chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[Row]:
+    low, high = args.step
+    files = [file for file in files if low <= step_of(file) <= high]
+    if args.newest_first:
+        files = files[::-1]
+    for row in read_samples(files):
+        if not args.reward[0] <= row["total_reward"] <= args.reward[1]:
+            continue
+        if not args.staleness[0] <= (row["staleness"] or 0) <= args.staleness[1]:
+            continue
+        if args.prompt in (None, row["prompt"]) and args.rollout in (None, row["rollout"]):
+            yield row
+
+
+def rendered(row: Row, *, colours: bool) -> Text:
+    """A sample for people: a line of figures, then its text."""
+    text = Text()
+    text.append(f"step {row['step']}  ", style="bold")
+    text.append(f"{row['prompt']}  sample {row['sample']}  reward {row['total_reward']:g}")
+    if row["reward_parts"]:
+        text.append(f" ({_numbers(row['reward_parts'])})")
+    if row["staleness"] is not None:
+        text.append(f"  staleness {row['staleness']}")
+    text.append(f"  {sum(row['loss_mask'])} of {len(row['tokens'])} tokens generated")
+    if row["truncated"]:
+        text.append("  cut off", style="red")
+    if row["metrics"]:
+        text.append(f"  {_numbers(row['metrics'])}")
+    text.append(f"\n  log-probabilities: {_means(row)}\n", style="dim")
+    for segment in row["segments"]:
+        _append_segment(text, segment, colours=colours)
+    text.append("\n")
+    return text
+
+
+def _append_segment(text: Text, segment: Row, *, colours: bool) -> None:
+    written = segment["text"].translate(_CONTROL)
+    version = segment["version"]
+    if not segment["generated"]:
+        text.append(written, style="dim")
+    elif colours:
+        text.append(written, style=COLOURS[version % len(COLOURS)])
+    else:
+        text.append(f"[v{version}|{written}]")
+
+
+def _numbers(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sorted(numbers.items()))
+
+
+def _means(row: Row) -> str:
+    """The mean of each policy's log-probabilities over the generated tokens."""
+    names = {"behaviour": "behave_logprobs", "proximal": "prox_logprobs", "reference": "ref_logprobs"}
+    mask = row["loss_mask"]
+    means = []
+    for label, name in names.items():
+        if row[name] is not None and any(mask):
+            values = [value for value, generated in zip(row[name], mask, strict=True) if generated]
+            means.append(f"{label} {sum(values) / len(values):.3f}")
+    return ", ".join(means) or "none"
+
+
+def _range(text: str) -> tuple[float, float]:
+    """`3` is from 3 to 3; `2:5` from 2 to 5; either end may be left out."""
+    low, colon, high = text.partition(":")
+    try:
+        first = float(low) if low else float("-inf")
+        last = (float(high) if high else float("inf")) if colon else first
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 2:5, 2: or :5") from None
+    return first, last
+
+
+def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    everything: Any = (float("-inf"), float("inf"))
+    parser = argparse.ArgumentParser(
+        prog=f"{program} show",
+        description="Print samples that a run kept. A range is a number, or two with a colon: 2:5, 2: or :5.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run, or of its samples")
+    parser.add_argument("--step", type=_range, default=everything, metavar="RANGE", help="train steps")
+    parser.add_argument("--reward", type=_range, default=everything, metavar="RANGE", help="rewards")
+    parser.add_argument("--staleness", type=_range, default=everything, metavar="RANGE", help="ages of oldest tokens")
+    parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>")
+    parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
+    parser.add_argument("-n", "--number", type=int, default=10, help="at most so many (default: 10; 0: all)")
+    parser.add_argument("--newest-first", action="store_true", help="the last step first")
+    return parser.parse_args(argv)

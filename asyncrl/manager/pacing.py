@@ -1,0 +1,174 @@
+"""When a rollout should start that the staleness gate would admit: late enough to be young, early enough to be there.
+
+The gate bounds how old a token may get; where training is the bottleneck, rollouts then fill all the room it gives
+and wait, finished, until they are nearly that old. Little's law: with W rollouts alive and B to a step, what is trained
+is about W/B - 1 versions old. `DeadlinePacing` starts as many rollouts as are expected to be needed by the time they
+will have finished, and a margin, which grows by the waits that it causes.
+
+Derivation
+----------
+Let D be a rollout's duration, h its median (the horizon), T the time that a step trains (without its wait for data),
+q the share of rollouts that are kept (filters reject others). In the next h seconds training takes B h/T rollouts.
+Ready by then are those finished now, those of the running that finish in time, each with probability
+
+    p(age) = P(D <= age + h | D > age),
+
+and of those started now the share P(D <= h). So to have m batches to spare at the horizon, start
+
+    room = (B h/T + m B - finished - q sum p(age)) / (q P(D <= h)),          rounded up.
+
+`finished` is without the batch in training. Both probabilities are read off the last durations seen. The margin m
+learns: at each step that waited w of its s seconds,
+
+    m += min(1/4, w/s) - max(1/200, standing / 4B),          within [0.1, η], from 0.5.
+
+`standing` is what stayed beyond a batch at each of the last eight steps, the least of it, counted once per eight:
+rollouts that stand there do nothing but age. Rises are limited, since the waits of a start say nothing of those to
+come. Where generation is the bottleneck steps wait, m rises to η, and the gate alone decides: what `eager` does.
+
+What it cannot break
+--------------------
+1. It only lowers the gate's room, so the gate's bound and its proof stand.
+2. It never deadlocks. A step begins once B are finished. While none is under way, room >= B - running - finished: what
+   a batch still lacks may start. While one is under way and nothing runs: if fewer than B are finished besides (as some
+   were dropped), room >= m B > 0; if B are, that batch can be taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+START_MARGIN = 0.5
+LEAST_MARGIN = 0.1
+LARGEST_RISE = 0.25
+"""Of the margin at one step, in batches; all of them in batches."""
+DECAY = 0.005
+"""What the margin falls by at each step, so that it finds the least that suffices; also the share of a step's time that
+is waited for data in the long run."""
+DRAIN = 0.25
+STANDING_STEPS = 8
+DURATIONS_KEPT = 16
+"""Batches whose durations make the distribution."""
+STEPS_KEPT = 8
+REFRESHES = 64
+"""The sum over running rollouts is made anew this often per horizon or step (the shorter one), not at each event."""
+
+
+class DeadlinePacing:
+    """See the module's docstring. Pure state: times are the caller's, in seconds of one clock.
+
+    Args:
+        batch_size: B, rollouts per train step.
+        max_staleness: η, versions.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int) -> None:
+        self._batch = batch_size
+        self._most = max(float(max_staleness), LEAST_MARGIN)
+        self.margin = min(START_MARGIN, self._most)
+        self._started: dict[str, float] = {}
+        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT * batch_size)
+        self._sorted: NDArray[np.float64] = np.zeros(0)
+        self._kept: deque[bool] = deque(maxlen=DURATIONS_KEPT * batch_size)
+        self._training: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._standing: deque[int] = deque(maxlen=STANDING_STEPS)
+        self._asked_at: float | None = -math.inf
+        self._begun_at: float | None = None
+        self._wanted = 0.0
+        self._refresh_at = -math.inf
+
+    @property
+    def training(self) -> bool:
+        """Whether a step is under way, as far as one can tell from counts: its batch is among the finished."""
+        return self._asked_at is None
+
+    def started(self, rollout_id: str, now: float) -> None:
+        """The rollout was admitted; told again, nothing changes."""
+        if rollout_id not in self._started:
+            self._started[rollout_id] = now
+            self._wanted -= self._share_in_time()
+
+    def ended(self, rollout_id: str, now: float, *, kept: bool) -> None:
+        """The rollout finished, or is dropped (not `kept`)."""
+        begun = self._started.pop(rollout_id, None)
+        if begun is None:
+            return
+        self._kept.append(kept)
+        if kept:
+            self._durations.append(now - begun)
+        else:
+            self._refresh_at = -math.inf
+
+    def asked(self, finished: int, now: float) -> None:
+        """A step is over, its rollouts left the count: the trainer asks for the next batch, of the `finished`."""
+        self._asked_at = now
+        self._standing.append(max(0, finished - self._batch))
+        self._refresh_at = -math.inf
+        self.observe(finished, now)
+
+    def observe(self, finished: int, now: float) -> None:
+        """`finished` rollouts wait for training: with the batch there, the step begins."""
+        if self._asked_at is None or finished < self._batch:
+            return
+        if self._begun_at is not None:
+            step = max(now - self._begun_at, 1e-9)
+            wait = min(now - self._asked_at, step)
+            self._training.append(max(step - wait, 1e-9))
+            self._learn(wait / step)
+        self._asked_at, self._begun_at = None, now
+        self._sorted = np.sort(np.array(self._durations))
+        self._refresh_at = -math.inf
+
+    def room(self, finished: int, now: float) -> int:
+        """Rollouts that should start now, 0 or more; `finished` as of `observe`."""
+        running, batch = len(self._started), self._batch
+        spare = finished - batch if self.training else finished
+        least = 0 if self.training else batch - running - finished
+        if len(self._sorted) < batch or not self._training:
+            return max(0, least, 2 * batch - running - spare)
+        if now >= self._refresh_at:
+            self._refresh(now)
+        missing = self._wanted - spare
+        return max(0, least, math.ceil(missing / self._share_in_time()))
+
+    def _learn(self, waited: float) -> None:
+        standing = 0
+        if len(self._standing) == STANDING_STEPS and (standing := min(self._standing)):
+            self._standing.clear()
+        fall = max(DECAY, DRAIN * standing / self._batch)
+        self.margin = min(max(self.margin + min(LARGEST_RISE, waited) - fall, LEAST_MARGIN), self._most)
+
+    def _refresh(self, now: float) -> None:
+        """What is wanted at the horizon beyond what runs, before what is finished."""
+        known, horizon, step = self._sorted, self._horizon, self._step_s
+        ages = now - np.fromiter(self._started.values(), np.float64, len(self._started))
+        before, by = self._share_by(ages), self._share_by(ages + horizon)
+        expected = ((by - before) / np.maximum(1.0 - before, 1.0 / len(known))).sum()
+        self._wanted = self._batch * (horizon / step + self.margin) - self._share_kept * expected
+        self._refresh_at = now + min(horizon, step) / REFRESHES
+
+    def _share_by(self, durations: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        return np.searchsorted(self._sorted, durations, side="right") / len(self._sorted)
+
+    def _share_in_time(self) -> float:
+        """Of rollouts that start now, how many are kept and there at the horizon."""
+        if not len(self._sorted):
+            return self._share_kept
+        return self._share_kept * float(self._share_by(self._horizon))
+
+    @property
+    def _horizon(self) -> float:
+        return float(self._sorted[(len(self._sorted) - 1) // 2])
+
+    @property
+    def _step_s(self) -> float:
+        return sum(self._training) / len(self._training)
+
+    @property
+    def _share_kept(self) -> float:
+        """At least one in a batch: where filters reject all that was seen, rollouts are not asked for without end."""
+        return max(sum(self._kept) / len(self._kept), 1.0 / self._batch) if self._kept else 1.0

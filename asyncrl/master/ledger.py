@@ -1,0 +1,240 @@
+"""The run's ledger, on disk: what became of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
+
+Lines gather in memory and are written and synced where a step is complete, before a checkpoint begins (which names the
+line that it goes on from) and at the end. So the disk never has a checkpoint whose past the ledger lacks. A file is
+followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
+next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from asyncrl.comm.ledger_lines import (
+    SEAL_BYTES,
+    SEAL_END,
+    Begin,
+    End,
+    LedgerBooks,
+    Line,
+    RolloutLine,
+    RunSettings,
+    Saved,
+    SealedLine,
+    Step,
+    Trained,
+)
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.messages import GateBooks
+from asyncrl.master.buffer import TrainBatch
+from asyncrl.runtime.run_dir import LEDGER_DIR
+
+FILE_BYTES = 16 << 20
+"""About 50,000 rollouts."""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+class Ledger:
+    """Writes the ledger of one launch.
+
+    Args:
+        folder: of the ledger; made if need be.
+        settings: what the lines are to be judged by.
+        now: seconds since 1970.
+        file_bytes: size from which a file is followed by the next one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        *,
+        now: Callable[[], float] = time.time,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.lineage = 0
+        self._folder, self._settings, self._now, self._file_bytes = folder, settings, now, file_bytes
+        self._number = 1
+        self._lines = 0
+        self._unsealed = hashlib.sha256()
+        self._unwritten = bytearray()
+        self._file: IO[bytes] | None = None
+
+    @classmethod
+    def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
+        """The ledger of the run in `run_dir`."""
+        settings = RunSettings(
+            config.train_batch_size,
+            config.max_head_offpolicyness,
+            str(config.on_stale),
+            0 if config.samples.replay else config.rollout.workers,
+            config.seed,
+        )
+        return cls(run_dir / LEDGER_DIR, settings)
+
+    def begin(self, version: int, state: dict[str, Any] | None, books: GateBooks) -> None:
+        """A launch begins at `version`; `state` is what `saved` returned for its checkpoint, if there is one.
+
+        `books`: what the gate begins with.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._take_up()
+        known = state is not None and state["line"] <= self._lines
+        if version and not known:
+            _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
+        self._file = self._path.open("ab")
+        self._seal(
+            Begin(
+                lineage=self.lineage,
+                version=version,
+                after=state["line"] if known and state is not None else 0,
+                settings=self._settings,
+                carried=None if known or not version else _plain(books),
+                line=self._lines + 1,
+                at=self._at(),
+                seal="",
+            )
+        )
+        self.write()
+
+    def go_on(self, lines: int) -> None:
+        """The launch goes on after its first so many lines; what followed them is told again."""
+        left = lines
+        for file in sorted(self._folder.glob("*.jsonl")):
+            content = file.read_bytes().splitlines(keepends=True)
+            if left <= 0:
+                file.unlink()
+            elif len(content) > left:
+                os.truncate(file, sum(map(len, content[:left])))
+            left -= len(content)
+        self._take_up()
+        self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
+        self._file = self._path.open("ab")
+
+    def lines_written(self) -> int:
+        """Bring all lines so far to the disk; their number."""
+        self.write()
+        return self._lines
+
+    def take(self, lines: Iterable[RolloutLine]) -> None:
+        """Take in what the manager tells of rollouts."""
+        for line in lines:
+            self._add(line)
+
+    def step(self, batch: TrainBatch, books: GateBooks | None) -> None:
+        """The step that trained `batch` is complete; `books` have it in them, None where nobody could be asked."""
+        step = batch.version + 1
+        for record in batch.records:
+            samples, rewards = len(record.rewards), record.episode_rewards
+            reward = sum(rewards) / len(rewards)
+            head = (record.rollout_id, record.prompt_id, record.order, self.lineage, step)
+            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward))
+        line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
+        self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
+        self.write()
+
+    def saved(self, version: int, books: GateBooks | None) -> dict[str, Any]:
+        """A checkpoint of `version` is about to be written; returns what it has to keep."""
+        line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
+        self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=plain, seal=""))
+        self.write()
+        return {"line": self._lines, "lineage": self.lineage}
+
+    def end(self, version: int, books: GateBooks) -> None:
+        """The launch ends by itself."""
+        line, at = self._lines + 1, self._at()
+        self._seal(End(line=line, at=at, lineage=self.lineage, version=version, books=_plain(books), seal=""))
+        self.write()
+
+    def write(self) -> None:
+        """Bring all lines so far to the disk."""
+        if self._file is None or not self._unwritten:
+            return
+        self._file.write(self._unwritten)
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._unwritten.clear()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        if self._file is not None:
+            self.write()
+            self._file.close()
+            self._file = None
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._number:06d}.jsonl"
+
+    def _at(self) -> float:
+        return round(self._now(), 3)
+
+    def _add(self, line: Line) -> None:
+        self._append(_encode(line) + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        self._lines += 1
+        self._unsealed.update(line)
+        self._unwritten += line
+
+    def _seal(self, line: SealedLine) -> None:
+        """Write `line`, whose seal is still empty, and begin what the next one seals."""
+        open_line = _encode(line)[: -len(b'"}')]
+        self._unsealed.update(open_line)
+        seal = self._unsealed.hexdigest().encode()
+        self._lines += 1
+        self._unwritten += open_line + seal + SEAL_END
+        self._unsealed = hashlib.sha256(seal)
+        if self._file is not None and self._file.tell() + len(self._unwritten) >= self._file_bytes:
+            self.write()
+            self._file.close()
+            self._number += 1
+            self._file = self._path.open("ab")
+
+    def _take_up(self) -> None:
+        """Go on after what is there: repair its end, count its lines, hash what no seal covers."""
+        files = sorted(self._folder.glob("*.jsonl"))
+        if not files:
+            return
+        _cut_torn_line(files[-1])
+        self._number = int(files[-1].stem)
+        for file in files:
+            with file.open("rb") as lines:
+                for line in lines:
+                    self._lines += 1
+                    if not line.endswith(SEAL_END) or b'"seal":"' not in line[-SEAL_BYTES - 12 :]:
+                        self._unsealed.update(line)
+                        continue
+                    if line.startswith(b'{"kind":"begin"'):
+                        self.lineage += 1
+                    self._unsealed = hashlib.sha256(line[-SEAL_BYTES - len(SEAL_END) : -len(SEAL_END)])
+
+
+def _cut_torn_line(file: Path) -> None:
+    """Cut a last line without an end, which a kill left."""
+    data = file.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole != len(data):
+        _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
+        os.truncate(file, whole)
+
+
+def _plain(books: GateBooks) -> LedgerBooks:
+    return LedgerBooks(
+        books.submitted,
+        books.trained,
+        {reason: count for reason, count in books.dropped.items() if count},
+        books.abandoned,
+        books.running,
+        books.finished_untrained,
+    )

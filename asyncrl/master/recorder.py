@@ -1,0 +1,100 @@
+"""Recorder: takes in rollouts and keeps them, where nothing is trained (`python -m asyncrl.launch rollout`).
+
+It stands in for MasterWorker and ModelWorkers: the RolloutWorkers begin once it announces the data state, send their
+trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so many steps would take. A
+launch that goes on leaves out the prompts that are kept; what had not come into a file is generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from pathlib import Path
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm import names
+from asyncrl.comm.awake import AwakeClock
+from asyncrl.comm.push_pull import TrajectoryPuller
+from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.connections import NameBoard
+from asyncrl.master.run_files import write_books, write_data_state
+from asyncrl.observability.samples import read_samples, rows_of, sample_files, write_samples
+from asyncrl.runtime.run_dir import SAMPLES_DIR
+from asyncrl.runtime.waiting import StopRequested
+from asyncrl.runtime.worker import AsyncWorker
+
+ROLLOUTS_PER_FILE = 64
+LONGEST_WAIT_S = 2.0
+"""A file is written at the latest so long after the one before: no more work than that is lost with the process."""
+
+
+class Recorder(AsyncWorker):
+    """See the module's docstring."""
+
+    async def main(self) -> None:
+        """Keep rollouts until there are enough, or a stop is requested."""
+        self._folder = self.run_dir / SAMPLES_DIR
+        self._decode = load_tokenizer(str(self.config.model.path)).decode
+        self._arrived: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
+        kept = {
+            row["rollout"]: row["prompt"] for row in read_samples(sample_files(self._folder), ["rollout", "prompt"])
+        }
+        self._kept, self._files = len(kept), len(sample_files(self._folder))
+        try:
+            url = await self.registered(names.MANAGER_KEY)
+        except StopRequested:
+            return
+        manager = ManagerClient(url, self.name, self.http_security)
+        puller = TrajectoryPuller(self.config.system.host, self.security, on_message=self._arrived.put)
+        try:
+            lease_s = self.config.system.heartbeat_s
+            self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
+            state = write_data_state(self.run_dir, UsedPrompts(kept.values()))
+            NameBoard(self.resolver).announce_data_state(state, {})
+            self.ready()
+            await self._record(manager)
+            await manager.close_gate()
+            write_books(self.run_dir, 0, await manager.abandon())
+        finally:
+            puller.close()
+            await manager.close()
+
+    async def _record(self, manager: ManagerClient) -> None:
+        wanted = self.config.total_train_steps * self.config.train_batch_size
+        clock = AwakeClock()
+        ticking = asyncio.create_task(clock.keep())
+        progress_at = clock()
+        try:
+            while self._kept < wanted and not self.stop.is_set():
+                batch = await asyncio.to_thread(self._gather, min(ROLLOUTS_PER_FILE, wanted - self._kept))
+                if batch:
+                    await asyncio.to_thread(self._write, batch)
+                    self.log.info("%d of %d rollouts kept", self._kept, wanted)
+                    progress_at = clock()
+                elif clock() - progress_at > self.config.system.stall_timeout_s:
+                    status = await manager.status()
+                    raise RuntimeError(
+                        f"no rollout for {self.config.system.stall_timeout_s:g} s (system.stall_timeout_s): "
+                        f"{self._kept} of {wanted} are kept; {status.description}"
+                    )
+        finally:
+            ticking.cancel()
+
+    def _gather(self, most: int) -> list[Trajectory]:
+        batch: list[Trajectory] = []
+        until = time.monotonic() + LONGEST_WAIT_S
+        while len(batch) < most and (left_s := until - time.monotonic()) > 0:
+            try:
+                batch.append(self._arrived.get(timeout=left_s))
+            except queue.Empty:
+                break
+        return batch
+
+    def _write(self, batch: list[Trajectory]) -> Path:
+        rows = [row for trajectory in batch for row in rows_of(trajectory, 0, self._decode, {})]
+        self._files += 1
+        self._kept += len(batch)
+        return write_samples(self._folder, 0, f"part-{self._files:06d}", rows, max_bytes=0)

@@ -1,0 +1,221 @@
+"""Training on kept samples in place of new rollouts: what stands in for servers, manager and RolloutWorkers.
+
+The kept rollouts are taken in the order in which they were trained (step, then data order), B for each step of the
+replay. Behaviour log-probabilities and rewards are as recorded, and so is every token's age: where all rollouts of a
+run were kept, in batches of B, its versions are too; else a token that had the age a when it was trained has the
+version v - a in the step from version v (0 at least). Rollouts that no step trained, which `rollout` makes, keep the
+version that they have, 0.
+
+A step's rollouts are sent to the training ranks once its version is announced, and not before: ranks take no token of
+a version that nobody has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.names import PULLERS
+from asyncrl.comm.push_pull import TrajectoryPusher
+from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
+from asyncrl.master.connections import NameBoard
+from asyncrl.observability.samples import read_samples, sample_files, trajectories
+from asyncrl.runtime.worker import AsyncWorker
+
+WORKER = "replay/0"
+"""Who the ledger says has run the rollouts."""
+
+
+class OfflineGate:
+    """The verbs of the manager that the train loop needs, where all rollouts have ended long ago. Keeps the books."""
+
+    def __init__(self) -> None:
+        self._lines: list[RolloutLine] = []
+        self._live: set[str] = set()
+        self._submitted = self._trained = self._abandoned = 0
+        self._dropped: Counter[str] = Counter()
+
+    def begin(self, trained: int, dropped: Mapping[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self._trained, self._dropped = trained, Counter(dropped)
+        self._submitted = trained + self._dropped.total()
+
+    def submitted(self, trajectory: Trajectory, version: int) -> None:
+        """The ranks are about to get `trajectory`, in the step from `version`; or again, which counts once."""
+        rollout = trajectory.rollout_id
+        self._submitted += 1
+        self._live.add(rollout)
+        oldest = min((int(v) for sample in trajectory.samples for v in sample.versions if v >= 0), default=version)
+        head = (rollout, trajectory.prompt_id, trajectory.order, 0, WORKER, oldest)
+        self._lines.append(Admitted(*head, self._now()))
+        tokens = sum(len(sample.tokens) for sample in trajectory.samples)
+        self._lines.append(Finished(rollout, tokens, self._now()))
+
+    async def report_consumed(
+        self,
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
+    ) -> ConsumedReply:
+        """See `ManagerClient`. No reply is ever lost here, so what was told is forgotten."""
+        for rollout in trained:
+            self._live.discard(rollout)
+            self._trained += 1
+        for drop in dropped:
+            self._live.discard(drop.rollout_id)
+            self._dropped[drop.reason] += 1
+            goes = PromptGoes.returned if drop.return_prompt else PromptGoes.used
+            self._lines.append(Dropped(drop.rollout_id, drop.reason, goes, self._now()))
+        lines, self._lines = self._lines, []
+        books = Books(
+            submitted=self._submitted,
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            abandoned=self._abandoned,
+            finished_untrained=len(self._live),
+            version=version,
+            trained_version=version,
+        )
+        return ConsumedReply(books, [], given_up_after, lines, events_after + len(lines))
+
+    async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
+        """Nothing runs."""
+        return []
+
+    async def close_gate(self) -> None:
+        """Nothing is admitted any more in any case."""
+
+    async def abandon(self) -> GateBooks:
+        """What was sent and not trained is abandoned."""
+        for rollout in sorted(self._live):
+            self._abandoned += 1
+            self._lines.append(Abandoned(rollout, self._now()))
+        self._live.clear()
+        return GateBooks(self._submitted, self._trained, dict(self._dropped), self._abandoned)
+
+    async def status(self) -> GateStatus:
+        """No server has a version."""
+        return GateStatus(0.0, frozenset(), f"replay: {len(self._live)} rollouts sent and not trained", self._dropped)
+
+    @staticmethod
+    def _now() -> float:
+        return round(time.time(), 3)
+
+
+class ReplayBoard(NameBoard):
+    """Announces to the ranks, and tells the feeder: from which version on it feeds, and the newest one."""
+
+    def __init__(self, worker: AsyncWorker, gate: OfflineGate, batch_size: int) -> None:
+        super().__init__(worker.resolver)
+        self._gate, self._batch_size = gate, batch_size
+        self.version = 0
+        self.begun = asyncio.Event()
+        self.changed = asyncio.Event()
+
+    def announce_version(self, version: int, path: str) -> None:
+        super().announce_version(version, path)
+        self.version = version
+        self.changed.set()
+
+    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
+        super().announce_data_state(path, dropped)
+        self._gate.begin(self.version * self._batch_size, dropped)
+        self.begun.set()
+
+
+def batches(folder: Path, batch_size: int) -> Iterator[tuple[int, list[Trajectory]]]:
+    """The kept rollouts of `folder` in batches, each with the version from which its step goes; see the module.
+
+    Raises:
+        ValueError: a file holds no samples; the message names it.
+    """
+    rollouts = _in_order(folder)
+    version = 0
+    while len(batch := list(islice(rollouts, batch_size))) == batch_size:
+        yield version, [as_of(trajectory, step, version) for step, trajectory in batch]
+        version += 1
+
+
+def as_of(trajectory: Trajectory, step: int, version: int) -> Trajectory:
+    """`trajectory`, trained at `step` (0: at none), with its tokens as old in the step from `version`."""
+    shift = version - (step - 1)
+    if not step or not shift:
+        return trajectory
+    return replace(trajectory, samples=[_shifted(sample, shift) for sample in trajectory.samples])
+
+
+async def feed(
+    worker: AsyncWorker, board: ReplayBoard, gate: OfflineGate, folder: Path, batch_size: int, total: int
+) -> None:
+    """Send each step's rollouts to the training ranks once its version is announced, up to version `total`.
+
+    Raises:
+        ValueError: see `batches`.
+        InvalidTrajectory: a rank refuses a rollout.
+    """
+    await board.begun.wait()
+    first = board.version
+    pullers = await asyncio.to_thread(worker.resolver.get_subtree, PULLERS)
+    pusher = TrajectoryPusher(pullers.values(), worker.security, identity=WORKER)
+    try:
+        for version, batch in islice(batches(folder, batch_size), first, total):
+            while board.version < version:
+                board.changed.clear()
+                await board.changed.wait()
+            for trajectory in batch:
+                gate.submitted(trajectory, version)
+            await asyncio.gather(*(pusher.push(trajectory) for trajectory in batch))
+        await asyncio.Event().wait()  # nothing more to send; the train loop ends by itself
+    finally:
+        await pusher.close(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a folder keeps: how many rollouts, the age of the oldest token when it was trained, and whether all were."""
+
+    rollouts: int
+    oldest_age: int
+    all_trained: bool
+
+
+def survey(folder: Path) -> Kept:
+    """What `folder` keeps.
+
+    Raises:
+        ValueError: a file holds no samples; the message names it.
+    """
+    rollouts, oldest, all_trained = set(), 0, True
+    for row in read_samples(sample_files(folder), ["rollout", "step", "staleness"]):
+        rollouts.add(row["rollout"])
+        oldest = max(oldest, row["staleness"] or 0)
+        all_trained &= row["step"] > 0
+    return Kept(len(rollouts), oldest, all_trained)
+
+
+def _in_order(folder: Path) -> Iterator[tuple[int, Trajectory]]:
+    """By step, then in the data order, whichever rank wrote them; one step at a time in memory."""
+    files = sample_files(folder)
+    by_step: dict[str, list[Path]] = {}
+    for file in files:
+        by_step.setdefault(file.name.partition(".")[0], []).append(file)
+    for group in by_step.values():
+        yield from sorted(trajectories(read_samples(group)), key=lambda one: (one[1].order, one[1].rollout_id))
+
+
+def _shifted(sample: Sample, shift: int) -> Sample:
+    moved = np.maximum(sample.versions + shift, 0)
+    versions = np.where(sample.loss_mask.astype(bool), moved, -1).astype(np.int32)
+    return replace(sample, versions=versions)

@@ -1,0 +1,98 @@
+"""The ledger's lines as they stand in the files: whole, sealed, and which of them a later launch forgot.
+
+A launch goes on from the line that its checkpoint names; what lies between is forgotten, other forgettings in it too.
+What is left is the history of the policy that the run has now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.comm.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Saved, Step
+
+_decode = msgspec.json.Decoder(Line).decode
+
+Report = Callable[[str, str], None]
+"""Takes a finding: where, and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the ledger, its number over all files (from 1), and where it stands."""
+
+    number: int
+    place: str
+    line: Line
+
+
+def read_ledger(folder: Path, report: Report) -> list[Entry]:
+    """All lines in the files of `folder`, in order. One that a kill cut off at the very end is left out."""
+    entries: list[Entry] = []
+    unsealed = hashlib.sha256()
+    files = sorted(folder.glob("*.jsonl"))
+    for expected, file in enumerate(files, 1):
+        if file.stem != f"{expected:06d}":
+            report(f"{folder.name}/{file.name}", f"a file is missing before it: {expected:06d}.jsonl was expected")
+        for index, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+            place = f"{folder.name}/{file.name}:{index}"
+            if not raw.endswith(b"\n") and file == files[-1]:
+                break  # torn: the next launch cuts it away
+            try:
+                line = _decode(raw)
+            except msgspec.MsgspecError as error:
+                report(place, f"no line of a ledger: {error}")
+                unsealed.update(raw)
+                continue
+            entries.append(Entry(len(entries) + 1, place, line))
+            if not isinstance(line, Begin | Step | Saved | End):
+                unsealed.update(raw)
+                continue
+            unsealed.update(raw[: -SEAL_BYTES - len(SEAL_END)])
+            if not raw.endswith(line.seal.encode() + SEAL_END) or line.seal != unsealed.hexdigest():
+                report(place, "the seal does not fit what is written since the one before it: something was changed")
+            if line.line != len(entries):
+                report(place, f"says it is line {line.line} and is line {len(entries)}")
+            unsealed = hashlib.sha256(line.seal.encode())
+    return entries
+
+
+def surviving(entries: list[Entry], report: Report) -> Iterator[Entry]:
+    """The lines that no later launch forgot; checks that each launch goes on from where it may."""
+    kept: list[Entry] = []
+    lineage = -1
+    for entry in entries:
+        line = entry.line
+        if isinstance(line, Begin):
+            lineage += 1
+            if line.lineage != lineage:
+                report(entry.place, f"begins lineage {line.lineage}, where {lineage} begins")
+            while kept and kept[-1].number > line.after:
+                kept.pop()
+            _check_begin(entry.place, line, kept[-1] if kept else None, report)
+        elif not kept and entry.number == 1:
+            report(entry.place, "the first line does not begin a launch")
+        kept.append(entry)
+    yield from kept
+
+
+def _check_begin(place: str, begin: Begin, from_entry: Entry | None, report: Report) -> None:
+    """A launch begins at version 0, at a checkpoint's line, or it says what it carries from elsewhere."""
+    if begin.carried is not None:
+        report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")
+        return
+    if not begin.after:
+        if begin.version:
+            report(place, f"begins at version {begin.version}, and goes on from nothing")
+        return
+    if from_entry is None or from_entry.number != begin.after:
+        report(place, f"goes on from line {begin.after}, which was forgotten or is not there")
+    elif not isinstance(from_entry.line, Saved):
+        report(place, f"goes on from line {begin.after} ({from_entry.place}), which is of no checkpoint")
+    elif from_entry.line.version != begin.version:
+        saved = from_entry.line.version
+        report(place, f"begins at version {begin.version} from the checkpoint of version {saved} ({from_entry.place})")

@@ -1,0 +1,451 @@
+"""The surviving history of a ledger, replayed line by line, with the rules that every run must keep.
+
+- Exactly once: no prompt of an epoch is trained twice, nor trained once it was dropped for good; a rollout has one end.
+- Books: at every line that has them, the gate's counters are what the lines add up to; at the end nothing is left over.
+- Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
+  none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
+- Order: steps are numbered without a gap, have train_batch_size rollouts each, in the data order; a prompt's id is the
+  one that the seed gives its place in the data order; no prompt of a worker's shard was passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.comm.ledger_lines import (
+    Abandoned,
+    Admitted,
+    Begin,
+    Dropped,
+    End,
+    Finished,
+    LedgerBooks,
+    Line,
+    PromptGoes,
+    RunSettings,
+    Saved,
+    Step,
+    Trained,
+)
+from asyncrl.observability.audit.history import Entry, Report
+
+_RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
+_LOST_WORKER = "worker_died"
+_STALE, _DUPLICATE = "stale", "duplicate_prompt"
+_PROMPT_ID = re.compile(r"e(\d+)-(\d+)")
+CLOCKS_S = 60.0
+"""So much may the clocks of two hosts, or one that is set anew, differ."""
+
+
+@dataclass(slots=True)
+class _Rollout:
+    prompt: str
+    order: int
+    version: int
+    at: float
+    place: str
+    fate: str = _RUNNING
+    reason: str = ""
+    step: int = -1
+    tokens: int | None = None
+    late: bool = False
+    """Trained when the gate could not be asked: what it knows of the rollout may be told afterwards."""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """What the trained lines of a step add up to."""
+
+    rollouts: int = 0
+    samples: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    reward: float = 0.0
+    """Sum over episodes."""
+    ages: float = 0.0
+    """Sum over those tokens that are within max_head_offpolicyness, of which there are `young_tokens`."""
+    young_tokens: int = 0
+    oldest_age: int = 0
+    whole_tokens: int | None = 0
+    """Tokens with those of prompts and environments; None where a rollout was trained before it was told finished."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the history came to."""
+
+    version: int = 0
+    """The last step."""
+    ended: bool = False
+    """Whether the last launch ended by itself."""
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    abandoned: int = 0
+    live: int = 0
+    lost: int = 0
+    """Rollouts that were under way when a launch ended without a word."""
+    lineages: int = 0
+    settings: RunSettings | None = None
+    steps: dict[int, StepTotals] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    """Prompts trained or dropped for good, in the order in which they were."""
+    used_at: dict[int, int] = field(default_factory=dict)
+    """By the number of a checkpoint's line, how many of `used` there were."""
+    whole: bool = True
+    """Whether the ledger has all of the run's history."""
+
+
+class Replay:
+    """See the module's docstring.
+
+    Args:
+        rows: of the training data; None where that is not known, and prompt ids cannot be checked.
+        report: takes the findings.
+    """
+
+    def __init__(self, rows: int | None, report: Report) -> None:
+        self.outcome = Outcome()
+        self._rows, self._report_to = rows, report
+        self._place = ""
+        self._rollouts: dict[str, _Rollout] = {}
+        self._prompts: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
+        self._admitted: set[int] = set()  # orders, in this lineage
+        self._used_before: set[int] = set()  # orders, before this lineage
+        self._attempts: Counter[str] = Counter()  # rollouts of a prompt, in this lineage
+        self._orders: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._submitted = 0
+        self._settings: RunSettings | None = None
+        self._lineage = 0
+        self._batch: list[_Rollout] = []
+        self._unseen = 0
+        self._totals = StepTotals()
+        self._master_at = self._begun_at = 0.0
+
+    def run(self, entries: Iterable[Entry]) -> Outcome:
+        """Replay `entries`."""
+        for entry in entries:
+            self._place = entry.place
+            self._take(entry.line)
+            if isinstance(entry.line, Saved):
+                self.outcome.used_at[entry.number] = len(self.outcome.used)
+        self._check_shards()
+        if self._batch and self.outcome.ended:
+            self._report(f"{len(self._batch)} trained rollouts belong to no complete step")
+        outcome = self.outcome
+        outcome.trained, outcome.dropped = self._counts[_TRAINED], +self._dropped
+        outcome.abandoned, outcome.live = self._counts[_ABANDONED], self._live
+        outcome.settings = self._settings
+        return outcome
+
+    @property
+    def _live(self) -> int:
+        return self._counts[_RUNNING] + self._counts[_FINISHED]
+
+    def _report(self, what: str) -> None:
+        self._report_to(self._place, what)
+
+    def _take(self, line: Line) -> None:
+        match line:
+            case Begin():
+                self._begin(line)
+            case Admitted():
+                self._admit(line)
+            case Finished():
+                self._finish(line)
+            case Dropped():
+                self._drop(line)
+            case Abandoned():
+                self._abandon(line)
+            case Trained():
+                self._train(line)
+            case Step():
+                self._step(line)
+            case Saved():
+                self._check_lineage(line.lineage, line.at)
+                if line.version != self.outcome.version:
+                    self._report(f"checkpoint of version {line.version} after step {self.outcome.version}")
+                self._check_books(line.books)
+            case End():
+                self._end(line)
+
+    def _begin(self, line: Begin) -> None:
+        self._check_shards()
+        for rollout_id in [key for key, known in self._rollouts.items() if known.fate in (_RUNNING, _FINISHED)]:
+            self._set_fate(self._rollouts.pop(rollout_id), None)
+            self.outcome.lost += 1
+        self.outcome.lineages += 1
+        self.outcome.ended = False
+        self._settings, self._lineage = line.settings, line.lineage
+        if line.settings.on_stale not in ("drop", "mask", "wait"):
+            self._report(f"on_stale is {line.settings.on_stale!r}, which there is not")
+        self._master_at = self._begun_at = line.at
+        if line.carried is not None:
+            self._dropped = Counter(line.carried.dropped)
+            self.outcome.whole = False
+        # The gate counts train_batch_size per version, whatever it was when they were trained.
+        self._counts[_TRAINED] = line.version * line.settings.train_batch_size
+        self._submitted = self._counts[_TRAINED] + self._dropped.total()
+        self.outcome.version = line.version
+        self._attempts.clear()
+        self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in self._prompts}
+        self._batch, self._totals = [], StepTotals()
+
+    def _admit(self, line: Admitted) -> None:
+        before = self._rollouts.get(line.rollout)
+        if before is not None and not before.late:
+            self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
+            return
+        self._check_prompt(line.prompt, line.order)
+        if not 0 <= line.version <= self.outcome.version + 1:  # it may be told after the next step was trained
+            self._report(
+                f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
+            )
+        if not 0 <= line.attempt <= (before_it := self._attempts[line.prompt]):
+            self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
+        self._attempts[line.prompt] += 1
+        if line.at < self._begun_at - CLOCKS_S:
+            self._report(
+                f"rollout {line.rollout} was admitted {self._begun_at - line.at:.0f} s before the launch began"
+            )
+        if not re.fullmatch(r"[a-z_]+/\d+", line.worker):
+            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
+        elif (
+            self._settings
+            and self._settings.workers
+            and int(line.worker.partition("/")[2]) != line.order % self._settings.workers
+        ):
+            self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
+        self._admitted.add(line.order)
+        self._submitted += 1
+        if before is not None:
+            self._unseen -= 1
+            return
+        known = _Rollout(line.prompt, line.order, line.version, line.at, self._place, fate="")
+        self._rollouts[line.rollout] = known
+        self._set_fate(known, _RUNNING)
+
+    def _finish(self, line: Finished) -> None:
+        known = self._known(line.rollout)
+        if known is None:
+            return
+        recalled = known.fate == "dropped" and known.reason == _LOST_WORKER
+        if known.late:
+            return
+        if known.fate != _RUNNING and not recalled:
+            self._report(f"rollout {line.rollout} finished and was {known.fate} before")
+            return
+        if line.tokens <= 0:
+            self._report(f"rollout {line.rollout} finished with {line.tokens} tokens")
+        known.tokens = line.tokens
+        self._check_time(line.rollout, known, line.at)
+        self._set_fate(known, _FINISHED)
+
+    def _drop(self, line: Dropped) -> None:
+        known = self._known(line.rollout)
+        if known is None:
+            return
+        if known.late:
+            return
+        if known.fate not in (_RUNNING, _FINISHED):
+            self._report(f"rollout {line.rollout} was dropped and {known.fate} before: it has two ends")
+            return
+        allowed: dict[str, tuple[PromptGoes, ...]] = {
+            _LOST_WORKER: (PromptGoes.returned,),
+            _STALE: (PromptGoes.returned, PromptGoes.used),
+            _DUPLICATE: (PromptGoes.used,),
+        }
+        if line.prompt not in allowed.get(line.reason, (PromptGoes.returned, PromptGoes.given_up)) or not line.reason:
+            self._report(
+                f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: no such drop"
+            )
+        self._check_time(line.rollout, known, line.at)
+        self._set_fate(known, "dropped", line.reason)
+        if line.prompt is PromptGoes.given_up:
+            self._use(known.prompt, known.order, "dropped for good")
+
+    def _abandon(self, line: Abandoned) -> None:
+        known = self._known(line.rollout)
+        if known is None:
+            return
+        if known.late:
+            return
+        if known.fate not in (_RUNNING, _FINISHED):
+            self._report(f"rollout {line.rollout} was abandoned and {known.fate} before: it has two ends")
+            return
+        self._check_time(line.rollout, known, line.at)
+        self._set_fate(known, _ABANDONED)
+
+    def _train(self, line: Trained) -> None:
+        known = self._rollouts.get(line.rollout)
+        self._check_prompt(line.prompt, line.order)
+        if known is None:  # the gate told nothing of it, which is right only if it could not be asked
+            self._unseen += 1
+            known = _Rollout(line.prompt, line.order, 0, 0.0, self._place, fate="", late=True)
+            self._rollouts[line.rollout] = known
+        elif known.fate == _TRAINED:
+            self._report(f"rollout {line.rollout} was trained before")
+            return
+        if (line.prompt, line.order) != (known.prompt, known.order):
+            self._report(
+                f"rollout {line.rollout} is of prompt {line.prompt} (order {line.order}), and was admitted "
+                f"({known.place}) for {known.prompt} (order {known.order})"
+            )
+        self._check_lineage(line.lineage)
+        self._check_ages(line, known)
+        self._set_fate(known, _TRAINED)
+        self._use(line.prompt, line.order, f"trained at step {line.step}")
+        known.step = line.step
+        self._batch.append(known)
+        totals = self._totals
+        totals.rollouts += 1
+        totals.samples += line.samples
+        totals.tokens += sum(line.versions.values())
+        totals.episodes += line.episodes
+        totals.reward += line.reward * line.episodes
+        for version, count in line.versions.items():
+            if self._settings and 0 <= (age := line.step - 1 - version) <= self._settings.max_head_offpolicyness:
+                totals.ages += age * count
+                totals.young_tokens += count
+                totals.oldest_age = max(totals.oldest_age, age)
+        if known.tokens is None or totals.whole_tokens is None:
+            totals.whole_tokens = None
+        else:
+            totals.whole_tokens += known.tokens
+
+    def _check_ages(self, line: Trained, known: _Rollout) -> None:
+        name = f"rollout {line.rollout}"
+        if not 1 <= line.episodes <= line.samples or any(count < 1 for count in line.versions.values()):
+            self._report(f"{name} has {line.samples} samples and the tokens {line.versions}")
+        if not line.versions or self._settings is None:
+            return
+        oldest, newest = min(line.versions), max(line.versions)
+        if oldest < known.version:
+            self._report(f"{name} has tokens of version {oldest}, and was admitted at version {known.version}")
+        if newest >= line.step:
+            self._report(f"{name} has tokens of version {newest}, and was trained at step {line.step}")
+        decisive = newest if self._settings.on_stale == "mask" else oldest
+        eta = self._settings.max_head_offpolicyness
+        if (age := line.step - 1 - decisive) > eta:
+            self._report(f"{name} was trained at the age of {age} versions; max_head_offpolicyness={eta}")
+
+    def _step(self, line: Step) -> None:
+        self._check_lineage(line.lineage, line.at)
+        if line.step != self.outcome.version + 1:
+            self._report(f"step {line.step} after step {self.outcome.version}")
+        if self._settings is not None and len(self._batch) != (wanted := self._settings.train_batch_size):
+            self._report(f"step {line.step} trained {len(self._batch)} rollouts; train_batch_size={wanted}")
+        if stray := sum(known.step != line.step for known in self._batch):
+            self._report(f"{stray} of the rollouts before step {line.step} say they were trained at another step")
+        orders = [known.order for known in self._batch]
+        if orders != sorted(orders):
+            self._report(f"the rollouts of step {line.step} are not in the data order")
+        for known in self._batch if line.books is None else ():
+            known.late = True
+        self.outcome.version = line.step
+        self.outcome.steps[line.step] = self._totals
+        self._batch, self._totals = [], StepTotals()
+        self._check_books(line.books)
+
+    def _end(self, line: End) -> None:
+        self._check_lineage(line.lineage, line.at)
+        if line.version != self.outcome.version:
+            self._report(f"the launch ended at version {line.version}, after step {self.outcome.version}")
+        self._check_books(line.books)
+        if self._live:
+            self._report(f"the launch ended and nothing says what became of {self._live} rollouts")
+        self.outcome.ended = True
+
+    def _check_books(self, books: LedgerBooks | None) -> None:
+        if books is None:
+            return
+        if self._unseen:
+            self._report(f"the gate was asked, and yet {self._unseen} rollouts were trained that it never admitted")
+            self._unseen = 0
+        added = {
+            "submitted": self._submitted,
+            "trained": self._counts[_TRAINED],
+            "dropped": dict(+self._dropped),
+            "abandoned": self._counts[_ABANDONED],
+            "running": self._counts[_RUNNING],
+            "finished_untrained": self._counts[_FINISHED],
+        }
+        for name, value in added.items():
+            if (told := getattr(books, name)) != value:
+                self._report(f"the books have {name} {told}, the lines add up to {value}")
+
+    def _check_prompt(self, prompt: str, order: int) -> None:
+        match = _PROMPT_ID.fullmatch(prompt)
+        known = self._orders.setdefault(prompt, order)
+        if known != order or order < 0:
+            self._report(f"prompt {prompt} is at place {order} of the data order, and was at {known}")
+        if match is None:
+            self._report(f"prompt {prompt!r}: ids are e<epoch>-<row>")
+        elif self._rows is not None and self._settings is not None and self._settings.workers and order >= 0:
+            epoch, position = divmod(order, self._rows)
+            row = int(_permutation(self._rows, self._settings.seed, epoch)[position])
+            if (epoch, row) != (int(match[1]), int(match[2])):
+                self._report(f"place {order} of the data order is of prompt e{epoch}-{row}, not of {prompt}")
+
+    def _use(self, prompt: str, order: int, how: str) -> None:
+        if prompt in self._prompts:
+            self._report(f"prompt {prompt} is {how}, and was {self._prompts[prompt]}")
+            return
+        self._prompts[prompt] = f"{how} ({self._place})"
+        self.outcome.used.append(prompt)
+
+    def _check_lineage(self, lineage: int, at: float | None = None) -> None:
+        if lineage != self._lineage:
+            self._report(f"lineage {lineage}, in the midst of lineage {self._lineage}")
+        if at is not None:
+            if at < self._master_at - CLOCKS_S:
+                self._report(f"the time goes back by {self._master_at - at:.0f} s")
+            self._master_at = at
+
+    def _check_time(self, rollout_id: str, known: _Rollout, at: float) -> None:
+        if at < known.at - CLOCKS_S:
+            self._report(f"rollout {rollout_id} ended {known.at - at:.0f} s before it was admitted ({known.place})")
+
+    def _check_shards(self) -> None:
+        """No prompt of a shard was passed over in this lineage: all before its last are admitted, or were used."""
+        workers = self._settings.workers if self._settings else 0
+        seen = self._admitted | self._used_before
+        for worker in range(workers if self.outcome.whole else 0):
+            last = max((order for order in self._admitted if order % workers == worker), default=-1)
+            missing = [order for order in range(worker, last, workers) if order not in seen]
+            if missing:
+                self._report(
+                    f"places {missing[:5]}{' ...' if len(missing) > 5 else ''} of the data order ({len(missing)}) were "
+                    f"passed over in lineage {self._lineage}: their prompts were neither run nor used before"
+                )
+
+    def _known(self, rollout_id: str) -> _Rollout | None:
+        known = self._rollouts.get(rollout_id)
+        if known is None:
+            self._report(f"rollout {rollout_id} was never admitted")
+        return known
+
+    def _set_fate(self, known: _Rollout, fate: str | None, reason: str = "") -> None:
+        if known.fate == "dropped":
+            self._dropped[known.reason] -= 1
+        elif known.fate:
+            self._counts[known.fate] -= 1
+        known.fate, known.reason = fate or "", reason
+        if fate == "dropped":
+            self._dropped[reason] += 1
+        elif fate:
+            self._counts[fate] += 1
+
+
+@lru_cache(maxsize=8)
+def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of an epoch's rows, as `docs/ledger.md` states it."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)

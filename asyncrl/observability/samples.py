@@ -1,0 +1,228 @@
+"""Kept samples: Parquet files with a row per sample, `docs/samples.md` describes the columns. Needs pyarrow.
+
+A file holds what one writer kept of one train step, `samples/step-<step>.<writer>.parquet`, and appears whole. So a
+launch that forgets steps removes their files, and rotation removes the oldest ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.trajectory import Sample, Trajectory
+
+Row: TypeAlias = dict[str, Any]
+"""A sample by column."""
+Scores: TypeAlias = Mapping[str, NDArray[np.float32]]
+"""By the name of a column of tokens, values `[T]` of all samples of a trajectory, end to end."""
+
+TOKEN_SCORES = ("prox_logprobs", "ref_logprobs", "advantages")
+"""What training adds to a sample's tokens; null where it did not."""
+
+_log = logging.getLogger(__name__)
+
+
+def schema() -> Any:
+    """The columns of a file, as a pyarrow schema."""
+    import pyarrow as pa
+
+    numbers = pa.map_(pa.string(), pa.float64())
+    segment = pa.struct(
+        [
+            ("generated", pa.bool_()),
+            ("version", pa.int32()),
+            ("start", pa.int32()),
+            ("stop", pa.int32()),
+            ("text", pa.string()),
+        ]
+    )
+    tokens = [("tokens", pa.int32()), ("loss_mask", pa.uint8()), ("versions", pa.int32())]
+    scores = [(name, pa.float32()) for name in ("behave_logprobs", *TOKEN_SCORES, "token_rewards")]
+    return pa.schema(
+        [
+            ("step", pa.int64()),
+            ("rollout", pa.string()),
+            ("prompt", pa.string()),
+            ("order", pa.int64()),
+            ("sample", pa.int32()),
+            ("episode", pa.int32()),
+            ("reward", pa.float64()),
+            ("total_reward", pa.float64()),
+            ("reward_parts", numbers),
+            ("metrics", numbers),
+            ("rollout_metrics", numbers),
+            ("truncated", pa.bool_()),
+            ("staleness", pa.int32()),
+            ("text", pa.string()),
+            ("segments", pa.list_(segment)),
+            *((name, pa.list_(kind)) for name, kind in (*tokens, *scores)),
+        ]
+    )
+
+
+def rows_of(trajectory: Trajectory, step: int, decode: Callable[[Sequence[int]], str], scores: Scores) -> list[Row]:
+    """The rows of a trajectory that the step which makes version `step` trained; 0: none did."""
+    rows, start = [], 0
+    for number, sample in enumerate(trajectory.samples):
+        stop = start + len(sample.tokens)
+        own = {name: values[start:stop] for name, values in scores.items()}
+        rows.append(_row(trajectory, number, sample, step, decode, own))
+        start = stop
+    return rows
+
+
+def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max_bytes: int) -> Path:
+    """Write `rows` as the file of `step` and `writer`; then remove this writer's oldest ones beyond `max_bytes`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step-{step:08d}.{writer}.parquet"
+    aside = file.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema()), aside, compression="zstd")
+    os.replace(aside, file)
+    own = sorted(folder.glob(f"step-*.{writer}.parquet"))
+    sizes = [path.stat().st_size for path in own]
+    total = sum(sizes)
+    for path, size in zip(own[:-1], sizes[:-1], strict=True):  # the newest stays, however large
+        if total <= max_bytes:
+            break
+        path.unlink()
+        total -= size
+    return file
+
+
+def forget_after(folder: Path, step: int, writer: str) -> None:
+    """Remove what `writer` kept of steps after `step`: a launch that goes on from there trains them anew."""
+    for path in folder.glob(f"step-*.{writer}.parquet"):
+        if step_of(path) > step:
+            path.unlink()
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """The files in `folder`, by step and writer."""
+    return sorted(folder.glob("step-*.parquet"))
+
+
+def step_of(file: Path) -> int:
+    """The step of a file."""
+    return int(file.name.removeprefix("step-").partition(".")[0])
+
+
+def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows of `files`, one after the other, in the data order within each file.
+
+    Raises:
+        ValueError: a file is no such file; the message names it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in files:
+        try:
+            table = pq.read_table(file, columns=None if columns is None else list(columns))
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{file} is no file of samples: {str(error).strip().splitlines()[0]}") from error
+        yield from table.to_pylist(maps_as_pydicts="strict")
+
+
+def trajectories(rows: Iterable[Row]) -> Iterator[tuple[int, Trajectory]]:
+    """What `rows_of` made rows of: each trajectory with the step that trained it. A rollout's rows lie together.
+
+    Raises:
+        ValueError: a row makes no sample.
+    """
+    group: list[Row] = []
+    for row in rows:
+        if group and row["rollout"] != group[0]["rollout"]:
+            yield _trajectory(group)
+            group = []
+        group.append(row)
+    if group:
+        yield _trajectory(group)
+
+
+def _trajectory(group: Sequence[Row]) -> tuple[int, Trajectory]:
+    first = group[0]
+    samples = [_sample(row) for row in group]
+    made = Trajectory(first["rollout"], first["prompt"], first["order"], samples, dict(first["rollout_metrics"] or {}))
+    return first["step"], made
+
+
+def _sample(row: Row) -> Sample:
+    rewards = row["token_rewards"]
+    return Sample(
+        tokens=np.array(row["tokens"], np.int32),
+        loss_mask=np.array(row["loss_mask"], np.uint8),
+        behave_logprobs=np.array(row["behave_logprobs"], np.float32),
+        versions=np.array(row["versions"], np.int32),
+        reward=row["reward"],
+        truncated=row["truncated"],
+        episode=row["episode"],
+        token_rewards=None if rewards is None else np.array(rewards, np.float32),
+        reward_parts=dict(row["reward_parts"] or {}),
+        metrics=dict(row["metrics"] or {}),
+    )
+
+
+def _row(
+    trajectory: Trajectory,
+    number: int,
+    sample: Sample,
+    step: int,
+    decode: Callable[[Sequence[int]], str],
+    scores: Scores,
+) -> Row:
+    tokens, mask = sample.tokens.tolist(), sample.loss_mask.astype(bool)
+    generated = sample.versions[mask]
+    return {
+        "step": step,
+        "rollout": trajectory.rollout_id,
+        "prompt": trajectory.prompt_id,
+        "order": trajectory.order,
+        "sample": number,
+        "episode": sample.episode,
+        "reward": sample.reward,
+        "total_reward": sample.total_reward,
+        "reward_parts": dict(sample.reward_parts),
+        "metrics": dict(sample.metrics),
+        "rollout_metrics": dict(trajectory.metrics),
+        "truncated": bool(sample.truncated),
+        "staleness": step - 1 - int(generated.min()) if step and len(generated) else None,
+        "text": decode(tokens),
+        "segments": _segments(tokens, mask, sample.versions, decode),
+        "tokens": tokens,
+        "loss_mask": sample.loss_mask.tolist(),
+        "versions": sample.versions.tolist(),
+        "behave_logprobs": sample.behave_logprobs.tolist(),
+        "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tolist(),
+        **{name: scores[name].tolist() if name in scores else None for name in TOKEN_SCORES},
+    }
+
+
+def _segments(
+    tokens: Sequence[int],
+    mask: NDArray[np.bool_],
+    versions: NDArray[np.int32],
+    decode: Callable[[Sequence[int]], str],
+) -> list[dict[str, Any]]:
+    """The sample cut where the policy begins or ceases to speak, and where its version changes."""
+    changes = np.flatnonzero((mask[1:] != mask[:-1]) | (mask[1:] & (versions[1:] != versions[:-1]))) + 1
+    bounds = [0, *changes.tolist(), len(tokens)]
+    return [
+        {
+            "generated": bool(mask[start]),
+            "version": int(versions[start]) if mask[start] else None,
+            "start": start,
+            "stop": stop,
+            "text": decode(tokens[start:stop]),
+        }
+        for start, stop in pairwise(bounds)
+    ]

@@ -1,0 +1,189 @@
+"""What is wrong with the ModelWorkers' settings, found before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.algorithms.registry import KINDS
+from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.config import catalog
+from asyncrl.config.setting import ChoiceConfig, ConfigError, Device
+from asyncrl.runtime.hardware import count_gpus
+from asyncrl.trainer import layout_checks, lora_checks
+from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.settings import AttentionImplementation, placement
+from asyncrl.trainer.worker_grid import Placement
+
+if TYPE_CHECKING:
+    from asyncrl.config.experiment import ExperimentConfig
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+NEEDS_VALUES = frozenset({"gae", "gae_turn"})
+"""Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    for name, path in (
+        ("model.path", config.model.path),
+        ("algorithm.critic.path", config.algorithm.critic.path),
+        ("algorithm.reference.path", config.algorithm.reference.path),
+    ):
+        if path is not None:
+            yield from hugging_face_folder(name, path)
+    yield from _attention(config)
+    yield from _layouts(config)
+    unknown = list(_algorithms(config))
+    yield from unknown
+    if not unknown:
+        yield from _critic(config)
+
+
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """What is allowed but makes a correction less than its name says, each as `setting=value: what follows`."""
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    correction = algorithm.correction.name
+    if correction == "none":
+        return
+    if algorithm.prox == ProximalMode.behave:
+        yield (
+            f"algorithm.correction={correction!r}: algorithm.prox='behave' takes the behaviour policy for the proximal "
+            "one, so every importance weight is 1 and nothing is corrected; use algorithm.prox=recompute, or "
+            "algorithm.correction.name=none"
+        )
+    cut = [
+        f"{name}={value:g}"
+        for name, value, whole in (
+            ("top_p", sampling.top_p, sampling.top_p >= 1.0),
+            ("top_k", sampling.top_k, sampling.top_k <= 0),
+            ("min_p", sampling.min_p, sampling.min_p <= 0.0),
+        )
+        if not whole
+    ]
+    if cut:
+        yield (
+            f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
+            "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
+            "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+        )
+
+
+def hugging_face_folder(name: str, path: str) -> Iterator[str]:
+    """What is wrong with the model folder `path`, which the setting `name` has."""
+    folder, fix = Path(path).expanduser(), "give the folder of a downloaded model"
+    if not folder.is_dir():
+        yield f"{name}={path!r}: no such folder, so there is no config.json to read; {fix}"
+        return
+    file = folder / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield f"{name}={path!r}: no Hugging Face model there (no config.json); {fix}"
+        return
+    except (OSError, ValueError) as error:
+        yield f"{name}={path!r}: its config.json cannot be read ({error}); download the model anew, or {fix}"
+        return
+    if not isinstance(described, dict) or not described.get("model_type"):
+        yield f"{name}={path!r}: its config.json names no model_type, so it is not of a transformers model; {fix}"
+    if not any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern)):
+        yield f"{name}={path!r}: it holds no weights ({', '.join(_WEIGHT_FILES)}); download them too, or {fix}"
+
+
+def _layouts(config: ExperimentConfig) -> Iterator[str]:
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.master.graph.types import GraphError
+
+    try:
+        graph = load_graph(config)
+        placed = placement(config, graph)
+    except GraphError:
+        return  # which the launcher says itself
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from layout_checks.problems(config, graph, placed)
+    yield from lora_checks.problems(config)
+    yield from _too_few_gpus(config, placed)
+
+
+def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    device, gpus, ranks = config.trainer.device, count_gpus(), placed.workers
+    if device == Device.cuda and not gpus:
+        yield "trainer.device='cuda': this machine shows no NVIDIA GPU; use cpu or auto, or start on one that has GPUs"
+    if device == Device.cpu or not 0 < gpus < ranks:
+        return
+    own = {role: grid for role, grid in placed.grids.items() if grid.first}
+    actor, left = placed.actor, gpus - sum(grid.workers for grid in own.values())
+    copy = actor.tensor * actor.pipeline
+    cut = str(Layout(1, actor.tensor, actor.pipeline)).removeprefix("d1")
+    fits = f"use d{left // copy}{cut} or fewer" if left >= copy else f"use a layout of at most {max(left, 1)} ranks"
+    also = "".join(f" ({grid.workers} of them for {role})" for role, grid in own.items())
+    yield (
+        f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks{also} want a GPU each and there are "
+        f"{gpus}; {fits}, or trainer.device=cpu"
+    )
+
+
+def _attention(config: ExperimentConfig) -> Iterator[str]:
+    device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
+    if attention != AttentionImplementation.flash_attention_2:
+        return
+    if importlib.util.find_spec("flash_attn") is None:
+        yield (
+            f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
+            "use sdpa"
+        )
+    if device == Device.cpu or (device == Device.auto and not gpus):
+        yield (
+            f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
+            f"{str(device)!r} is a CPU here; use sdpa"
+        )
+
+
+def _critic(config: ExperimentConfig) -> Iterator[str]:
+    """An advantage of values in a graph in which nobody gives it any."""
+    from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.master.graph.types import GraphError
+
+    choice = config.algorithm.advantage
+    if choice.name not in NEEDS_VALUES:
+        return
+    try:
+        calls = [call for call in load_graph(config).calls if call.function == "advantage"]
+    except GraphError:
+        return  # which the launcher says itself
+    if calls and not any("values" in call.reads for call in calls):
+        yield (
+            f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
+            f"{config.algorithm.graph!r} has no critic; use algorithm.graph=ppo, or an advantage without a critic, "
+            "for example grpo or rloo"
+        )
+
+
+def _algorithms(config: ExperimentConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    choices: list[tuple[str, str, ChoiceConfig]] = [
+        ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
+        ("algorithm.correction", "correction", algorithm.correction),
+        ("algorithm.advantage", "advantage", algorithm.advantage),
+        ("algorithm.aggregation", "aggregation", algorithm.aggregation),
+        ("algorithm.kl", "kl", algorithm.kl),
+        ("algorithm.critic.value_loss", "value_loss", algorithm.critic.value_loss),
+        *((f"rollout.filters[{i}]", "filter", choice) for i, choice in enumerate(config.rollout.filters)),
+        *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),
+    ]
+    try:
+        for kind in KINDS:
+            catalog.known(kind, algorithm.plugins)
+    except ValueError as error:
+        yield f"algorithm.plugins={algorithm.plugins}: {error}"
+        return
+    for name, kind, choice in choices:
+        try:
+            catalog.check(kind, choice.name, choice.params, algorithm.plugins)
+        except ValueError as error:
+            yield f"{name}={choice.name!r}: {error}"

@@ -1,0 +1,96 @@
+"""What the engines share of a role's model: its optimizer, its state for checkpoints, the cut into micro-batches."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asyncrl.trainer.engines.adamw import ScheduledAdamW
+from asyncrl.trainer.engines.base import TrainingEngine
+from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.step_batch import StepBatch
+
+Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
+
+
+class RoleEngine(TrainingEngine, Generic[Optimizer]):
+    """One role's model on this rank. What is not documented here is in `asyncrl.trainer.engines.base`.
+
+    Args:
+        attention: how sequences are laid out.
+        tokens_per_micro_batch: budget of one forward and backward pass.
+        optimizer: None for a frozen role.
+        place: of this rank.
+    """
+
+    def __init__(
+        self, *, attention: AttentionKind, tokens_per_micro_batch: int, optimizer: Optimizer | None, place: Place
+    ) -> None:
+        self.attention = attention
+        self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, or its parts of them, by their names in checkpoints."""
+
+    @property
+    def trained(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            RuntimeError: the role is frozen.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("this role is frozen: only actor and critic are trained")
+        return self._optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.lr
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `TrainingEngine`; a frozen role has its weights."""
+        if self._optimizer is not None:
+            return self._optimizer.state()
+        return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        if self._optimizer is not None:
+            self._optimizer.load_state(meta)
+
+    def micro_batches(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (all by default)."""
+        wanted = wanted_T.cpu().numpy()
+        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
+        return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
+
+    def _whole_sequences(self, batch: StepBatch) -> Iterator[MicroBatch]:
+        """Micro-batches of all samples to their last token."""
+        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, range(batch.num_seqs))
+
+    def _cut(
+        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        return micro_batches(
+            batch["tokens"],
+            wanted,
+            batch.starts_S,
+            lengths,
+            seqs,
+            budget=self._budget,
+            kind=self.attention,
+            prefixes=batch.prefixes if self.attention == AttentionKind.tree else None,
+        )

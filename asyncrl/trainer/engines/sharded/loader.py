@@ -1,0 +1,101 @@
+"""Loads this rank's parts of models: each built by all ranks of the grid together, so that they fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.trainer.engines.base import EngineLoader
+from asyncrl.trainer.engines.sharded.architectures import refusals
+from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic, build_policy, build_reward_model
+from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
+from asyncrl.trainer.engines.sharded.pipeline import Neighbours
+from asyncrl.trainer.engines.sharded.settling import settled_layout
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.proof import Layout
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
+
+
+class ShardedLoader(EngineLoader):
+    """Loads this rank's parts of models, as `config` sets them, at `place`."""
+
+    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
+        self._config, self._place, self._device = config, place, device
+        self._neighbours = _neighbours(place)
+        self._settled: dict[tuple[str, torch.dtype], Layout] = {}  # roles often have one model
+
+    def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
+        lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
+        plan = self._plan(path, dtype, optimizer is not None, lora)
+
+        def build() -> ShardedPolicyEngine:
+            built = build_policy(path, plan)
+            # Greedy answers report their log-probabilities at temperature 1.
+            temperature = self._config.rollout.sampling.temperature or 1.0
+            engine = self._engine(optimizer, tied=built.tied is not None)
+            return ShardedPolicyEngine(built, plan, temperature=temperature, **engine)
+
+        return self._place.everyone.together(build, f"building the language model in {path}")
+
+    def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
+        return self._value(path, build_critic, optimizer)
+
+    def reward_model(self, path: str) -> ShardedValueEngine:
+        return self._value(path, build_reward_model, None)
+
+    def _value(
+        self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None
+    ) -> ShardedValueEngine:
+        plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None)
+        return self._place.everyone.together(
+            lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, tied=False)),
+            f"building the value model in {path}",
+        )
+
+    def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
+        assert self._place.mesh is not None
+        torch_dtype: torch.dtype = getattr(torch, str(dtype))
+
+        def check() -> None:
+            if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
+                raise LayoutError("; ".join(refused))
+
+        if (path, torch_dtype) not in self._settled:
+            self._place.everyone.together(check, f"reading {path}")
+            settled = settled_layout(path, self._config, torch_dtype, self._device, self._place)
+            self._settled[path, torch_dtype] = settled
+        return BuildPlan(
+            self._place.mesh,
+            self._device,
+            self._settled[path, torch_dtype],
+            torch_dtype,
+            trained,
+            lora=lora,
+            seed=self._config.seed,
+            recompute=trained and self._config.trainer.gradient_checkpointing,
+        )
+
+    def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
+        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
+        return {
+            "place": self._place,
+            "neighbours": self._neighbours,
+            "tied_stages": self._place.ends if tied else None,
+            "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
+            "optimizer": None if optimizer is None else (optimizer, steps),
+        }
+
+
+def _neighbours(place: Place) -> Neighbours | None:
+    """This rank's pipeline; None where there is one stage."""
+    assert place.mesh is not None
+    if place.backwards is None:
+        return None
+    pipeline = place.mesh["pipeline"]
+    return Neighbours(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), place.backwards)

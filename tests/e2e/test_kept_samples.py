@@ -1,0 +1,83 @@
+"""Whole runs that keep samples, that only generate, and that only train."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from asyncrl.commands import show
+from asyncrl.commands.audit import audit
+from asyncrl.observability.samples import read_samples, sample_files
+
+pytestmark = pytest.mark.slow
+
+STEPS, BATCH = 4, 4
+
+
+def test_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
+    start_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"total_train_steps": STEPS, "eval__interval": 0, "algorithm__reference__mode": "frozen"}
+    settings |= {"algorithm__kl_coef": 0.01, "trainer__parallel": "d2"}
+    first = start_run(samples__every=1, **settings)
+    assert first.wait() == 0, first.output + first.logs()
+    assert audit(first.run_dir).findings == ()
+
+    rows = list(read_samples(sample_files(first.run_dir / "samples")))
+    assert Counter(row["step"] for row in rows) == {step: BATCH * 2 for step in range(1, STEPS + 1)}
+    assert {file.name.split(".")[1] for file in sample_files(first.run_dir / "samples")} == {"head-0", "head-1"}
+    for row in rows:
+        length = len(row["tokens"])
+        for name in ("behave_logprobs", "prox_logprobs", "ref_logprobs"):
+            assert len(row[name]) == length
+            assert all((value != 0.0) == bool(mask) for value, mask in zip(row[name], row["loss_mask"], strict=True))
+        assert row["staleness"] >= 0
+    fresh = [row for row in rows if row["step"] == 1]
+    for row in fresh:  # the first version is behaviour, proximal and reference policy at once
+        for name in ("prox_logprobs", "ref_logprobs"):
+            assert row[name] == pytest.approx(row["behave_logprobs"], abs=1e-3)
+    assert show.main([str(first.run_dir), "-n", "2"], "asyncrl") == 0
+    assert capsys.readouterr().out.count("log-probabilities: behaviour") == 2
+
+    second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name="again", **settings)
+    assert second.wait() == 0, second.output + second.logs()
+    assert "started 3 processes" in second.output, "no server, no manager, no RolloutWorker"
+    assert audit(second.run_dir).findings == ()
+    for recorded, repeated in zip(first.rows(), second.rows(), strict=True):
+        for name in ("reward/mean", "staleness/mean", "tokens/batch", "loss", "grad_norm"):
+            assert math.isclose(recorded[name], repeated[name], rel_tol=1e-3, abs_tol=1e-5), name
+
+
+def test_rollouts_are_generated_without_training_and_a_killed_launch_goes_on(start_run: Any) -> None:
+    settings = {"total_train_steps": 40, "eval__interval": 0}
+    first = start_run("rollout async_ppo", **settings)
+    first.wait_for_file("samples/step-00000000.part-000001.parquet")
+    first.kill_tree()
+    before = {row["rollout"] for row in read_samples(sample_files(first.run_dir / "samples"))}
+
+    second = start_run("rollout async_ppo", **settings)
+    assert second.wait() == 0, second.output + second.logs()
+    rows = list(read_samples(sample_files(second.run_dir / "samples")))
+    rollouts = {row["rollout"] for row in rows}
+    assert before <= rollouts
+    assert len(rollouts) == 40 * BATCH
+    assert len({row["prompt"] for row in rows}) == 40 * BATCH, "no prompt twice"
+    assert {version for row in rows for version in row["versions"]} == {-1, 0}
+
+    offline = start_run(
+        f"replay async_ppo samples={second.run_dir}", trial_name="offline", total_train_steps=3, eval__interval=0
+    )
+    assert offline.wait() == 0, offline.output + offline.logs()
+    assert [row["staleness/max"] for row in offline.rows()] == [0, 1, 2]
+
+
+def test_a_replay_without_samples_is_refused(start_run: Any, tmp_path: Path) -> None:
+    run = start_run(f"replay async_ppo samples={tmp_path}")
+    assert run.wait() == 2
+    assert "0 rollouts are kept there, fewer than train_batch_size=4" in run.output

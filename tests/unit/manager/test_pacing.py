@@ -1,0 +1,235 @@
+"""Pacing lowers the gate's room and never shuts it for good; where steps wait it gives all of it, where not, little."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.manager import messages as m
+from asyncrl.manager.pacing import LEAST_MARGIN, DeadlinePacing
+from asyncrl.manager.service import ManagerService
+
+
+@dataclass
+class Run:
+    """Generation and training in virtual time: rollouts take `duration(random)`, steps `train_s`."""
+
+    batch: int
+    eta: int
+    train_s: float
+    duration: tuple[float, float]
+    paced: bool = True
+    keep: float = 1.0
+    at_once: int = 10_000
+    now: float = 0.0
+    staleness: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+    def run(self, steps: int, seed: int = 0) -> None:
+        pacing = DeadlinePacing(self.batch, self.eta) if self.paced else None
+        random, ends, version = Random(seed), list[tuple[float, str]](), 0
+        finished: list[tuple[int, str]] = []
+        admitted: dict[str, int] = {}
+        started = dropped = 0
+        asked, training_until = 0.0, None
+
+        def admit() -> None:
+            nonlocal started
+            while True:
+                in_training = 0 if training_until is None else self.batch
+                live = len(ends) + len(finished) + in_training
+                room = (self.eta + version + 1) * self.batch - version * self.batch - live
+                if pacing is not None:
+                    room = min(room, pacing.room(len(finished) + in_training, self.now))
+                if min(room, self.at_once - len(ends)) <= 0:
+                    return
+                name = str(started)
+                started += 1
+                admitted[name] = version
+                heapq.heappush(ends, (self.now + random.uniform(*self.duration), name))
+                if pacing is not None:
+                    pacing.started(name, self.now)
+
+        while len(self.waited) < steps:
+            admit()
+            if training_until is None and len(finished) >= self.batch:
+                batch, finished = sorted(finished)[: self.batch], sorted(finished)[self.batch :]
+                self.staleness.append(sum(version - at for at, _ in batch) / self.batch)
+                self.waited.append(self.now - asked)
+                training_until = self.now + self.train_s
+            admit()
+            assert ends or training_until is not None, "nothing runs and nothing may start"
+            if training_until is not None and (not ends or training_until <= ends[0][0]):
+                self.now, training_until = training_until, None
+                version, asked = version + 1, self.now
+                if pacing is not None:
+                    pacing.asked(len(finished), self.now)
+            else:
+                self.now, name = heapq.heappop(ends)
+                kept = random.random() < self.keep
+                if kept:
+                    finished.append((admitted[name], name))
+                else:
+                    dropped += 1
+                if pacing is not None:
+                    pacing.ended(name, self.now, kept=kept)
+                    pacing.observe(len(finished) + (0 if training_until is None else self.batch), self.now)
+
+    @property
+    def late_staleness(self) -> float:
+        half = self.staleness[len(self.staleness) // 2 :]
+        return sum(half) / len(half)
+
+    @property
+    def late_wait(self) -> float:
+        half = self.waited[len(self.waited) // 2 :]
+        return sum(half) / len(half)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.3], ids=["all kept", "three of ten kept"])
+def test_where_training_is_the_bottleneck_rollouts_are_young_and_steps_hardly_wait(keep: float) -> None:
+    kinds = {paced: Run(16, 4, 10.0, (1.0, 9.0), paced=paced, keep=keep) for paced in (False, True)}
+    for run in kinds.values():
+        run.run(120)
+    assert kinds[False].late_staleness > 3.0
+    assert kinds[True].late_staleness < 1.5
+    assert kinds[True].late_wait < 0.08 * 10.0
+
+
+def test_where_generation_is_the_bottleneck_nothing_is_held_back() -> None:
+    kinds = {paced: Run(16, 4, 1.0, (8.0, 12.0), paced=paced, at_once=40) for paced in (False, True)}
+    for run in kinds.values():
+        run.run(120)
+    assert kinds[True].now <= 1.02 * kinds[False].now
+
+
+def test_durations_beyond_a_step_are_started_in_time() -> None:
+    paced = Run(8, 8, 2.0, (5.0, 7.0))
+    paced.run(200)
+    assert paced.late_wait < 0.1 * 2.0
+    assert 2.5 < paced.late_staleness < 5.5, "a rollout takes three steps"
+
+
+def test_the_start_is_two_batches() -> None:
+    pacing = DeadlinePacing(8, 4)
+    assert pacing.room(0, 0.0) == 16
+    for number in range(10):
+        pacing.started(str(number), 0.0)
+    assert pacing.room(0, 0.0) == 6
+
+
+class Schedules(RuleBasedStateMachine):
+    """Whatever is told in whatever order and at whatever times, a batch that lacks rollouts can get them."""
+
+    @initialize(batch=st.integers(1, 5), eta=st.integers(0, 3))
+    def begin(self, batch: int, eta: int) -> None:
+        self.batch, self.now, self.count = batch, 0.0, 0
+        self.pacing = DeadlinePacing(batch, eta)
+        self.most = max(float(eta), LEAST_MARGIN)
+        self.running: list[str] = []
+        self.finished = 0
+
+    @rule(seconds=st.floats(0.0, 1e4))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def start(self) -> None:
+        if self.pacing.room(self.finished, self.now) > 0:
+            self.count += 1
+            self.running.append(str(self.count))
+            self.pacing.started(str(self.count), self.now)
+            self.pacing.started(str(self.count), self.now + 1.0)
+
+    @precondition(lambda self: self.running)
+    @rule(pick=st.integers(0, 1000), kept=st.booleans())
+    def end(self, pick: int, kept: bool) -> None:
+        name = self.running.pop(pick % len(self.running))
+        self.finished += kept
+        for _ in range(2):
+            self.pacing.ended(name, self.now, kept=kept)
+            self.pacing.observe(self.finished, self.now)
+
+    @precondition(lambda self: self.finished >= self.batch)
+    @rule()
+    def train(self) -> None:
+        self.finished -= self.batch
+        self.pacing.asked(self.finished, self.now)
+
+    @precondition(lambda self: self.finished)
+    @rule()
+    def the_trainer_drops_one(self) -> None:
+        self.finished -= 1
+
+    @invariant()
+    def something_can_happen(self) -> None:
+        room = self.pacing.room(self.finished, self.now)
+        assert room >= 0
+        assert LEAST_MARGIN <= self.pacing.margin <= self.most
+        if not self.running and self.finished < self.batch:
+            assert room > 0
+        if not self.pacing.training:
+            assert room >= self.batch - len(self.running) - self.finished
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_any_run_ends(seed: int) -> None:
+    random = Random(seed)
+    low = random.uniform(0.01, 5.0)
+    run = Run(
+        random.randint(1, 6),
+        random.randint(0, 4),
+        random.uniform(0.01, 5.0),
+        (low, low * random.uniform(1.0, 20.0)),
+        keep=random.choice([1.0, 0.5, 0.1]),
+        at_once=random.randint(1, 50),
+    )
+    run.run(15, seed)
+
+
+async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
+    clock = [0.0]
+    service = ManagerService(
+        batch_size=2,
+        max_staleness=8,
+        routing="round_robin",
+        lease_s=1e9,
+        pacing=DeadlinePacing(2, 8),
+        clock=lambda: clock[0],
+    )
+    service.begin(0)
+    names = iter(range(1000))
+
+    async def ask(count: int) -> list[str]:
+        rollouts = [
+            m.WantedRollout(str(number), f"p{number}", number) for number, _ in zip(names, range(count), strict=False)
+        ]
+        reply = await service.allocate_rollout(m.AllocateRequest(worker="rollout_worker/0", rollouts=rollouts))
+        return [granted.rollout_id for granted in reply.granted]
+
+    running = await ask(30)
+    assert len(running) == 4, "two batches, of the 18 that the bound allows"
+    waiting = asyncio.create_task(
+        service.allocate_rollout(
+            m.AllocateRequest(worker="rollout_worker/0", rollouts=[m.WantedRollout("late", "late", 99)], timeout_s=30.0)
+        )
+    )
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clock[0] = 1.0
+    ended = [m.FinishedRollout(name, accepted=True) for name in running]
+    await service.finish_rollout(m.FinishRequest(worker="rollout_worker/0", finished=ended))
+    await service.report_consumed(m.ConsumedReport(1, running[:2], []))
+    assert [granted.rollout_id for granted in (await waiting).granted] == ["late"]
