@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -225,7 +226,11 @@ class Run:
         """Everything below the launcher now, by title."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.seen |= {process.pid: process for process in found}
-        return {" ".join(process.cmdline()): process for process in found}
+        titles = {}
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no title
+                titles[" ".join(process.cmdline())] = process
+        return titles
 
     def worker(self, name: str) -> psutil.Process:
         """The worker `<kind>/<index>`."""

@@ -22,12 +22,15 @@ class DropReason(StrEnum):
     """The agent returned no samples."""
     worker_died = auto()
     """Its RolloutWorker is gone."""
+    crashed_worker = auto()
+    """Its RolloutWorker died with it in hand, more than once; the prompt is not tried again."""
 
 
 FAILURES: dict[str, str] = {
     DropReason.bad_prompt: "as their rows make no prompt",
     DropReason.failed: "in the agent, the environment, the dataset or a server",
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
+    DropReason.crashed_worker: "as their prompts end the RolloutWorker that plays them",
 }
 """Reasons that somebody has to look into, and how a person is told of them: so many rollouts failed ..."""
 

@@ -10,6 +10,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
+    training_world                  the file in which the training ranks meet
     data_state                      which prompts are used, `DataState`; the RolloutWorkers begin once it is there
 
 Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
@@ -44,6 +45,10 @@ MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
 """`TrialHolder`: the launch that has the trial and its names."""
+TRAINING_WORLD_KEY = "training_world"
+"""Name under which the first training rank tells the others where to meet."""
+WORKERS = "workers"
+"""Subtree of every worker's address."""
 DATA_STATE_KEY = "data_state"
 """`DataState`: present once the RolloutWorkers may begin."""
 
@@ -123,7 +128,7 @@ class DataState(_Entry, frozen=True):
 
 def worker_key(kind: str, index: int) -> str:
     """`WorkerAddress` of worker `index` of `kind` (`model_worker`, `rollout_worker`, ...)."""
-    return f"workers/{kind}/{index}"
+    return f"{WORKERS}/{kind}/{index}"
 
 
 def status_key(kind: str, index: int) -> str:

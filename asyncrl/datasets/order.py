@@ -8,9 +8,10 @@ and the training batch of step v, orders [v·B, (v+1)·B), does not depend on N.
 Life of a prompt: `next()` hands it out; then either it is *used* (trained, or dropped for good), or `give_back` returns
 it and it is handed out again before any later one. Only where it is to be tried as another *attempt*, with other random
 numbers, it is handed out after the rest of the epoch: under the same weights it would have come to nothing again. A
-prompt that was out when its process died is in no one's `used`:
-the restarted stream, with the same or another N, hands it out again. Ids in `used` are skipped, so nothing is trained
-twice.
+prompt that was out when the run died is in no one's `used`: the restarted stream, with the same or another N, hands it
+out again. Ids in `used` are skipped, so nothing is trained twice. Where only the stream's own process died, some of
+what it handed out lives on elsewhere, in the trainer's hands for one: that is `out` of its successor from the
+beginning, which hands it out only if it is given back.
 
 Example, 3 rows, 2 shards, epochs (2 0 1) and (0 1 2): shard 0 yields e0-2, e0-1, e1-1, ... (orders 0, 2, 4), shard 1
 yields e0-0, e1-0, e1-2, ... (orders 1, 3, 5).
@@ -19,7 +20,7 @@ yields e0-0, e1-0, e1-2, ... (orders 1, 3, 5).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,6 +63,7 @@ class PromptStream:
         shard_index: this shard, 0 to `num_shards` - 1.
         num_shards: number of shards.
         used: prompt ids never to hand out.
+        out: prompts of this shard that a stream before this one handed out, with their attempts.
 
     Raises:
         ValueError: an argument is out of range, or a used id names no prompt of this dataset.
@@ -74,6 +76,7 @@ class PromptStream:
         shard_index: int = 0,
         num_shards: int = 1,
         used: Iterable[str] = (),
+        out: Mapping[str, int] | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
@@ -86,8 +89,10 @@ class PromptStream:
         self._next_order = shard_index
         self._given_back: list[tuple[int, int]] = []  # order and attempt
         self._put_off: list[tuple[int, int, int]] = []  # the order before which it is due, order and attempt
-        self._out: dict[int, int] = {}  # attempt by order
-        self._used = set(map(self.order_of, used))
+        settled = set(map(self.order_of, used))
+        before = {self.order_of(prompt_id): attempt for prompt_id, attempt in (out or {}).items()}
+        self._out = {order: attempt for order, attempt in before.items() if order not in settled}  # attempt by order
+        self._passed_over = settled | before.keys()
 
     def next(self) -> PromptRef:
         """The next prompt: the earliest that was given back, else the next of the shard that is not used; between two
@@ -95,8 +100,8 @@ class PromptStream:
         """
         if self._given_back:
             return self._hand_out(*heapq.heappop(self._given_back))
-        while self._next_order in self._used:
-            self._used.discard(self._next_order)
+        while self._next_order in self._passed_over:
+            self._passed_over.discard(self._next_order)
             self._next_order += self.num_shards
         if self._put_off and self._put_off[0][0] <= self._next_order:
             return self._hand_out(*heapq.heappop(self._put_off)[1:])

@@ -23,6 +23,7 @@ class UsedPrompts:
 
     def __init__(self, prompt_ids: Iterable[str] = ()) -> None:
         self._rows: dict[int, bytearray] = {}
+        self._packed: dict[int, str] = {}  # of epochs as they are, so that only those that grew are packed again
         self._others: set[str] = set()
         self._count = 0
         for prompt_id in prompt_ids:
@@ -38,6 +39,7 @@ class UsedPrompts:
             self._others.add(prompt_id)
             return
         epoch, row = parsed
+        self._packed.pop(epoch, None)
         bitmap = self._rows.setdefault(epoch, bytearray())
         byte = row >> 3
         if byte >= len(bitmap):
@@ -64,10 +66,10 @@ class UsedPrompts:
 
     def to_json(self) -> dict[str, Any]:
         """The set as JSON values; `from_json` reads it back."""
-        epochs = {
-            str(epoch): base64.b64encode(zlib.compress(bytes(bitmap).rstrip(b"\0"))).decode()
-            for epoch, bitmap in sorted(self._rows.items())
-        }
+        for epoch in self._rows.keys() - self._packed.keys():
+            bitmap = bytes(self._rows[epoch]).rstrip(b"\0")
+            self._packed[epoch] = base64.b64encode(zlib.compress(bitmap)).decode()
+        epochs = {str(epoch): packed for epoch, packed in sorted(self._packed.items())}
         return {"count": self._count, "epochs": epochs, "others": sorted(self._others)}
 
     @classmethod

@@ -1,16 +1,17 @@
 """The GserverManager's HTTP interface, from the side of RolloutWorkers and the master.
 
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
-does so with back-off until `retry_s` is over. Requests to schedule made in the same turn of the event loop travel in
-one HTTP call; what ended (rollouts and requests) travels with the worker's next call, whatever that is about, or on its
-own where none comes within `FLUSH_DELAY_S`. On busy cores the number of calls is what the manager costs.
+does so with back-off until `retry_s` is over, at the address that name resolution has by then. Requests to schedule
+made in the same turn of the event loop travel in one HTTP call; what ended (rollouts and requests) travels with the
+worker's next call, whatever that is about, or on its own where none comes within `FLUSH_DELAY_S`. On busy cores the
+number of calls is what the manager costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from msgspec import structs
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m
 
@@ -72,11 +74,24 @@ class ManagerClient:
         url: of the manager.
         worker: `<kind>/<index>` of the caller.
         security: token and certificate; None where the run has no secret.
+        incarnation: of the caller, see `WorkerRequest`.
         retry_s: how long a call is repeated while the manager does not answer.
+        find: looks up where the manager is now, for a call that failed: it may be another process by then.
     """
 
-    def __init__(self, url: str, worker: str, security: HttpSecurity | None, *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        worker: str,
+        security: HttpSecurity | None,
+        *,
+        incarnation: int = 0,
+        retry_s: float = RETRY_S,
+        find: Callable[[], str] | None = None,
+    ) -> None:
         self._url = url.rstrip("/")
+        self._find = find
+        self._incarnation = incarnation
         self._worker = worker
         self._http = JsonHttp(security)
         self._retry_s = retry_s
@@ -85,6 +100,17 @@ class ManagerClient:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
+
+    async def take_over(self) -> m.TakeOverReply:
+        """Begin as the worker's newest process; the prompts of its shard that another before it has seen to.
+
+        Read which prompts are used only afterwards: what is trained or given up in between is known at both ends.
+
+        Raises:
+            ManagerGone: see there.
+        """
+        request = m.TakeOverRequest(worker=self._worker)
+        return await self._call_as_worker("/take_over", request, m.TakeOverReply)
 
     async def allocate(
         self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0
@@ -209,7 +235,9 @@ class ManagerClient:
     async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """A call in the worker's name, which also tells what ended."""
         ended, self._pending = self._pending, _Pending()
-        request = structs.replace(request, released=ended.released, finished=ended.finished)
+        request = structs.replace(
+            request, incarnation=self._incarnation, released=ended.released, finished=ended.finished
+        )
         try:
             return await self._call(path, request, reply, hold_s=hold_s)
         except BaseException:  # it may have arrived or not: to report it again does no harm
@@ -219,12 +247,12 @@ class ManagerClient:
 
     async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """POST `request` (GET where it is None), again and again while the manager does not answer."""
-        method, url, limit_s = "GET" if request is None else "POST", self._url + path, hold_s + CALL_TIMEOUT_S
+        method, limit_s = "GET" if request is None else "POST", hold_s + CALL_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
         failures = 0
         while True:
             try:
-                return await self._http.call(method, url, request, timeout_s=limit_s, reply=reply)
+                return await self._http.call(method, self._url + path, request, timeout_s=limit_s, reply=reply)
             except HttpError as error:
                 if isinstance(error, HttpRefused) and error.status < 500:
                     raise
@@ -234,6 +262,20 @@ class ManagerClient:
             if asyncio.get_running_loop().time() + delay_s > deadline:
                 raise ManagerGone(f"GserverManager {path}: {last}; given up after {self._retry_s:g} s") from last
             await asyncio.sleep(delay_s)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        """The manager may have been started again, at another address."""
+        if self._find is None:
+            return
+        try:
+            url = (await asyncio.to_thread(self._find)).rstrip("/")
+        except NameResolveError as error:  # its lease has run out and there is no other yet, or nobody can tell now
+            _log.info("the GserverManager is not registered now: %s", error)
+            return
+        if url != self._url:
+            _log.warning("the GserverManager is at %s now, before at %s", url, self._url)
+            self._url = url
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call`, which begins in the loop's next turn: what this turn still adds travels with it."""

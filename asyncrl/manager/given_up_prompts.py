@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec import Struct
+
+
+class GivenUpState(Struct, frozen=True):
+    """What `GivenUpPrompts` holds."""
+
+    last_seq: int
+    prompts: list[str]
+
 
 class GivenUpPrompts:
     """See the module's docstring. Pure state; bounded by what is given up between two reports of the master.
@@ -21,13 +30,29 @@ class GivenUpPrompts:
         self.last_seq = after
         self._prompts: deque[str] = deque()
 
+    @property
+    def unrecorded(self) -> list[str]:
+        """Those that the master may not know yet."""
+        return list(self._prompts)
+
+    def begin_above(self, seq: int) -> None:
+        """Numbers begin above `seq`; nothing was given up yet."""
+        self.last_seq = seq
+
+    def state(self) -> GivenUpState:
+        """All there is; `restore` takes it."""
+        return GivenUpState(self.last_seq, list(self._prompts))
+
+    def restore(self, state: GivenUpState) -> None:
+        """Be as `state` says."""
+        self.last_seq, self._prompts = state.last_seq, deque(state.prompts)
+
     def add(self, prompt_id: str) -> None:
         """`prompt_id` will not be tried again."""
         self.last_seq += 1
         self._prompts.append(prompt_id)
 
-    def after(self, seq: int) -> list[str]:
-        """The prompts with numbers above `seq`, in order; those up to it are forgotten."""
+    def forget(self, seq: int) -> None:
+        """The master has recorded the prompts with numbers up to `seq`."""
         while self._prompts and self.last_seq - len(self._prompts) < seq:
             self._prompts.popleft()
-        return list(self._prompts)

@@ -1,5 +1,6 @@
 """The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
 
+    POST /take_over          TakeOverRequest       TakeOverReply
     POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room, or a prompt given back
     POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
@@ -108,15 +109,40 @@ class FinishedRollout(Message, frozen=True):
 
 
 class WorkerRequest(Message, frozen=True, kw_only=True):
-    """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts."""
+    """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts.
+
+    `incarnation`: how many of the worker's processes died before the one that calls. The first call of a later one ends
+    the tickets of those before it, which are refused from then on.
+    """
 
     worker: Name
+    incarnation: Count = 0
     released: list[str] = []
     finished: list[FinishedRollout] = []
 
 
 class FinishRequest(WorkerRequest, frozen=True):
     """What ended, where no other call tells it."""
+
+
+class TakeOverRequest(WorkerRequest, frozen=True):
+    """A worker's process begins: which prompts of its shard has another before it seen to?"""
+
+
+class OutPrompt(Message, frozen=True):
+    """A prompt that was handed out as its `attempt`."""
+
+    prompt_id: str
+    attempt: Count = 0
+
+
+class TakeOverReply(Message, frozen=True):
+    """The prompts of the worker's shard that are `out`: at the trainer, or about to be returned to the worker; and the
+    prompts that were given up and that the master may not have recorded yet.
+    """
+
+    out: list[OutPrompt]
+    given_up: list[str]
 
 
 class WantedRollout(Message, frozen=True):

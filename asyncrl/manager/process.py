@@ -28,6 +28,7 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.rollout.settings import Pacing
+from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.settings import worker_grid
@@ -56,12 +57,13 @@ class GserverManager(AsyncWorker):
             place_first=config.manager.update_mode != UpdateMode.finish,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
+            log_file=self.run_dir / MANAGER_LOG_FILE,
         )
         self._decisions = FleetDecisions(config.manager.update_mode, config.manager.update_timeout_s)
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
-        self._pids: dict[str, int] = {}
+        self._workers: set[str] = set()
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
@@ -81,17 +83,20 @@ class GserverManager(AsyncWorker):
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
+            if recovered := self._service.begin_again():  # before anyone can ask
+                self.log.info("going on where the manager before this one stood: %s", self._service.gate.books())
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
             async with asyncio.TaskGroup() as loops:
-                works = (
+                works = [
                     self._clock.keep(),
-                    self._begin(),
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
-                )
+                ]
+                if not recovered:
+                    works.append(self._begin())
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -100,6 +105,7 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
+            self._service.log.close()
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""
@@ -114,7 +120,7 @@ class GserverManager(AsyncWorker):
         """Open the gate once the master says where the run stands.
 
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
-        a resumed run as if nothing had been trained.
+        a resumed run as if nothing had been trained. A manager that follows one that died knows it from that one.
         """
         value = await self._next_value(names.DATA_STATE_KEY, None)
         assert value is not None  # it differs from None
@@ -123,6 +129,7 @@ class GserverManager(AsyncWorker):
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
         self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
+        await self._service.log.flush()
         self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:
@@ -165,22 +172,26 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
-        """Servers by index with URL and version, workers by name with process id."""
+        """Servers by index with URL and version, workers by name with their incarnation."""
         servers = {}
         for key, value in self.resolver.get_subtree(names.GENERATION_SERVERS).items():
             entry = names.GenerationServerEntry.decode(value)
             servers[names.index_of(key)] = (entry.url, entry.version)
         statuses = self.resolver.get_subtree(f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
-        pids = {names.index_of(key): names.WorkerStatus.decode(value).pid for key, value in statuses.items()}
-        return servers, {f"{names.ROLLOUT_WORKER}/{index}": pid for index, pid in pids.items()}
+        workers = {
+            f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": names.WorkerStatus.decode(value).incarnation
+            for key, value in statuses.items()
+        }
+        return servers, workers
 
-    def _give_up_workers(self, pids: dict[str, int]) -> None:
-        """Give up the rollouts of workers that are silent, gone, or another process than before."""
-        gone = [worker for worker, pid in self._pids.items() if pids.get(worker) != pid]
-        self._pids = pids
+    def _give_up_workers(self, workers: dict[str, int]) -> None:
+        """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
+        gone = self._workers - workers.keys()
+        self._workers = set(workers)
         for worker in gone:
             self._service.worker_died(worker)
-        for worker in [*gone, *self._service.expire_workers()]:
+        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
+        for worker in [*gone, *new, *self._service.expire_workers()]:
             self.log.warning(
                 "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
             )

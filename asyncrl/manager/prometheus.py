@@ -45,7 +45,7 @@ class _ManagerCollector(Collector):
         yield Counter, "gate_closed_seconds", "Time in which no rollout could start.", "", service.gate_closed_s
         yield Gauge, "served_version", "Least version that requests are sent to.", "", books.version
         yield Gauge, "trained_version", "Version of the trainer.", "", books.trained_version
-        yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.tokens_finished
+        yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.rollouts.tokens_finished
         yield Gauge, "workers_alive", "Workers with a lease.", "", len(service.leases.workers)
         by_state = {state.value: states[state] for state in ServerState}
         yield Gauge, "servers", "Generation servers, by state.", "state", by_state

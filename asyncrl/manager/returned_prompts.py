@@ -7,7 +7,10 @@ dies before, its successor is told again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from asyncrl.manager.messages import ReturnedPrompt
 
@@ -17,6 +20,14 @@ class _Mailbox:
     last_seq: int
     unacknowledged: dict[str, ReturnedPrompt] = field(default_factory=dict)
     acknowledged: dict[str, ReturnedPrompt] = field(default_factory=dict)
+
+
+class MailboxState(Struct, frozen=True):
+    """What is on its way to one worker."""
+
+    last_seq: int
+    unacknowledged: list[ReturnedPrompt]
+    acknowledged: list[ReturnedPrompt]
 
 
 class ReturnedPrompts:
@@ -30,6 +41,31 @@ class ReturnedPrompts:
     def __init__(self, after: int = 0) -> None:
         self._after = after
         self._boxes: dict[str, _Mailbox] = {}
+        self.last_change = 0
+        """Grows whenever a prompt is returned."""
+
+    def begin_above(self, seq: int) -> None:
+        """Numbers begin above `seq`; nothing was returned yet."""
+        self._after = seq
+
+    def state(self) -> dict[str, MailboxState]:
+        """All there is, by worker; `restore` takes it."""
+        return {
+            worker: MailboxState(box.last_seq, list(box.unacknowledged.values()), list(box.acknowledged.values()))
+            for worker, box in self._boxes.items()
+        }
+
+    def restore(self, state: Mapping[str, MailboxState]) -> None:
+        """Be as `state` says."""
+        self._boxes = {
+            worker: _Mailbox(
+                box.last_seq,
+                {prompt.prompt_id: prompt for prompt in box.unacknowledged},
+                {prompt.prompt_id: prompt for prompt in box.acknowledged},
+            )
+            for worker, box in state.items()
+        }
+        self._after = max([self._after, *(box.last_seq for box in state.values())])
 
     def give_back(self, worker: str, prompt_id: str, order: int, attempt: int = 0) -> None:
         """`prompt_id` is to be tried again by `worker`, as its `attempt`."""
@@ -37,20 +73,28 @@ class ReturnedPrompts:
         box.acknowledged.pop(prompt_id, None)
         if prompt_id not in box.unacknowledged:
             box.last_seq += 1
+            self.last_change += 1
             box.unacknowledged[prompt_id] = ReturnedPrompt(box.last_seq, prompt_id, order, attempt)
+
+    def owes(self, worker: str, prompt_id: str) -> bool:
+        """Whether `prompt_id` is on its way back to `worker`, or there and not running yet."""
+        box = self._boxes.get(worker)
+        return box is not None and (prompt_id in box.unacknowledged or prompt_id in box.acknowledged)
 
     def pending(self, worker: str) -> list[ReturnedPrompt]:
         """What `worker` has not acknowledged yet, in the order of the numbers."""
         box = self._boxes.get(worker)
         return [] if box is None else list(box.unacknowledged.values())
 
-    def acknowledge(self, worker: str, seq: int) -> None:
-        """`worker` has seen every number up to `seq`."""
+    def acknowledge(self, worker: str, seq: int) -> bool:
+        """`worker` has seen every number up to `seq`; whether that was news."""
         box = self._boxes.get(worker)
         if box is None:
-            return
-        for prompt in [prompt for prompt in box.unacknowledged.values() if prompt.seq <= seq]:
+            return False
+        seen = [prompt for prompt in box.unacknowledged.values() if prompt.seq <= seq]
+        for prompt in seen:
             box.acknowledged[prompt.prompt_id] = box.unacknowledged.pop(prompt.prompt_id)
+        return bool(seen)
 
     def running_again(self, worker: str, prompt_id: str) -> None:
         """A rollout of `prompt_id` has started, or the trainer has one after all: nothing is owed any more."""

@@ -10,8 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from msgspec import Struct
+
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager.staleness_gate import Ticket
+
+
+class EventsState(Struct, frozen=True):
+    """What `RolloutEvents` holds."""
+
+    last_seq: int
+    lines: list[RolloutLine]
 
 
 class RolloutEvents:
@@ -44,11 +53,27 @@ class RolloutEvents:
         """The run ends before the rollout does."""
         self._add(Abandoned(rollout_id, self._at()))
 
-    def after(self, seq: int) -> list[RolloutLine]:
-        """The lines with numbers above `seq`, in order; those up to it are forgotten."""
+    @property
+    def untold(self) -> list[RolloutLine]:
+        """The lines that the master may not have written yet, in order; the last has number `last_seq`."""
+        return list(self._lines)
+
+    def forget(self, seq: int) -> None:
+        """The master has written the lines with numbers up to `seq`."""
         while self._lines and self.last_seq - len(self._lines) < seq:
             self._lines.popleft()
-        return list(self._lines)
+
+    def begin_above(self, seq: int) -> None:
+        """Numbers begin above `seq`; nothing happened yet."""
+        self.last_seq = seq
+
+    def state(self) -> EventsState:
+        """All there is; `restore` takes it."""
+        return EventsState(self.last_seq, list(self._lines))
+
+    def restore(self, state: EventsState) -> None:
+        """Be as `state` says."""
+        self.last_seq, self._lines = state.last_seq, deque(state.lines)
 
     def _add(self, line: RolloutLine) -> None:
         self.last_seq += 1

@@ -1,4 +1,9 @@
-"""The GserverManager's state and verbs: gate, router, leases and returned prompts as one, without HTTP around them.
+"""The GserverManager's verbs: rollouts' books, router and leases as one, without HTTP around them.
+
+What must never be forgotten is in `rollout_books`, which change by its inputs alone; each is on the disk (`event_log`)
+before a reply is sent. So a service that is given the inputs of one that died goes on where that one stood
+(`begin_again`): calls whose replies were lost are made again and answered as before. Its router begins empty: what
+runs on the servers goes on there, and counts again with its next request.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
 whenever something changed that they depend on:
@@ -7,6 +12,13 @@ whenever something changed that they depend on:
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
+
+Incarnations. A worker's process that died is followed by another of the same name and shard, its next incarnation.
+Whatever is heard of that one first, a call or its status, ends the one before: its running rollouts are dropped
+(`worker_died`), their prompts are returned to the worker, and its late calls are refused, but for what they tell of
+rollouts that ended. So all running rollouts of a worker belong to one incarnation. The successor asks what its
+predecessors have seen to (`take_over`) and then reads which prompts are used; between the two nothing is missed, as
+the master writes that file before it reports a step here, and only its report takes a rollout or a prompt off the list.
 
 Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to. One that says
 what its `first` request will be has a server for it with its admission, under the rollout's id: half the calls.
@@ -17,20 +29,33 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
-from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager import messages as m
-from asyncrl.manager.given_up_prompts import GivenUpPrompts
+from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.returned_prompts import ReturnedPrompts
-from asyncrl.manager.rollout_events import RolloutEvents
+from asyncrl.manager.rollout_books import (
+    Abandoned,
+    Acknowledged,
+    Admitted,
+    Began,
+    Closed,
+    Consumed,
+    Died,
+    Ended,
+    Event,
+    RolloutBooks,
+    Served,
+    Succeeded,
+)
 from asyncrl.manager.router import Router, ServerView
-from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
 from asyncrl.manager.wakeup import Signal
 
 MAX_HOLD_S = 60.0
@@ -60,6 +85,7 @@ class ManagerService:
         place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
+        log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
     """
 
     def __init__(
@@ -72,18 +98,16 @@ class ManagerService:
         place_first: bool = True,
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
+        log_file: Path | None = None,
     ) -> None:
-        self.gate = StalenessGate(batch_size, max_staleness)
+        self.log = EventLog(log_file, lambda: self.rollouts.remember())
+        self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note)
+        self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
-        self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
-        self.given_up = GivenUpPrompts(after=time.time_ns() // 1_000_000)
-        self.events = RolloutEvents(after=time.time_ns() // 1_000_000)
-        self.tokens_finished = 0
         self._place_first = place_first
         self._pacing = pacing
         self._clock = clock
-        self._begun = False
         self._absent: set[str] = set()
         self._absent_until = 0.0
         self._closed_since: float | None = None
@@ -93,7 +117,7 @@ class ManagerService:
         self._routes = Signal()
         self.progress = Signal()
         self._losses: deque[tuple[int, str]] = deque(maxlen=LOSSES_KEPT)
-        self._loss_seq = 0
+        self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         self._loss = Signal()
 
     @property
@@ -102,8 +126,9 @@ class ManagerService:
         return self._closed_s + (0.0 if self._closed_since is None else self._clock() - self._closed_since)
 
     def verbs(self) -> dict[str, m.Verb]:
-        """What it answers: by path the request's type and the handler."""
-        return {
+        """What it answers: by path the request's type and the handler. A reply waits for its causes to be written."""
+        verbs: dict[str, m.Verb] = {
+            "/take_over": (m.TakeOverRequest, self.take_over),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
@@ -114,6 +139,25 @@ class ManagerService:
             "/abandon": (m.Empty, self.abandon),
             "/books": (m.Empty, self.books),
         }
+        return {path: (kind, self._written_first(handler)) for path, (kind, handler) in verbs.items()}
+
+    def _written_first(self, handler: Callable[[Any], Awaitable[m.Message]]) -> Callable[[Any], Awaitable[m.Message]]:
+        async def answer(request: Any) -> m.Message:
+            reply = await handler(request)
+            await self.log.flush()
+            return reply
+
+        return answer
+
+    async def take_over(self, request: m.TakeOverRequest) -> m.TakeOverReply:
+        """A worker's process begins; what of its shard is out already, and what was given up."""
+        self._note_call(request)
+        worker = request.worker
+        out = {ticket.prompt_id: ticket.attempt for ticket in self.gate.finished_of(worker)}
+        out |= {prompt.prompt_id: prompt.attempt for prompt in self.returned.pending(worker)}
+        return m.TakeOverReply(
+            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.rollouts.given_up.unrecorded
+        )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
         """Admit a prefix of the wanted rollouts; holds where there is nothing to tell.
@@ -126,11 +170,11 @@ class ManagerService:
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
         wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
-        self.returned.acknowledge(worker, request.returned_ack)
+        self._apply(Acknowledged(worker, request.returned_ack))
         self._absent.discard(worker)
         waiting = _AtGate(worker, wanted)
-        while wanted and self.gate.is_live(wanted[0].rollout_id):  # the reply to this call was lost once
-            self._start(waiting)
+        for rollout in [rollout for rollout in wanted if self.gate.is_live(rollout.rollout_id)]:
+            self._start(waiting, rollout)  # the reply to this call was lost once
         self._at_gate.append(waiting)
         closed_before = self.gate.closed
         try:
@@ -147,7 +191,7 @@ class ManagerService:
         """Place the requests; holds while none of them can be."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        while True:
+        while not self._is_over(request):
             self.leases.renew(worker, self._clock())
             placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
             scheduled = [
@@ -157,6 +201,7 @@ class ManagerService:
             ]
             if scheduled or not request.requests or not await self._routes.wait(deadline - self._clock()):
                 return m.ScheduleReply(scheduled)
+        return m.ScheduleReply([])
 
     async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
         """Take in what ended, where no other call tells it."""
@@ -173,19 +218,20 @@ class ManagerService:
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
-        for dropped in request.dropped:
-            goes = PromptGoes.returned if dropped.return_prompt else PromptGoes.used
-            self._drop(dropped.rollout_id, dropped.reason, goes)
-        for rollout_id in request.trained:
+        for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
             self.router.release_rollout(rollout_id)
-        self.gate.train(request.version, request.trained)
+        for dropped in request.dropped:
+            self._paced_end(dropped.rollout_id, kept=False)
+        self._apply(Consumed(request))
         if self._pacing is not None and request.trained:
             self._pacing.asked(self.gate.finished, self._clock())
         self._admit()
         self.progress.notify()
-        given_up = self.given_up.after(request.given_up_after)
-        events = self.events.after(request.events_after)
-        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq, events, self.events.last_seq)
+        given_up = self.rollouts.given_up
+        events = self.rollouts.events
+        return m.ConsumedReply(
+            self.gate.books(), given_up.unrecorded, given_up.last_seq, events.untold, events.last_seq
+        )
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -199,22 +245,22 @@ class ManagerService:
         """Hold until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
-        while True:
+        while not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
             urls = [] if after < 0 else [url for seq, url in self._losses if seq > after]
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
+        return m.LostServersReply(self._loss_seq, [])
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
-        self.gate.close()
+        self._apply(Closed())
         self._room.notify()
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
-        for rollout_id in self.gate.abandon():
-            self.events.abandoned(rollout_id)
+        self._apply(Abandoned())
         self._room.notify()
         self.progress.notify()
         return self.gate.books()
@@ -230,7 +276,8 @@ class ManagerService:
 
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
-        if served_version is not None and self.gate.advance(served_version):
+        if served_version is not None and served_version > self.gate.version:
+            self._apply(Served(served_version))
             self._admit()
         self._routes.notify()
 
@@ -250,18 +297,27 @@ class ManagerService:
             self._admit()
         return late
 
+    def incarnation_seen(self, worker: str, incarnation: int) -> bool:
+        """There is this incarnation of the worker; whether it is a new one, with which those before it are over."""
+        if incarnation <= self.rollouts.incarnations.get(worker, 0):
+            return False
+        self._ended(worker, Succeeded(worker, incarnation))
+        return True
+
     def worker_died(self, worker: str) -> None:
-        """The worker is gone: its running rollouts are dropped, their prompts wait for its successor."""
+        """The worker's process is gone: its running rollouts are dropped, their prompts wait for its successor."""
+        self._ended(worker, Died(worker))
+
+    def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
         self._absent.discard(worker)
         for waiting in self._at_gate:
             if waiting.worker == worker:
                 waiting.wanted.clear()
         self.router.release_worker(worker)
-        self.returned.worker_died(worker)
-        for rollout_id in self.gate.running_of(worker):
-            ticket = self.gate.give_up(rollout_id)
-            self._left(rollout_id, ticket, WORKER_LOST, PromptGoes.returned)
+        for rollout_id in self._apply(event):
+            self.router.release_rollout(rollout_id)
+            self._paced_end(rollout_id, kept=False)
         self._admit()
         self.progress.notify()
 
@@ -273,42 +329,37 @@ class ManagerService:
         The first ones are once each of `workers` has asked, for `FIRST_ASK_S` at most: else the first batch would be
         of whoever asks first, and not in the data order.
         """
-        if version > 0:
-            self.gate.resume(version, dropped)
-        self._begun = True
+        self._apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000))
         self._absent = set(workers) - {waiting.worker for waiting in self._at_gate}
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
-    def _drop(
-        self, rollout_id: str, reason: str, prompt: PromptGoes, *, as_next_attempt: bool = False
-    ) -> Ticket | None:
-        ticket = self.gate.drop(rollout_id, reason)
-        self._left(rollout_id, ticket, reason, prompt, as_next_attempt=as_next_attempt)
-        return ticket
+    def begin_again(self) -> bool:
+        """Go on where the service before this one stood; False where there was none, or it had not begun.
 
-    def _left(
-        self,
-        rollout_id: str,
-        ticket: Ticket | None,
-        reason: str,
-        prompt: PromptGoes,
-        *,
-        as_next_attempt: bool = False,
-    ) -> None:
-        """The rollout has left the count for `reason`; `ticket` is None where it had before."""
-        self.router.release_rollout(rollout_id)
-        self._ended(rollout_id, kept=False)
-        if ticket is not None:
-            self.events.dropped(rollout_id, reason, prompt)
-        if ticket is not None and prompt is PromptGoes.returned:
-            attempt = ticket.attempt + as_next_attempt
-            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
+        Its workers have a new lease, in which to be heard.
+
+        Raises:
+            ValueError: what it left is damaged.
+        """
+        for noted in self.log.read():
+            self.rollouts.replay(noted)
+        for owner in self.gate.owners | self.rollouts.incarnations.keys():
+            self.leases.renew(owner, self._clock())
+        self._admit()
+        return self.rollouts.begun
+
+    def _apply(self, event: Event) -> list[str]:
+        """Take an input in, and wake those who wait for prompts where some are returned by it."""
+        before = self.returned.last_change
+        given_up = self.rollouts.apply(event)
+        if self.returned.last_change != before:
             self._room.notify()
+        return given_up
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
-        if self._at_gate and self._begun and not self._absent:
+        if self._at_gate and self.rollouts.begun and not self._absent:
             self._admit_waiting()
         full = self._capacity() == 0
         if full and self._closed_since is None:
@@ -324,38 +375,45 @@ class ManagerService:
             return allowed
         return min(allowed, self._pacing.room(self.gate.finished, self._clock()))
 
-    def _ended(self, rollout_id: str, *, kept: bool) -> None:
+    def _paced_end(self, rollout_id: str, *, kept: bool) -> None:
         if self._pacing is not None:
             self._pacing.ended(rollout_id, self._clock(), kept=kept)
             self._pacing.observe(self.gate.finished, self._clock())
 
     def _admit_waiting(self) -> None:
-        """Each call gets a prefix of its list; among the calls, the lowest order goes first."""
-        heads = [(call.wanted[0].order, number) for number, call in enumerate(self._at_gate) if call.wanted]
+        """Each call gets its rollouts in their order, but for suspects that have to wait; among the calls, the lowest
+        order goes first.
+        """
+        heads = [(head.order, number) for number, call in enumerate(self._at_gate) if (head := self._head(call))]
         heapq.heapify(heads)
         admitted = False
         while heads and self._capacity():
             _, number = heapq.heappop(heads)
             waiting = self._at_gate[number]
-            self._start(waiting)
+            if (head := self._head(waiting)) is None:  # of two calls of one worker, the other got its suspect in
+                continue
+            self._start(waiting, head)
             admitted = True
-            if waiting.wanted:
-                heapq.heappush(heads, (waiting.wanted[0].order, number))
+            if (head := self._head(waiting)) is not None:
+                heapq.heappush(heads, (head.order, number))
         if admitted:
             self._room.notify()
 
-    def _start(self, waiting: _AtGate) -> None:
-        """Admit the first rollout of a waiting call, unless another call of the same worker saw it to its end."""
-        wanted = waiting.wanted.pop(0)
+    def _head(self, waiting: _AtGate) -> m.WantedRollout | None:
+        """Which rollout of a waiting call is the next."""
+        must_wait, worker = self.rollouts.suspects.must_wait, waiting.worker
+        return next((wanted for wanted in waiting.wanted if not must_wait(worker, wanted.prompt_id)), None)
+
+    def _start(self, waiting: _AtGate, wanted: m.WantedRollout) -> None:
+        """Admit a rollout of a waiting call, unless another call of the same worker saw it to its end."""
+        waiting.wanted.remove(wanted)
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
         if self.gate.outcome(rollout_id) is not None:
             return
-        running_already = self.gate.is_live(rollout_id)
-        ticket = Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt)
-        version = self.gate.start(ticket)
-        assert version is not None, "admitted without room"
-        if not running_already:
-            self.events.admitted(ticket, version)
+        version = self.gate.admitted_at(rollout_id)
+        if version is None:
+            self._apply(Admitted(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
+            version = self.gate.version
         if self._pacing is not None:
             self._pacing.started(rollout_id, self._clock())
         route = None
@@ -365,7 +423,6 @@ class ManagerService:
             server = self._place(request, worker)
             route = None if server is None else m.Route(server.url, server.version)
         waiting.granted.append(m.GrantedRollout(rollout_id, version, route))
-        self.returned.running_again(worker, wanted.prompt_id)
 
     def _was_given_up(self, rollout_id: str) -> bool:
         """Whether the rollout was granted, and given up before its worker knew.
@@ -388,8 +445,14 @@ class ManagerService:
         return self.router.schedule(request, worker, min_version)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
-        """A worker calls: it lives, and tells which of its requests and rollouts ended."""
-        self.leases.renew(request.worker, self._clock())
+        """A worker calls: it lives, and tells which of its requests and rollouts ended.
+
+        Raises:
+            BadRequest: another process is the worker by now; what this one tells counts all the same.
+        """
+        self.incarnation_seen(request.worker, request.incarnation)
+        if not self._is_over(request):
+            self.leases.renew(request.worker, self._clock())
         for request_id in request.released:
             self.router.release(request_id)
         for finished in request.finished:
@@ -398,24 +461,19 @@ class ManagerService:
             self._admit()
         if request.released or request.finished:
             self.progress.notify()
+        if self._is_over(request):
+            newest = self.rollouts.incarnations[request.worker]
+            raise m.BadRequest(f"$.incarnation: {request.incarnation} of {request.worker} is over, {newest} is there")
+
+    def _is_over(self, request: m.WorkerRequest) -> bool:
+        """Whether another process is the worker by now."""
+        return request.incarnation < self.rollouts.incarnations.get(request.worker, 0)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
-        rollout_id = finished.rollout_id
-        if not finished.accepted:
-            reason, again = finished.reason or "rejected", finished.as_next_attempt
-            goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
-            ticket = self._drop(rollout_id, reason, goes, as_next_attempt=again)
-            if ticket is not None and not finished.return_prompt:
-                self.given_up.add(ticket.prompt_id)
-            return
-        self.router.release_rollout(rollout_id)
-        ticket = self.gate.finish(rollout_id)
-        self._ended(rollout_id, kept=True)
-        if ticket is not None:
-            self.returned.running_again(ticket.owner, ticket.prompt_id)
-            self.tokens_finished += finished.tokens
-            self.events.finished(rollout_id, finished.tokens)
+        self.router.release_rollout(finished.rollout_id)
+        self._apply(Ended(finished))
+        self._paced_end(finished.rollout_id, kept=finished.accepted)
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

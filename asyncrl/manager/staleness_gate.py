@@ -19,6 +19,8 @@ Messages about one rollout come from two sides (its worker, the trainer) and may
 and after the rollout was given up as lost. A rollout given up because its worker fell silent comes back if it
 finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it received of a rollout
 that was given up before the worker's report of its end arrives; coming back then, it would keep its place for ever.
+Its prompt was returned when it was given up. What became of that attempt is another rollout's story, and it may have
+ended as a duplicate of this one: so whoever drops the first of the two asks whether the prompt is live (`has_prompt`).
 Everything else about a rollout that has left the count is ignored.
 
 Worked example
@@ -70,6 +72,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.manager.messages import Books
@@ -114,12 +119,30 @@ _TRAINED = _Retired(TRAINED)
 _ABANDONED = _Retired(ABANDONED)
 
 
+LiveRow: TypeAlias = tuple[str, str, str, int, int, int, bool]
+"""A live rollout: the fields of its ticket, the version it was admitted at, whether it is finished."""
+
+
+class GateMemory(Struct, frozen=True):
+    """What a gate knows. `retired`: rollout id, how it left, and the rollout itself where it may come back."""
+
+    version: int
+    trained_version: int
+    closed: bool
+    submitted: int
+    trained: int
+    abandoned: int
+    dropped: dict[str, int]
+    live: list[LiveRow]
+    retired: list[tuple[str, str, LiveRow | None]]
+
+
 class StalenessGate:
     """Counts rollouts from start to optimizer and says when another may start; the module's docstring has the theory.
 
     Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except
-    `blocking`, `running_of` and `abandon`, which visit the running ones. Every method may be called again with the
-    same arguments without effect.
+    `blocking`, `running_of`, `finished_of` and `abandon`, which visit the live ones. Every method may be called again
+    with the same arguments without effect.
 
     Args:
         batch_size: B, rollouts per train step.
@@ -134,6 +157,7 @@ class StalenessGate:
         self.trained_version = 0
         self.closed = False
         self._live: dict[str, _Live] = {}
+        self._live_of_prompt: Counter[str] = Counter()
         self._retired: dict[str, _Retired] = {}
         self._retired_kept = retired_kept
         self._running_at: Counter[int] = Counter()
@@ -197,7 +221,7 @@ class StalenessGate:
             )
         if self.capacity == 0:
             return None
-        self._live[ticket.rollout_id] = _Live(ticket, self.version)
+        self._join(_Live(ticket, self.version))
         self._running += 1
         self._running_at[self.version] += 1
         self._submitted += 1
@@ -242,7 +266,7 @@ class StalenessGate:
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:
-            live = self._live.pop(rollout_id, None)
+            live = self._part(rollout_id)
             if live is not None:
                 self._leave(live)
             elif not self._undo_outcome(rollout_id, repeated):
@@ -293,13 +317,36 @@ class StalenessGate:
         retired = self._retired.get(rollout_id)
         return retired is not None and retired.lost is None
 
+    def running(self, rollout_id: str) -> Ticket | None:
+        """Ticket of a rollout that runs; None of any other."""
+        live = self._live.get(rollout_id)
+        return None if live is None or live.finished else live.ticket
+
+    def given_up(self, rollout_id: str) -> Ticket | None:
+        """Ticket of a rollout that was given up and may come back; None of any other."""
+        retired = self._retired.get(rollout_id)
+        return None if retired is None or retired.lost is None else retired.lost.ticket
+
+    def has_prompt(self, prompt_id: str) -> bool:
+        """Whether a rollout of the prompt is live."""
+        return prompt_id in self._live_of_prompt
+
     def is_live(self, rollout_id: str) -> bool:
         """Whether the rollout runs, or is finished and not yet trained."""
         return rollout_id in self._live
 
+    @property
+    def owners(self) -> set[str]:
+        """The workers that have live rollouts."""
+        return {live.ticket.owner for live in self._live.values()}
+
     def running_of(self, owner: str) -> list[str]:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live.items() if not live.finished and live.ticket.owner == owner]
+
+    def finished_of(self, owner: str) -> list[Ticket]:
+        """Rollouts of worker `owner` that are finished and not yet trained."""
+        return [live.ticket for live in self._live.values() if live.finished and live.ticket.owner == owner]
 
     def close(self) -> None:
         """No rollout starts from here on."""
@@ -310,10 +357,46 @@ class StalenessGate:
         self.close()
         abandoned = list(self._live)
         for rollout_id in abandoned:
-            self._leave(self._live.pop(rollout_id))
+            if (live := self._part(rollout_id)) is not None:
+                self._leave(live)
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
         return abandoned
+
+    def memory(self) -> GateMemory:
+        """All it knows; `restore` takes it."""
+        return GateMemory(
+            self.version,
+            self.trained_version,
+            self.closed,
+            self._submitted,
+            self._trained,
+            self._abandoned,
+            dict(self._dropped),
+            [_row(live) for live in self._live.values()],
+            [
+                (key, left.outcome, None if left.lost is None else _row(left.lost))
+                for key, left in self._retired.items()
+            ],
+        )
+
+    def restore(self, memory: GateMemory) -> None:
+        """Know what `memory` says, and nothing else."""
+        self.version, self.trained_version, self.closed = memory.version, memory.trained_version, memory.closed
+        self._submitted, self._trained, self._abandoned = memory.submitted, memory.trained, memory.abandoned
+        self._dropped = Counter(memory.dropped)
+        self._live, self._live_of_prompt = {}, Counter()
+        self._running_at, self._finished_at, self._running = Counter(), Counter(), 0
+        for row in memory.live:
+            live = _live(row)
+            self._join(live)
+            self._running += not live.finished
+            (self._finished_at if live.finished else self._running_at)[live.version] += 1
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
+        self._retired = {
+            key: known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost))
+            for key, outcome, lost in memory.retired
+        }
 
     def books(self) -> Books:
         """The ledger as of now."""
@@ -328,6 +411,20 @@ class StalenessGate:
             trained_version=self.trained_version,
         )
 
+    def _join(self, live: _Live) -> None:
+        """Enter a rollout among the live ones."""
+        self._live[live.ticket.rollout_id] = live
+        self._live_of_prompt[live.ticket.prompt_id] += 1
+
+    def _part(self, rollout_id: str) -> _Live | None:
+        """Take a rollout out of the live ones, if it is one of them."""
+        live = self._live.pop(rollout_id, None)
+        if live is not None:
+            self._live_of_prompt[live.ticket.prompt_id] -= 1
+            if not self._live_of_prompt[live.ticket.prompt_id]:
+                del self._live_of_prompt[live.ticket.prompt_id]
+        return live
+
     def _leave(self, live: _Live) -> None:
         """Take a live rollout out of the counter of its state."""
         counter = self._finished_at if live.finished else self._running_at
@@ -338,7 +435,7 @@ class StalenessGate:
             self._running -= 1
 
     def _drop(self, live: _Live, retired: _Retired) -> Ticket:
-        del self._live[live.ticket.rollout_id]
+        self._part(live.ticket.rollout_id)
         self._leave(live)
         self._dropped[retired.outcome] += 1
         self._retire(live.ticket.rollout_id, retired)
@@ -349,7 +446,7 @@ class StalenessGate:
         assert live is not None
         del self._retired[rollout_id]
         self._dropped[retired.outcome] -= 1
-        self._live[rollout_id] = live
+        self._join(live)
         return live
 
     def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
@@ -372,3 +469,21 @@ class StalenessGate:
         self._retired[rollout_id] = retired
         if len(self._retired) > self._retired_kept:
             del self._retired[next(iter(self._retired))]
+
+
+def _row(live: _Live) -> LiveRow:
+    ticket = live.ticket
+    return (
+        ticket.rollout_id,
+        ticket.owner,
+        ticket.prompt_id,
+        ticket.order,
+        ticket.attempt,
+        live.version,
+        live.finished,
+    )
+
+
+def _live(row: LiveRow) -> _Live:
+    rollout_id, owner, prompt_id, order, attempt, version, finished = row
+    return _Live(Ticket(rollout_id, owner, prompt_id, order, attempt), version, finished)

@@ -130,6 +130,11 @@ class SampleBuffer:
             self._finished.add(record.rollout_id)
             self.trained += 1
 
+    def know_trained(self, rollout_ids: Iterable[str]) -> None:
+        """These were trained before this buffer was made: what is received of them is a second copy."""
+        for rollout_id in rollout_ids:
+            self._finished.add(rollout_id)
+
     def pop_drops(self) -> list[Drop]:
         """The drops since the last call; each is returned exactly once."""
         drops, self._drops = self._drops, []

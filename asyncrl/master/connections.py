@@ -5,15 +5,102 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, Self
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.request_reply import RequestClient
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.request_reply import PeerGone, RequestClient
+from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.security import SocketSecurity
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.runtime.waiting import cancel
 from asyncrl.runtime.worker import AsyncWorker
 
 GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
+LOOK_UP_S = 0.5
+"""How often it is looked up during a call whether the worker is another process by now."""
+
+
+class Evaluates(Protocol):
+    """A RolloutWorker, from where its share of an evaluation is asked of it."""
+
+    async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
+        """Make the call and return its reply."""
+
+
+class ReplaceableWorker:
+    """Calls a worker whose process may die and be followed by another: the call is then made again, to that one.
+
+    So only calls that may be made twice. A connection that breaks without a successor is used again too.
+
+    Args:
+        resolver: name resolution, where the successor registers.
+        key: under which the worker's `WorkerAddress` is.
+        registered: the one to begin with.
+        security: the run's keys, or None for plaintext.
+    """
+
+    def __init__(self, resolver: NameResolver, key: str, registered: str, security: SocketSecurity | None) -> None:
+        self._resolver, self._key, self._security = resolver, key, security
+        self._follow(registered)
+
+    @classmethod
+    async def connect(cls, worker: AsyncWorker, kind: str, index: int) -> Self:
+        """The worker `index` of `kind`, once it has registered.
+
+        Raises:
+            NameResolveTimeout, StopRequested: see `connect`.
+        """
+        key = names.worker_key(kind, index)
+        return cls(worker.resolver, key, await worker.registered(key), worker.security)
+
+    async def call(self, request: Request[R], *, timeout_s: float) -> R:
+        """Make the call, to whoever is the worker, and return its reply.
+
+        Raises:
+            RemoteError, RequestTimeout, PeerGone, MessageError: see `RequestClient.call`.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - now())
+            calling = asyncio.ensure_future(self._client.call(request, timeout_s=left_s))
+            moving = asyncio.ensure_future(self._moved())
+            try:
+                await asyncio.wait({calling, moving}, return_when=asyncio.FIRST_COMPLETED)
+                if calling.done():
+                    return calling.result()
+                registered = moving.result()
+            except PeerGone:
+                if now() >= deadline:
+                    raise
+                continue
+            finally:
+                await cancel(calling, moving)
+            self._client.close()
+            self._follow(registered)
+
+    def close(self) -> None:
+        """Disconnect; outstanding calls raise PeerGone."""
+        self._client.close()
+
+    def _follow(self, registered: str) -> None:
+        self._registered = registered
+        endpoint = names.WorkerAddress.decode(registered).endpoint
+        self._client = RequestClient(endpoint, self._security, name=self._key)
+
+    async def _moved(self) -> str:
+        """What is registered, once it is another process."""
+        while True:
+            try:
+                registered = await asyncio.to_thread(self._resolver.get, self._key)
+            except NameEntryNotFound:  # its lease has run out, and there is no other yet
+                registered = self._registered
+            if registered != self._registered:
+                return registered
+            await asyncio.sleep(LOOK_UP_S)
 
 
 async def connect(worker: AsyncWorker, kind: str, count: int) -> list[RequestClient]:
@@ -28,7 +115,7 @@ async def connect(worker: AsyncWorker, kind: str, count: int) -> list[RequestCli
     return [RequestClient(at.endpoint, worker.security, name=key) for at, key in zip(found, keys, strict=True)]
 
 
-async def evaluate(workers: Sequence[RequestClient], version: int, timeout_s: float) -> EvaluationResult:
+async def evaluate(workers: Sequence[Evaluates], version: int, timeout_s: float) -> EvaluationResult:
     """Evaluate `version` on the whole held-out set, of which each RolloutWorker does its share.
 
     Raises:

@@ -22,6 +22,7 @@ from asyncrl.observability.metrics import MetricsWriter, read_rows
 from asyncrl.observability.sample_tables import SampleTables
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 
 _log = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ class Journal:
         self._collector = collector
         self._buffer = buffer
         self._rows = RowQueue()
+        self._written: dict[int, Row] = {}  # when it was opened
         self._metrics: MetricsWriter | None = None
         self._restart_log: JsonlTail | None = None
         self._tables: SampleTables | None = None
-        self._restarts = 0  # over all launches
+        self._restarts, self._restart_s = 0, 0.0  # over all launches
         self._started_at = 0.0
         self._totals = _Totals(0.0)
 
@@ -92,7 +94,7 @@ class Journal:
         if version == 0 or state is None:
             return
         self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
-        written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
+        written = self._written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
         for step, row in ((held["step"], held["row"]) for held in state["rows"]):
             if step in written:  # its evaluation ended after the checkpoint was written
                 self._take_in(step, written[step])
@@ -130,6 +132,7 @@ class Journal:
             "rollout/dropped_stale": after.stale - before.stale,
             "rollout/in_buffer": len(self._buffer),
             "restarts": self._count_restarts(),
+            "time/restarts_s": self._restart_s,
         }
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
@@ -144,6 +147,14 @@ class Journal:
         self._totals = after
         self._rows.add(version, row, awaits_evaluation=self.evaluation_due(version))
         self._write_ready()
+
+    def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> bool:
+        """As `step`, by a master that was started again after the step; whether the row still was to be written."""
+        if version in self._written:
+            self._take_in(version, self._written[version])
+            return False
+        self.step(version, batch, measured, gate, now)
+        return True
 
     def evaluated(self, version: int, outcome: EvaluationResult | str) -> None:
         """The evaluation of `version` has ended, with its result or for the reason why there is none."""
@@ -197,7 +208,9 @@ class Journal:
     def _count_restarts(self) -> int:
         """How often processes, or all of them, were started again so far."""
         if self._restart_log is not None:
-            self._restarts += len(self._restart_log.read())
+            lines = self._restart_log.read()
+            self._restarts += restarts_in(lines).total()
+            self._restart_s += seconds_in(lines)
         return self._restarts
 
     def _write_ready(self) -> None:

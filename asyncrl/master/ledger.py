@@ -111,6 +111,25 @@ class Ledger:
         )
         self.write()
 
+    def go_on(self, lines: int) -> None:
+        """The launch goes on after its first so many lines; what followed them is told again."""
+        left = lines
+        for file in sorted(self._folder.glob("*.jsonl")):
+            content = file.read_bytes().splitlines(keepends=True)
+            if left <= 0:
+                file.unlink()
+            elif len(content) > left:
+                os.truncate(file, sum(map(len, content[:left])))
+            left -= len(content)
+        self._take_up()
+        self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
+        self._file = self._path.open("ab")
+
+    def lines_written(self) -> int:
+        """Bring all lines so far to the disk; their number."""
+        self.write()
+        return self._lines
+
     def take(self, lines: Iterable[RolloutLine]) -> None:
         """Take in what the manager tells of rollouts."""
         for line in lines:

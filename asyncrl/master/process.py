@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, connect
+from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.trainer.settings import placement
@@ -31,7 +33,8 @@ class MasterWorker(AsyncWorker):
             except StopRequested:
                 return
             self.ready()
-            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop).run()
+            last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
+            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step).run()
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""
@@ -56,10 +59,14 @@ class MasterWorker(AsyncWorker):
         if self.config.samples.replay:
             return await self._replaying(closing)
         url = await self.registered(names.MANAGER_KEY)
-        manager = ManagerClient(url, self.name, self.http_security)
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.http_security, find=find)
         closing.push_async_callback(manager.close)
         trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
-        rollouts = await connect(self, names.ROLLOUT_WORKER, self.config.rollout.workers)
-        for client in (*trainers, *rollouts):
-            closing.callback(client.close)
+        workers = range(self.config.rollout.workers)
+        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index) for index in workers]
+        for trainer in trainers:
+            closing.callback(trainer.close)
+        for rollout in rollouts:
+            closing.callback(rollout.close)
         return Peers(trainers, self._placement, manager, rollouts, NameBoard(self.resolver))

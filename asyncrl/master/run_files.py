@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.journal import Journal
@@ -20,6 +22,8 @@ from asyncrl.runtime.run_dir import (
     SUMMARY_FILE,
     WEIGHTS_DIR,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class BooksError(RuntimeError):
@@ -85,6 +89,10 @@ def _plain(books: GateBooks) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
+    temporary, text = path.with_suffix(".tmp"), json.dumps(value)
+
+    def write() -> None:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+    patiently_blocking(write, f"{path}", _log)

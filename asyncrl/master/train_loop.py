@@ -10,7 +10,12 @@ who waits for what, on which counter.
 Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
 for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
 version, in one folder that appears at once, so after a restart all forget the same steps. Used prompts are this loop's
-alone: the data state is a copy of them for the RolloutWorkers, made once as the run begins.
+alone: the data state is a copy of them for RolloutWorkers that begin. It is written before each report to the manager,
+so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
+
+The last step. Where `last_step` is given, the state of each step is kept on the host before anyone outside the
+trainer's side hears of it (`asyncrl.runtime.last_step`): the checkpoint's content, and what was about to be told
+(`_KeptStep`). A loop that finds one there goes on from it instead of from the newest checkpoint.
 
 The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
 and they are written down, so that every end can tell them: `summary.json` where the run ended well, else `books.json`
@@ -28,9 +33,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import msgspec
+
 from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.client import RemoteError, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus, ManagerClient
@@ -38,7 +45,7 @@ from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
-from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
+from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
@@ -57,7 +64,8 @@ from asyncrl.master.run_files import (
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.run_dir import versions_in
+from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.run_dir import DATA_STATE_FILE, versions_in
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -69,9 +77,11 @@ from asyncrl.trainer.messages import (
     LoadCheckpoint,
     Publish,
     SaveCheckpoint,
+    WrittenShare,
 )
 from asyncrl.trainer.settings import BestDirection, Placement, worker_grid
 from asyncrl.weights.checkpoint_dir import which_to_keep
+from asyncrl.weights.manifest import FileEntry
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -81,6 +91,8 @@ STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+LAST_BOOKS_LIMIT_S = 30.0
+"""The same at the end of a complete run: a manager that died is started again."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
 HOLD_S = 10.0
@@ -101,12 +113,31 @@ class Peers:
     workers: Sequence[RequestClient]
     placement: Placement
     manager: ManagerClient | OfflineGate
-    rollouts: Sequence[RequestClient]
+    rollouts: Sequence[Evaluates]
     board: NameBoard
 
 
+class _KeptStep(msgspec.Struct, frozen=True):
+    """What the state of the last step has besides a checkpoint's: what the others and the metrics are told of it next.
+
+    `given_up_seq`: the last of the prompts that workers gave up and that are among the used ones; `events_seq`: the
+    last of what became of rollouts that is in the ledger, which then had `ledger_line` lines.
+    """
+
+    batch: TrainBatch
+    measured: Row
+    trained: list[str]
+    given_up_seq: int
+    events_seq: int
+    ledger_line: int
+
+
 class TrainLoop:
-    """See the module's docstring. `run` is the whole life; set `stop` to end it early with a checkpoint."""
+    """See the module's docstring. `run` is the whole life; set `stop` to end it early with a checkpoint.
+
+    Args:
+        last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+    """
 
     def __init__(
         self,
@@ -116,7 +147,9 @@ class TrainLoop:
         peers: Peers,
         stop: asyncio.Event,
         clock: AwakeClock | None = None,
+        last_step: LastStep | None = None,
     ) -> None:
+        self._last_step = last_step
         self._clock = clock or AwakeClock()
         self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
@@ -141,9 +174,13 @@ class TrainLoop:
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
-        self._given_up_seq = self._events_seq = 0
+        self._given_up_seq = self._events_seq = 0  # the last that is known
+        self._given_up_kept = self._events_kept = 0  # the last that whoever goes on from here knows
+        self._kept_version = 0
+        self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
+        self._in_data_state: int | None = None  # how many used prompts it has
         self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
         self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
@@ -185,16 +222,37 @@ class TrainLoop:
         journal = state["journal"] if state else None
         self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
         write_books(self.run_dir, self.version, self._books)
-        self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
-        # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
-        await self._all(CollectWeights(ACTOR, (self.version,)))
+        kept = state.get("step") if state else None
+        step = None if kept is None else msgspec.convert(kept, _KeptStep, str_keys=True)
+        ledger = state.get("ledger") if state else None
+        if step is None:
+            self._ledger.begin(self.version, ledger, self._books)
+        else:
+            self._ledger.go_on(step.ledger_line)
+        evaluated = step is None or self._take_up(step)
+        if not self._unreported_trained:
+            # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
+            await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
-        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self._books.dropped)
+        self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
         self._progress_at = self._clock()
-        if self.version == 0:
-            self._announcer.evaluate_if_due(0)
+        if self.version == 0 or not evaluated:
+            self._announcer.evaluate_if_due(self.version)
+
+    def _take_up(self, step: _KeptStep) -> bool:
+        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be."""
+        self._unreported_trained = list(step.trained)
+        self.buffer.know_trained(step.trained)
+        self._given_up_seq = self._given_up_kept = step.given_up_seq
+        self._events_seq = self._events_kept = step.events_seq
+        self._untold_step = step.batch
+        row_is_written = not self._journal.step_again(
+            self.version, step.batch, step.measured, self._status, perf_counter()
+        )
+        _log.info("going on after step %d, which was complete", self.version)
+        return row_is_written
 
     async def _step(self) -> None:
         """From version v to v + 1."""
@@ -207,14 +265,14 @@ class TrainLoop:
         has_data = perf_counter()
         stats = await self._train(batch)
         trained = perf_counter()
-        path = await self._publish(to_disk=self._complete or self._wants_folder)
-        published = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
-        times = {
-            "time/wait_data_s": has_data - begun,
-            "time/train_s": trained - has_data,
-            "time/publish_s": published - trained,
-        }
+        times = {"time/wait_data_s": has_data - begun, "time/train_s": trained - has_data}
+        await self._begin_keeping(batch, stats | times)
+        path = await self._publish(to_disk=self._complete or self._wants_folder)
+        times["time/publish_s"] = perf_counter() - trained
+        await self._finish_keeping()
+        published = perf_counter()
+        times["time/keep_s"] = published - trained - times["time/publish_s"]
         try:  # a version that is to be evaluated waits for the evaluation before it, which has a limit of its own
             await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
             times["time/wait_eval_s"] = perf_counter() - published
@@ -282,6 +340,41 @@ class TrainLoop:
         )
         return published[0].path
 
+    async def _begin_keeping(self, batch: TrainBatch, measured: Row) -> None:
+        """Have the ranks copy the state of the step that is complete, and begin to write it."""
+        if self._last_step is None:
+            return
+        seen = (self._given_up_seq, self._events_seq, self._ledger.lines_written())
+        step = _KeptStep(batch, measured, self._unreported_trained, *seen)
+        state = self._state() | {"step": msgspec.to_builtins(step, str_keys=True)}
+        try:
+            await self._all(SaveCheckpoint(self._kept_path, self.version, state, of_last_step=True))
+        except RemoteError as error:
+            self._keep_no_more(error)
+
+    async def _finish_keeping(self) -> None:
+        """Return once the state of the step is whole; from then on others may hear of the step."""
+        if self._last_step is None:
+            return
+        path, given_up, events = self._kept_path, self._given_up_seq, self._events_seq
+        try:
+            shares = await self._all(FinishShare(path, of_last_step=True))
+            await self._commit(CommitCheckpoint(path, _files_of(shares), keep=1, of_last_step=True))
+        except RemoteError as error:
+            self._keep_no_more(error)
+        else:
+            self._given_up_kept, self._events_kept, self._kept_version = given_up, events, self.version
+
+    def _keep_no_more(self, error: RemoteError) -> None:
+        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
+        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
+        self._last_step = None
+
+    @property
+    def _kept_path(self) -> str:
+        assert self._last_step is not None
+        return str(self._last_step.state_root / f"v{self.version}")
+
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
 
@@ -299,15 +392,30 @@ class TrainLoop:
 
     async def _report_to_manager(self) -> None:
         """Tell the gate what was trained and dropped; take in its books, and what RolloutWorkers dropped for good."""
+        if self._last_step is not None and self._kept_version != self.version:
+            return  # whoever goes on after this process would not know of it
+        self._write_data_state()
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        heard = (self._given_up_seq, self._events_seq)
-        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *heard)
+        keeping = self._last_step is not None
+        recorded = (self._given_up_kept, self._events_kept) if keeping else (self._given_up_seq, self._events_seq)
+        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
+        known = self._events_seq - (reply.events_seq - len(reply.events))
+        self._ledger.take(reply.events[max(0, known) :])
         self._books, self._given_up_seq, self._events_seq = reply.books, reply.seq, reply.events_seq
         self.buffer.give_up(reply.given_up)
-        self._ledger.take(reply.events)
+        if (batch := self._untold_step) is not None:
+            self._ledger.step(batch, self._reported_books)
+            self._untold_step = None
+
+    def _write_data_state(self) -> Path:
+        """Write which prompts are used, where that has changed; returns the file."""
+        if self._in_data_state == len(self.buffer.used):
+            return self.run_dir / DATA_STATE_FILE
+        self._in_data_state = len(self.buffer.used)
+        return write_data_state(self.run_dir, self.buffer.used)
 
     async def _evaluate(self, version: int) -> EvaluationResult:
         limit_s = self.config.eval.timeout_s
@@ -345,13 +453,14 @@ class TrainLoop:
             _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
 
     async def _close_books(self) -> None:
+        limit_s = LAST_BOOKS_LIMIT_S if self._complete else BOOKS_LIMIT_S
         try:
-            async with asyncio.timeout(BOOKS_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await self.peers.manager.close_gate()
                 await self.peers.manager.abandon()
                 await self._report_to_manager()
         except TimeoutError as error:
-            raise BooksError(f"the GserverManager did not close the books within {BOOKS_LIMIT_S:g} s") from error
+            raise BooksError(f"the GserverManager did not close the books within {limit_s:g} s") from error
 
     async def _last_evaluation(self) -> None:
         try:
@@ -360,12 +469,14 @@ class TrainLoop:
             await self._announcer.close()
 
     async def _restore(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint; returns the master's part of it, None where there is none."""
-        state = (await self._all(LoadCheckpoint(str(checkpoint_root(self.run_dir)))))[0].master_state
+        """Load the last step, else the newest checkpoint; returns the master's part of it, None where there is none."""
+        kept = self._last_step is not None and self._last_step.version is not None
+        root = self._last_step.state_root if self._last_step is not None and kept else checkpoint_root(self.run_dir)
+        state = (await self._all(LoadCheckpoint(str(root))))[0].master_state
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
-            self._saved = self._progress
+            self._saved, self._kept_version = None if kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
             self._trained_before = trained - self.buffer.trained
@@ -382,25 +493,30 @@ class TrainLoop:
         await self._last_save()
         path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
         progress = self._progress
-        state = {
-            "version": self.version,
-            "buffer": self.buffer.state(),
-            "journal": self._journal.state(),
-            "dropped": dict(self._books.dropped),
-            "ledger": self._ledger.saved(self.version, self._reported_books),
-        }
+        state = self._state() | {"ledger": self._ledger.saved(self.version, self._reported_books)}
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(SaveCheckpoint(path, self.version, state))
         self._saving = asyncio.create_task(self._complete_save(path, progress))
 
+    def _state(self) -> dict[str, Any]:
+        """The master's part of a checkpoint."""
+        return {
+            "version": self.version,
+            "buffer": self.buffer.state(),
+            "journal": self._journal.state(),
+            "dropped": dict(self._books.dropped),
+        }
+
     async def _complete_save(self, path: str, progress: tuple[int, int]) -> None:
         version, _ = progress
         shares = await self._all(FinishShare(path))
-        files = {name: entry for share in shares for name, entry in share.files.items()}
-        publisher = self.peers.workers[worker_grid(self.config).publisher]
-        commit = CommitCheckpoint(path, files, self.config.checkpoint.keep, self._protected_checkpoints(version))
-        await publisher.call(commit, timeout_s=self._limit_s)
+        protected = self._protected_checkpoints(version)
+        await self._commit(CommitCheckpoint(path, _files_of(shares), self.config.checkpoint.keep, protected))
         self._saved = progress
+
+    async def _commit(self, request: CommitCheckpoint) -> None:
+        publisher = self.peers.workers[worker_grid(self.config).publisher]
+        await publisher.call(request, timeout_s=self._limit_s)
 
     def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
         """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
@@ -515,3 +631,8 @@ class TrainLoop:
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
             f"{self.buffer.describe()}; {gate}{silent}"
         )
+
+
+def _files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
+    """The files that the ranks have written together, by name."""
+    return {name: entry for share in shares for name, entry in share.files.items()}

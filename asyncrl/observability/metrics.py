@@ -8,6 +8,7 @@ on: they belong to a future that is trained anew.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -15,10 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.sample_tables import COLUMNS, Table, as_markdown
 from asyncrl.observability.tail import JsonlTail
 
+_log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
 
@@ -54,7 +57,7 @@ class JsonlSink(Sink):
 
     def write(self, step: int, row: Row) -> None:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
+        patiently_blocking(self._file.flush, f"{self._file.name}", _log)  # what it cannot write it still has
         self.last_step = step
 
     def samples(self, step: int, table: Table) -> None:

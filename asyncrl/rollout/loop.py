@@ -168,7 +168,7 @@ class RolloutLoop:
         self._returned_ack = returned.seq
         try:
             self._stream.give_back(returned.prompt_id, returned.attempt)
-        except ValueError:  # handed out by this worker's predecessor: the new stream comes to it by itself
+        except ValueError:  # it was returned before: it waits to be handed out
             _log.info("prompt %s came back and was not out", returned.prompt_id)
 
     async def _roll_out(self, candidate: _Candidate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -46,7 +47,9 @@ class RolloutWorker(AsyncWorker):
             for line in self._plugins.chat_format.findings.lines():
                 self.log.info("chat template: %s", line)
         rollout = self.config.rollout
-        manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
+        url, incarnation = await self.registered(names.MANAGER_KEY), self.spec.incarnation
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
         try:
             async with (
                 self._plugins.offloader,
@@ -74,7 +77,7 @@ class RolloutWorker(AsyncWorker):
         server = RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
         try:
             self._register(server.endpoint)
-            stream, plugins, config = await self._open_stream(), self._plugins, self.config
+            stream, plugins, config = await self._open_stream(manager), self._plugins, self.config
             loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
             self.ready()
             await self._until_stopped(loop, pusher)
@@ -101,11 +104,19 @@ class RolloutWorker(AsyncWorker):
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
-    async def _open_stream(self) -> PromptStream:
-        """The prompts of this worker's shard, less those that are used, once the MasterWorker has said which."""
+    async def _open_stream(self, manager: ManagerClient) -> PromptStream:
+        """The prompts of this worker's shard, once the MasterWorker has said which are used.
+
+        Those that the process before this one has seen to are asked for first, see `ManagerClient.take_over`.
+        """
+        former = await manager.take_over()
         state = names.DataState.decode(await self.registered(names.DATA_STATE_KEY))
         rows, workers = len(self._plugins.train_set), self.config.rollout.workers
-        return PromptStream(rows, self.config.seed, self.index, workers, used=UsedPrompts.read(Path(state.path)))
+        used = [*UsedPrompts.read(Path(state.path)), *former.given_up]
+        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
+        if out:
+            self.log.info("%d prompts of the process before this one are at the trainer or come back", len(out))
+        return PromptStream(rows, self.config.seed, self.index, workers, used=used, out=out)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""

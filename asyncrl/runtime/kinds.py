@@ -24,10 +24,12 @@ trainer that waits leaves the cores to the others anyway."""
 class Restart(StrEnum):
     """What it takes to go on after a process died."""
 
-    whole_run = auto()
-    """What it held is lost: the run has to be started again, from the newest checkpoint."""
+    nothing = auto()
+    """The run ends; the same command goes on from its newest checkpoint."""
     alone = auto()
     """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
+    together = auto()
+    """All of these kinds begin again together, from the last step, which outlives them (`last_step`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class ProcessKind:
     leads: bool = False
     serves: bool = False
     essential: bool = True
-    restart: Restart = Restart.whole_run
+    restart: Restart = Restart.nothing
 
 
 def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
@@ -105,13 +107,15 @@ def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 
 KINDS = {
-    MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks),
+    MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks, restart=Restart.together),
     GENERATION_SERVER: ProcessKind(
         "asyncrl.inference.process:GenerationServer", _generation_servers, serves=True, restart=Restart.alone
     ),
-    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers),
-    GSERVER_MANAGER: ProcessKind("asyncrl.manager.process:GserverManager", _manager, serves=True),
-    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _master, leads=True),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
+    GSERVER_MANAGER: ProcessKind(
+        "asyncrl.manager.process:GserverManager", _manager, serves=True, restart=Restart.alone
+    ),
+    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _master, leads=True, restart=Restart.together),
     RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorder, leads=True),
 }
 """By name, the slowest to start first."""

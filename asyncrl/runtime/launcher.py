@@ -9,19 +9,23 @@ Life of a run
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
-   - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Beyond its
-     budget everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
+   - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Of the trainer's
+     side, MasterWorker and ModelWorkers, all are (`Restart.together`): they go on from the last step, which outlives
+     them (`asyncrl.runtime.last_step`), and the other processes stay. Beyond its budget, or where that step is lost,
+     everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
      (`asyncrl.runtime.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
-   A process that exits with 1 has not died: it says that it cannot go on, and why, and would say so again.
+   A process that exits with 1 has not died: it says that it cannot go on, and why, and would say so again. On the
+   trainer's side it may say so because another one died, which is looked for first.
 5. Whatever still runs below the launcher is killed, and the claim is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import time
@@ -30,7 +34,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.names import TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
@@ -39,16 +45,18 @@ from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Restart
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
-from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart
+from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
     LOCK_FILE,
     LOGS_DIR,
+    MANAGER_LOG_FILE,
     METRICS_FILE,
     SECRET_FILE,
     SUMMARY_FILE,
@@ -67,6 +75,10 @@ CHECKPOINT_LIMIT_S = 120.0
 """After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
+CAUSE_LIMIT_S = 2.0
+"""So long after one of the trainer's side gave up, the launcher may hear of the death that made it."""
+READY_LIMIT_S = 600.0
+"""So long it is looked whether what was started again is ready; a big model takes its time."""
 GAVE_UP = 1
 """Exit code of a process that says that it cannot go on (`Worker.start`)."""
 
@@ -86,6 +98,7 @@ class Launcher:
         self._claim: TrialClaim | None = None
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
+        self._last_step = LastStep(self.run_dir)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -109,6 +122,7 @@ class Launcher:
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
         if self._claim is not None:
+            self._last_step.remove()
             self._claim.release()
             self._claim = None
 
@@ -137,8 +151,12 @@ class Launcher:
         """Forget what earlier processes announced and how they ended: their model version and data state are not those
         of the ones to come.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
+        try:
+            self._last_step.begin()
+        except OSError as error:
+            raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
                 resolver.clear_subtree(keep=(TRIAL_KEY,))
@@ -244,12 +262,15 @@ class Launcher:
             ends = [await self._ends.get()]
             while not self._ends.empty():
                 ends.append(self._ends.get_nowait())
+            if None not in ends and any(map(_may_follow_another, ends)) and not self._interrupts:
+                await self._await_cause(ends)
             if None in ends:
                 return None, AfterDeath.nothing
+            died = sorted((worker for worker in ends if worker is not None), key=_gave_up)
             final = [
                 (worker, after)
-                for worker in ends
-                if worker is not None and (after := await self._after_end(worker)) is not AfterDeath.alone
+                for worker in died
+                if worker in self._workers and (after := await self._after_end(worker)) is not AfterDeath.alone
             ]
             if final:  # of several at once, one that cannot be started again is the cause, then one that failed
                 return min(final, key=lambda end: (end[1] is AfterDeath.whole_run, end[0].exit_code == 0))
@@ -257,19 +278,102 @@ class Launcher:
     async def _after_end(self, ended: WorkerHandle) -> AfterDeath:
         """What is started again after this end; `alone` also where the run goes on without the process."""
         kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
-        if kind.restart == Restart.alone and ended.exit_code not in (EXIT_OK, GAVE_UP) and not self._interrupts:
-            after = self._policy.died(name, time.monotonic())
-            self._deaths[name] += 1
+        together = kind.restart == Restart.together
+        replaceable = kind.restart != Restart.nothing and not self._interrupts
+        if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
+            lost = together and not await asyncio.to_thread(self._last_step_is_there)
+            after = self._policy.died(name, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
         if kind.essential and not replaced:
             return after
         outcome = "it is started again" if replaced else "the run goes on without it"
+        if replaced and together:
+            outcome += " with all of the trainer's side, which goes on from the last step"
         self._display.note(f"{name} ({ended.description}) {_how(ended)}; {outcome}; its log: {ended.log}")
-        self._workers.remove(ended)
-        if replaced:
-            note_restart(self.run_dir, name, _how(ended))
-            await self._start(ended.plan)
+        if not replaced:
+            self._workers.remove(ended)
+        elif together:
+            await self._restart([worker for worker in self._workers if _is_together(worker)], TRAINER, _how(ended))
+        else:
+            await self._restart([ended], name, _how(ended))
         return AfterDeath.alone
+
+    async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
+        """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
+        deadline = time.monotonic() + CAUSE_LIMIT_S
+        while not any(worker is not None and _is_together(worker) and not _gave_up(worker) for worker in ends):
+            try:
+                ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                return
+
+    def _last_step_is_there(self) -> bool:
+        """Whether the trainer's side can go on from where it stood."""
+        try:
+            with open_resolver(self.config, self.run_dir) as resolver:
+                announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
+        except NameEntryNotFound:
+            announced = 0
+        except NameResolveError as error:
+            self._display.note(f"name resolution does not tell which version the servers have: {error}")
+            return False
+        return self.config.checkpoint.keep_last_step and self._last_step.can_go_on(announced)
+
+    async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
+        """End `workers`, whatever still runs of them, and start each again."""
+        began = time.monotonic()
+        note_restart(self.run_dir, what, reason)
+        for worker in workers:
+            worker.kill_process()
+        for worker in await _wait_for(workers, STOP_LIMIT_S):
+            worker.kill()
+        await _wait_for(workers, STOP_LIMIT_S)
+        for worker in workers:
+            self._workers.remove(worker)
+            self._deaths[worker.plan.name] += 1
+        if what == TRAINER:
+            await asyncio.to_thread(self._forget_trainer)
+        plans = [worker.plan for worker in workers]
+        for plan in plans:
+            await self._start(plan)
+        watch = asyncio.create_task(self._note_when_ready(plans, what, began))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    def _forget_trainer(self) -> None:
+        """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
+        with open_resolver(self.config, self.run_dir) as resolver:
+            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)
+            keys = [key for tree in trees for key in resolver.get_subtree(tree)]
+            for key in [*keys, names.TRAINING_WORLD_KEY]:
+                with contextlib.suppress(NameEntryNotFound):
+                    resolver.delete(key)
+
+    async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
+        """Say how long it took until what was started again could work, and write it down."""
+        incarnations = {plan.name: self._deaths[plan.name] for plan in plans}
+
+        def are_ready() -> bool:
+            with open_resolver(self.config, self.run_dir) as resolver:
+                for plan in plans:
+                    try:
+                        value = resolver.get(names.status_key(plan.kind, plan.index))
+                    except NameEntryNotFound:
+                        return False
+                    status = names.WorkerStatus.decode(value)
+                    if status.incarnation < incarnations[plan.name] or status.state == "starting":
+                        return False
+            return True
+
+        while time.monotonic() - began < READY_LIMIT_S:
+            if any(self._deaths[name] != number for name, number in incarnations.items()):
+                return  # it died again before it was ready: that one's restart tells it
+            if await asyncio.to_thread(are_ready):
+                seconds = time.monotonic() - began
+                note_went_on(self.run_dir, what, seconds)
+                self._display.note(f"{what} went on after {seconds:.1f} s")
+                return
+            await asyncio.sleep(REFRESH_S)
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Say what ended and what comes of it, have the rest saved and stopped."""
@@ -309,6 +413,19 @@ class Launcher:
     def _show_new_rows(self) -> None:
         for row in self._tail.read():
             self._display.row(row)
+
+
+def _is_together(worker: WorkerHandle) -> bool:
+    return KINDS[worker.plan.kind].restart == Restart.together
+
+
+def _gave_up(worker: WorkerHandle) -> bool:
+    return worker.exit_code == GAVE_UP
+
+
+def _may_follow_another(worker: WorkerHandle | None) -> bool:
+    """Whether it ended because another one of its side died, as far as one can tell."""
+    return worker is not None and _is_together(worker) and _gave_up(worker)
 
 
 def _leads(worker: WorkerHandle) -> bool:

@@ -56,10 +56,13 @@ class RestartPolicy:
         self._run = RestartBudget(min(limit, 1), window_s)
         self._processes: dict[str, RestartBudget] = {}
 
-    def died(self, process: str, now_s: float) -> AfterDeath:
-        """`process` died at `now_s`: what is started again counts from here on."""
+    def died(self, process: str, now_s: float, *, lost: bool = False) -> AfterDeath:
+        """`process` died at `now_s`: what is started again counts from here on.
+
+        `lost`: what it held is gone, so that it cannot be started again alone.
+        """
         budget = self._processes.setdefault(process, RestartBudget(self._limit, self._window_s))
-        if budget.spend(now_s):
+        if not lost and budget.spend(now_s):
             return AfterDeath.alone
         if self._run.spend(now_s):
             self._processes.clear()

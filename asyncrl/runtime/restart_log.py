@@ -1,4 +1,7 @@
-"""What the launcher started again, and why: `restarts.jsonl` in the run's folder, a line for each, over all launches.
+"""What the launcher started again, why, and what it cost: `restarts.jsonl` in the run's folder, over all launches.
+
+    {"time": ..., "restarted": "rollout_worker/0", "reason": "was killed by signal SIGKILL"}     it was started again
+    {"time": ..., "went_on": "rollout_worker/0", "seconds": 2.1}                                 it was ready again
 
 The MasterWorker counts them in its rows of metrics, and the summary names them.
 """
@@ -6,24 +9,57 @@ The MasterWorker counts them in its rows of metrics, and the summary names them.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.run_dir import RESTARTS_FILE
 
+_log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"
 """What is counted where everything was started again."""
+TRAINER = "the trainer"
+"""What is counted where MasterWorker and ModelWorkers were started again together."""
 
 
 def note_restart(run_dir: Path, what: str, reason: str) -> None:
     """`what`, a process or `WHOLE_RUN`, is about to be started again."""
-    line = {"time": round(time.time(), 3), "restarted": what, "reason": reason}
-    with (run_dir / RESTARTS_FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    _append(run_dir, {"restarted": what, "reason": reason})
+
+
+def note_went_on(run_dir: Path, what: str, seconds: float) -> None:
+    """`what` was ready again so long after its death was noticed."""
+    _append(run_dir, {"went_on": what, "seconds": round(seconds, 3)})
+
+
+def restarts_in(lines: Iterable[dict[str, Any]]) -> Counter[str]:
+    """How often each was started again, by these lines."""
+    return Counter(line["restarted"] for line in lines if "restarted" in line)
+
+
+def seconds_in(lines: Iterable[dict[str, Any]]) -> float:
+    """Seconds until those that were started again were ready, by these lines."""
+    return float(sum(line["seconds"] for line in lines if "went_on" in line))
 
 
 def count_restarts(run_dir: Path) -> Counter[str]:
     """How often each was started again."""
-    return Counter(line["restarted"] for line in JsonlTail(run_dir / RESTARTS_FILE).read())
+    return restarts_in(JsonlTail(run_dir / RESTARTS_FILE).read())
+
+
+def restart_seconds(run_dir: Path) -> float:
+    """Seconds until those that were started again were ready, over all launches."""
+    return seconds_in(JsonlTail(run_dir / RESTARTS_FILE).read())
+
+
+def _append(run_dir: Path, line: dict[str, Any]) -> None:
+    text = json.dumps({"time": round(time.time(), 3)} | line) + "\n"
+    try:
+        with (run_dir / RESTARTS_FILE).open("a") as file:
+            file.write(text)
+    except OSError as error:  # it tells people what happened; the run must not wait for it, nor end
+        _log.warning("%s does not take %s: %s", run_dir / RESTARTS_FILE, text.strip(), error)

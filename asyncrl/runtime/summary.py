@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.drop_reasons import failure
-from asyncrl.runtime.restart_log import count_restarts
+from asyncrl.runtime.restart_log import count_restarts, restart_seconds
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
 
@@ -38,7 +38,8 @@ def summary_lines(run_dir: Path) -> list[str]:
         ]
         lines += _books_lines(summary["books"])
     if restarts := count_restarts(run_dir):
-        lines.append("restarts   " + ", ".join(f"{what} {count}" for what, count in sorted(restarts.items())))
+        counts = ", ".join(f"{what} {count}" for what, count in sorted(restarts.items()))
+        lines.append(f"restarts   {counts}; {restart_seconds(run_dir):.1f} s until they went on")
     return [
         *lines,
         f"metrics    {run_dir / METRICS_FILE}",

@@ -54,10 +54,18 @@ class Inbox:
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
                     f"{timeout_s:g} s"
                 )
-            self._held[trajectory.rollout_id] = trajectory
-            self._last += 1
-            self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
+            self._hold(trajectory)
         self._on_arrival()
+
+    def restore(self, trajectory: Trajectory) -> None:
+        """Add one that was held by the process before this one, whether there is room or not."""
+        with self._room:
+            self._hold(trajectory)
+
+    def _hold(self, trajectory: Trajectory) -> None:
+        self._held[trajectory.rollout_id] = trajectory
+        self._last += 1
+        self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""

@@ -173,11 +173,15 @@ class SaveCheckpoint(Request[Done], frozen=True):
     """Copy what a checkpoint of `version` needs to host memory and begin to write it for `path`.
 
     It is there once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
+
+    `of_last_step`, here and there: it is the state that successors of these processes begin with, kept on the host
+    (`asyncrl.runtime.last_step`), beside the checkpoint that may be under way.
     """
 
     path: str
     version: int
     master_state: dict[str, Any]
+    of_last_step: bool = False
 
 
 class WrittenShare(Reply, frozen=True):
@@ -190,6 +194,7 @@ class FinishShare(Request[WrittenShare], frozen=True):
     """Answered once this rank's files of the checkpoint `path` are on the disk, or could not be written."""
 
     path: str
+    of_last_step: bool = False
 
 
 class CommitCheckpoint(Request[Done], frozen=True):
@@ -202,6 +207,7 @@ class CommitCheckpoint(Request[Done], frozen=True):
     files: dict[str, FileEntry]
     keep: int
     protected: tuple[int, ...] = ()
+    of_last_step: bool = False
 
 
 class LoadedCheckpoint(Reply, frozen=True):

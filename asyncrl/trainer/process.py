@@ -13,8 +13,10 @@ same order on all ranks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,13 +33,15 @@ from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
-from asyncrl.trainer.inbox import Inbox
+from asyncrl.trainer.inbox import Inbox, InboxFull
+from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.messages import (
@@ -101,6 +105,7 @@ class ModelWorker(Worker):
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self._open.callback(self._rank.checkpoints.close)
+        self._open.callback(self._rank.last_step.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
@@ -123,6 +128,7 @@ class ModelWorker(Worker):
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
         self._inbox = Inbox(head, self.config.trainer.buffer_capacity, self._on_arrival)
+        self._kept_inbox = self._open_kept_inbox(head)
         self._server = RequestServer(
             system.host,
             self.security,
@@ -161,11 +167,46 @@ class ModelWorker(Worker):
             puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
+    def _open_kept_inbox(self, head: int) -> KeptInbox | None:
+        """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""
+        self._in_step: list[str] = []
+        self._last_step = LastStep(self.run_dir)
+        if not (self._world.takes_trajectories and self.config.checkpoint.keep_last_step):
+            return None
+        try:
+            kept = KeptInbox(self._last_step.inbox(head))
+        except OSError as error:
+            self._cannot_keep(error)
+            return None
+        for trajectory in kept.read():
+            self._inbox.restore(trajectory)
+        return kept
+
+    def _cannot_keep(self, error: OSError) -> None:
+        """Others may go on without; but nobody may go on from what is kept."""
+        self.log.warning("a death of this process would now cost the steps since the last checkpoint: %s", error)
+        with contextlib.suppress(OSError):  # the folder itself is gone
+            self._last_step.tear()
+
     # The puller's thread.
 
     def _receive(self, trajectory: Trajectory) -> None:
         self._arrivals.check(trajectory)
-        self._inbox.put(trajectory, timeout_s=_ROOM_S)
+        if self._kept_inbox is not None:
+            try:
+                self._kept_inbox.write(trajectory)
+            except OSError as error:
+                self._kept_inbox = None
+                self._cannot_keep(error)
+        try:
+            self._inbox.put(trajectory, timeout_s=_ROOM_S)
+        except InboxFull:
+            self._forget([trajectory.rollout_id])
+            raise
+
+    def _forget(self, rollout_ids: Sequence[str]) -> None:
+        if self._kept_inbox is not None:
+            self._kept_inbox.remove(rollout_ids)
 
     def _announced_version(self) -> int:
         """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
@@ -198,6 +239,7 @@ class ModelWorker(Worker):
 
     async def _discard(self, request: Discard) -> Done:
         self._inbox.remove(request.rollout_ids)
+        self._forget(request.rollout_ids)
         return Done()
 
     async def _send_weights(self, request: SendWeights) -> Done:
@@ -205,11 +247,12 @@ class ModelWorker(Worker):
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
-        share = self._rank.checkpoints.share(Path(request.path))
+        share = self._rank.writer(request.of_last_step).share(Path(request.path))
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
-        commit = partial(self._rank.checkpoints.commit, keep=request.keep, protected=request.protected)
+        writer = self._rank.writer(request.of_last_step)
+        commit = partial(writer.commit, keep=request.keep, protected=request.protected)
         await asyncio.to_thread(commit, Path(request.path), request.files)
         return Done()
 
@@ -243,6 +286,8 @@ class ModelWorker(Worker):
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
         self._inbox.remove(leaving)
+        self._forget(self._in_step)  # of the step before, whose state is kept by now
+        self._in_step = leaving
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:

@@ -26,6 +26,7 @@ from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of
 from asyncrl.trainer.train_state import TrainState
 from asyncrl.trainer.worker_grid import Placement
 from asyncrl.weights import checkpoints
+from asyncrl.weights.checkpoints import CheckpointWriter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 
@@ -56,9 +57,18 @@ class TrainingRank:
         return engine
 
     @cached_property
-    def checkpoints(self) -> checkpoints.CheckpointWriter:
+    def checkpoints(self) -> CheckpointWriter:
         """Writes the checkpoints that `save_checkpoint` began."""
-        return checkpoints.CheckpointWriter(self._changing(), self.changing, self.world.everyone)
+        return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
+
+    @cached_property
+    def last_step(self) -> CheckpointWriter:
+        """Writes the states of the last step, beside the checkpoint that may be under way."""
+        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False)
+
+    def writer(self, of_last_step: bool) -> CheckpointWriter:
+        """The one of the two."""
+        return self.last_step if of_last_step else self.checkpoints
 
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
         """Copy what the checkpoint that `order` describes needs and begin to write it. Called by all ranks.
@@ -67,7 +77,7 @@ class TrainingRank:
             PeerFailed: another rank could not.
         """
         state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
-        self.checkpoints.begin(Path(order.path), version=order.version, state=state)
+        self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.

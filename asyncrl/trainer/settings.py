@@ -268,6 +268,11 @@ class CheckpointConfig:
     keep_every: int = setting(
         0, "older checkpoints of every so manieth step are kept too; 0: none", unit="steps", minimum=0
     )
+    keep_last_step: bool = setting(
+        True,
+        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), so that a death "
+        "of the MasterWorker or a ModelWorker costs that step at most; false: the steps since the last checkpoint",
+    )
     keep_best: Optional[str] = setting(
         None, "metric of an evaluation, like eval/<eval.name>/accuracy, whose best checkpoint is kept too; null: none"
     )

@@ -19,14 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
 from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks, World
 from asyncrl.trainer.settings import TrainerEngine, engine_of
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
-
-WORLD_KEY = "training_world"
-"""Name under which the first rank tells the others where to meet."""
 
 
 @contextmanager
@@ -53,9 +51,9 @@ def training_world(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
     if worker == 0:
         meeting = run_dir / f"training_world-{os.getpid()}-{time.time_ns()}"
-        resolver.add(WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
+        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
     else:
-        meeting = Path(resolver.wait(WORLD_KEY, config.system.start_timeout_s))
+        meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

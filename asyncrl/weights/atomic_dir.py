@@ -9,6 +9,7 @@ takes the same road back (rename aside, then delete), so a half-removed director
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.comm.patient_writing import patiently_blocking
+
+_log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"
 _REMOVING_SUFFIX = ".removing"
 _SYNCS_AT_ONCE = 8  # what a journal commits together costs as much as one file alone
@@ -31,7 +35,7 @@ def begin(final: Path) -> Path:
     directory = aside(final)
     if directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    patiently_blocking(lambda: directory.mkdir(parents=True, exist_ok=True), f"{directory}", _log)
     return directory
 
 
@@ -40,7 +44,7 @@ def commit(final: Path) -> None:
     directory = aside(final)
     sync_directory(directory)
     former = _set_aside(final)
-    directory.rename(final)
+    patiently_blocking(lambda: directory.rename(final), f"{final}", _log)
     sync_directory(final.parent)
     if former.exists():
         shutil.rmtree(former)
@@ -64,11 +68,15 @@ def _set_aside(directory: Path) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync one file."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and sync one file; where there is no room for it, once there is."""
+
+    def write() -> None:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    patiently_blocking(write, f"{path}", _log)
 
 
 def sync_file(path: Path) -> None:

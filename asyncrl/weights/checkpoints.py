@@ -13,6 +13,7 @@ Tensors are safetensors, the rest is JSON: nothing is unpickled.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from asyncrl.comm.patient_writing import at_once, patiently_blocking
 from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import latest, prune
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     Parts = Mapping[str, TrainingEngine]
     """By role."""
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Of `state.json` and the names of tensors. Before it, each rank wrote slices of vectors."""
@@ -58,9 +62,11 @@ class CheckpointWriter:
     Args:
         parts: those of this rank.
         roles: all whose parts are on some rank; the same on all.
+        patient: room for what is written is waited for; else it is an error where there is none.
     """
 
-    def __init__(self, parts: Parts, roles: Sequence[str], ranks: Ranks) -> None:
+    def __init__(self, parts: Parts, roles: Sequence[str], ranks: Ranks, *, patient: bool = True) -> None:
+        self._patient = patient
         self._parts, self._roles, self._ranks = parts, roles, ranks
         self._plan: SavePlan | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -87,7 +93,8 @@ class CheckpointWriter:
 
         def prepare() -> None:
             if self._ranks.leads:
-                atomic_dir.begin(path)
+                with at_once(not self._patient):
+                    atomic_dir.begin(path)
             assert self._plan is not None
             for role, part in self._parts.items():
                 with part.resident():  # one after the other: there may not be room for all
@@ -124,13 +131,20 @@ class CheckpointWriter:
             OSError: it cannot be written.
             RuntimeError: `path` was not begun last.
         """
-        writing, directory = self._begun(path), atomic_dir.aside(path)
+        writing = self._begun(path)
+        with at_once(not self._patient):
+            self._commit(path, files, writing)
+            patiently_blocking(
+                lambda: prune(path.parent, keep, protected), f"which checkpoints {path.parent} has", _log
+            )
+
+    def _commit(self, path: Path, files: Mapping[str, FileEntry], writing: _Writing) -> None:
+        directory = atomic_dir.aside(path)
         state_file = directory / CHECKPOINT_STATE_FILE
         atomic_dir.write_file(state_file, writing.document)
         listed = {**files, state_file.name: FileEntry.of([writing.document])}
         write_manifest(directory, Manifest("checkpoint", writing.version, listed))
         atomic_dir.commit(path)
-        prune(path.parent, keep, protected)
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -143,7 +157,8 @@ class CheckpointWriter:
         return self._writing
 
     def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
-        file = write_shard(directory, parts, self._ranks)
+        with at_once(not self._patient):
+            file = write_shard(directory, parts, self._ranks)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}
 

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import sys
+from functools import partial
+
+from asyncrl.comm.patient_writing import patiently_blocking
 
 _PIECE_BYTES = 1 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin, wait for nothing
 _CANNOT_RESERVE = frozenset((errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL))  # a file system without it
 
+_log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 if sys.platform == "linux":
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -29,21 +34,25 @@ if sys.platform == "linux":
 class EarlyWriteback:
     """Of the new file open as `descriptor`, which will have `size` bytes.
 
+    Where there is no room it is waited for (`asyncrl.comm.patient_writing`).
+
     Raises:
-        OSError: the file system has no room for it.
+        OSError: it cannot be written.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._begun = self._written = 0
-        self._reserved = _reserve(descriptor, size)
+        what = f"{size / 1e6:.1f} MB of tensors"
+        self._reserved = patiently_blocking(partial(_reserve, descriptor, size), what, _log)
 
     def write(self, data: memoryview, place: int) -> None:
         """Write all of `data` at `place`."""
         if place != self._written:  # what lies before is left to the end
             self._begun = self._written = place
         while data:
-            count = os.pwrite(self._descriptor, data[:_PIECE_BYTES], self._written)
+            piece, place = data[:_PIECE_BYTES], self._written
+            count = patiently_blocking(partial(os.pwrite, self._descriptor, piece, place), "tensors", _log)
             data = data[count:]
             self._written += count
             pending = self._written - self._begun

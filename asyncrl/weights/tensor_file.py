@@ -15,8 +15,10 @@ order it is read back from the file; that is left to the caller, who may do it w
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.weights.early_writeback import EarlyWriteback
 from asyncrl.weights.manifest import FileEntry, file_entry
 from asyncrl.weights.published import TensorSpec
@@ -41,6 +44,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _ALIGNMENT = 8
+_log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20  # stays in the core's cache between being summed and being written
 
 
@@ -79,7 +83,7 @@ class TensorFile:
         self._size = len(start) + end
         self._missing = {spec.name: (spec, len(start) + places[spec.name]) for spec in specs}
         self._digest, self._summed = xxhash.xxh3_64(), 0
-        self._file = FileIO(path, "x")
+        self._file = patiently_blocking(partial(FileIO, path, "x"), f"{path}", _log)
         self._writer = EarlyWriteback(self._file.fileno(), self._size)
         self._put(memoryview(start), 0)
 

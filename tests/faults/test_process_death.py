@@ -39,11 +39,10 @@ def last_step(run: Any) -> int:
         ("master_worker", False),
         ("model_worker", False),
         ("gserver_manager", True),
-        ("rollout_worker", True),
     ],
 )
 def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str, can_save: bool) -> None:
-    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, system__restarts_per_process=0)
     run.wait_for_step(3)
     run.worker(f"{kind}/0").kill()
     try:

@@ -1,10 +1,16 @@
-"""A GenerationServer that dies is started again alone; the run finishes by itself, and nothing is lost."""
+"""A process that dies is started again, alone where it can be; the run finishes by itself, nothing is lost."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.last_step import LastStep
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +26,10 @@ def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
     assert summary["restarts"] == restarts
     assert rows[-1]["restarts"] == sum(restarts.values())
     assert run.output.count("it is started again") == sum(restarts.values())
-    assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) in run.output
-    assert "FAILED" not in run.output
+    assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) + "; " in run.output
+    assert run.output.count(" went on after ") == sum(restarts.values())
+    assert rows[-1]["time/restarts_s"] > 0
+    assert "FAILED:" not in run.output
     books = summary["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert books["trained"] == steps * BATCH
@@ -41,3 +49,116 @@ def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weigh
     again = log[log.rindex("generation server 0 is at") :]
     assert "with version 0" in again
     assert "generation server 0 serves v" in again, log
+
+
+def used_orders(run: Any, seed: int = 1) -> list[int]:
+    """Positions in the data order of the prompts that the last checkpoint has as used."""
+    files = (run.run_dir / "checkpoints").glob("v*/state.json")
+    newest = max((json.loads(file.read_text()) for file in files), key=lambda state: state["version"])
+    used = UsedPrompts.from_json(newest["master_state"]["buffer"]["used_prompts"])
+    rows = json.loads((run.run_dir / "data_record.json").read_text())["rows"]
+    stream = PromptStream(rows, seed)
+    return sorted(stream.order_of(prompt_id) for prompt_id in used)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(start_run: Any, kills: int) -> None:
+    """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost."""
+    steps, at = 24 * kills, 3
+    run = start_run(total_train_steps=steps, seed=1)
+    for _ in range(kills):
+        run.wait_for_step(at)
+        run.worker("rollout_worker/0").kill()
+        at = int(run.rows()[-1]["step"]) + 4  # which takes a successor
+    check_the_end(run, steps, {"rollout_worker/0": kills})
+    dropped = run.summary()["books"]["dropped"]
+    assert set(dropped) <= {"worker_died", "stale", "duplicate_prompt", "crashed_worker"}
+    suspected = dropped.get("crashed_worker", 0)  # the one suspect that was in hand when it was killed again
+    assert suspected < kills
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH + suspected
+    settled = (steps - 4) * BATCH
+    assert orders[:settled] == list(range(settled)), orders
+    rewards = [row for row in run.metrics() if any(name.endswith("/accuracy") for name in row)]
+    assert [row["step"] for row in rows_evaluated(run)] == [row["step"] for row in rewards]
+
+
+def rows_evaluated(run: Any) -> list[dict[str, Any]]:
+    """Rows of the versions that were to be evaluated."""
+    return [row for row in run.metrics() if row["step"] % 3 == 0 or row["step"] == int(run.summary()["total_steps"])]
+
+
+def test_a_killed_manager_goes_on_where_it_stood(start_run: Any) -> None:
+    """No rollout is dropped for it, and none of those under way is played again."""
+    steps = 14
+    run = start_run(total_train_steps=steps, seed=1)
+    for at in (3, 7):
+        run.wait_for_step(at)
+        run.worker("gserver_manager/0").kill()
+    check_the_end(run, steps, {"gserver_manager/0": 2})
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}
+    assert used_orders(run)[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+    assert log.count("going on where the manager before this one stood") == 2
+
+
+@pytest.mark.parametrize("kind", ["model_worker", "master_worker"])
+def test_a_killed_trainer_goes_on_from_its_last_step(start_run: Any, kind: str) -> None:
+    """No step is repeated but the one in hand, no rollout that waited is lost, and the other processes stay."""
+    steps = 10
+    run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0)
+    run.wait_for_step(4)
+    others = [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")]
+    run.worker(f"{kind}/0").kill()
+    run.wait_for_step(6)
+    assert [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")] == others
+    check_the_end(run, steps, {"the trainer": 1})
+    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    gone_on_at = int(log.partition("going on after step ")[2].partition(",")[0])
+    assert gone_on_at >= 4
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH
+    assert orders[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    assert not LastStep(run.run_dir).folder.exists()
+
+
+DEADLY = """
+import os, signal
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+class Deadly(SingleTurnAgent):
+    "Ends its process with one prompt."
+
+    async def run(self, prompt, env, client):
+        if prompt.prompt_id == "{prompt_id}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().run(prompt, env, client)
+"""
+
+
+def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(start_run: Any, tmp_path: Path) -> None:
+    steps, bad = 8, 6
+    prompt_id = PromptStream(16_384, 1).ref(bad).prompt_id
+    (tmp_path / "deadly.py").write_text(DEADLY.format(prompt_id=prompt_id))
+    agent = f"{tmp_path / 'deadly.py'}:Deadly"
+    run = start_run(total_train_steps=steps, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
+    check_the_end(run, steps, {"rollout_worker/0": 2})
+    assert json.loads((run.run_dir / "data_record.json").read_text())["rows"] == 16_384
+    dropped = run.summary()["books"]["dropped"]
+    assert dropped["crashed_worker"] == 1
+    assert "1 rollouts as their prompts end the RolloutWorker that plays them" in run.output
+    orders = used_orders(run)
+    assert bad in orders
+    assert len(orders) == steps * BATCH + 1
+
+
+def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(start_run: Any) -> None:
+    steps = 6
+    run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0, trainer__parallel="d2")
+    run.wait_for_step(3)
+    run.worker("model_worker/1").kill()
+    check_the_end(run, steps, {"the trainer": 1})
+    orders = used_orders(run)
+    assert len(set(orders)) == len(orders) == steps * BATCH
+    assert set(run.summary()["books"]["dropped"]) <= {"stale"}

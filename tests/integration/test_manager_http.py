@@ -346,7 +346,7 @@ async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> N
     await client.schedule(request_of("q", "a"), 5)
     await accept(client, "a")
     assert manager.service.router.placed == 0
-    assert manager.service.tokens_finished == 7
+    assert manager.service.rollouts.tokens_finished == 7
 
 
 async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> None:

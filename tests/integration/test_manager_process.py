@@ -293,7 +293,7 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
     client = run.clients[0]
     await client.allocate([WantedRollout("a", "p", 0)], timeout_s=10)
     async with asyncio.timeout(10):
-        while not run.manager._pids:
+        while not run.manager._workers:
             await run.manager._service.progress.wait(0.05)
         run.resolver.delete(names.status_key("rollout_worker", 0))
         while run.books().running:

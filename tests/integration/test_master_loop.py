@@ -999,3 +999,29 @@ async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept
             await task
     assert run.workers.saved() == [1]
     assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4
+
+
+async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before(tmp_path: Path) -> None:
+    """Else a RolloutWorker that begins between the two would play it again."""
+    run = Run(tmp_path, make_config())
+    report = run.manager.report_consumed
+    forgotten: set[str] = set()
+
+    async def checked(
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
+    ) -> ConsumedReply:
+        forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
+        forgotten.update(run.manager.given_up[:given_up_after])
+        assert run.board.data_state is not None
+        assert forgotten <= set(UsedPrompts.read(run.board.data_state))
+        return await report(version, trained, dropped, given_up_after, events_after)
+
+    run.manager.report_consumed = checked  # type: ignore[method-assign]
+    await run.deliver(range(12), oldest=2)
+    run.manager.give_up("e0-20")
+    await run.loop.run()
+    assert forgotten == {*(f"e0-{order}" for order in range(12)), "e0-20"}

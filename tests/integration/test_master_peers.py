@@ -14,7 +14,7 @@ from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard, evaluate
+from asyncrl.master.connections import NameBoard, ReplaceableWorker, evaluate
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
@@ -43,6 +43,26 @@ async def test_an_evaluation_is_the_shares_of_all_rollout_workers() -> None:
         for client in clients:
             client.close()
     assert result == EvaluationResult((1.0, 0.0, 1.0), (2, 2, 1), min_version=5, max_version=6)
+
+
+async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def never(request: Evaluate) -> EvaluationResult:
+        loop.call_soon_threadsafe(asked.set)
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    key = names.worker_key(names.ROLLOUT_WORKER, 0)
+    dies = RequestServer("127.0.0.1", None, immediate={Evaluate: never})
+    with FileResolver(str(tmp_path)) as resolver, rollout_worker([1.0], 5) as successor:
+        worker = ReplaceableWorker(resolver, key, names.WorkerAddress(dies.endpoint, 1).encode(), None)
+        evaluation = asyncio.create_task(evaluate([worker], 5, LIMIT_S))
+        await asked.wait()
+        dies.close()
+        resolver.add(key, names.WorkerAddress(successor.endpoint, 2).encode())
+        assert (await evaluation).rewards == (1.0,)
+        worker.close()
 
 
 async def test_a_name_is_awaited_for_so_long_unless_the_run_stops(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ class WorkerHandle(ABC):
     def kill(self) -> None:
         """End it at once, with everything it started."""
 
+    def kill_process(self) -> None:
+        """End it at once, and leave it to what watches over it, if anything does, to clean up and end too."""
+        self.kill()
+
     @abstractmethod
     def last_lines(self) -> list[str]:
         """The end of its log."""

@@ -67,6 +67,10 @@ class _Child(WorkerHandle):
             kill_descendants(self._process.pid)
             self._process.kill()
 
+    def kill_process(self) -> None:
+        if self.exit_code is None:
+            kill_descendants(self._process.pid)
+
     def last_lines(self) -> list[str]:
         with self._log.open(errors="replace") as log:
             return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]

@@ -127,3 +127,17 @@ def test_prompt_seeds_are_distinct_and_fit_31_bits() -> None:
 
 def test_seed_parts_are_kept_apart() -> None:
     assert seed_from("a", 1, 23) != seed_from("a", 12, 3)
+
+
+def test_what_a_stream_before_handed_out_comes_again_only_if_it_is_given_back() -> None:
+    before = PromptStream(6, seed=1)
+    trained, at_the_trainer, returned, unseen = (before.next() for _ in range(4))
+    out = {trained.prompt_id: 0, at_the_trainer.prompt_id: 0, returned.prompt_id: 2}
+    stream = PromptStream(6, seed=1, used=[trained.prompt_id], out=out)
+    stream.give_back(returned.prompt_id, 2)
+    assert stream.next() == replace(returned, attempt=2)
+    assert stream.next() == unseen
+    stream.give_back(at_the_trainer.prompt_id)
+    assert [stream.next().order for _ in range(3)] == [at_the_trainer.order, 4, 5]
+    with pytest.raises(ValueError, match="is not out"):
+        stream.give_back(trained.prompt_id)

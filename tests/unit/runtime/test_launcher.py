@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.restart_log import WHOLE_RUN, count_restarts
+from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.worker import open_resolver
 from asyncrl.runtime.worker_plan import Resources, WorkerPlan
 
 
@@ -122,9 +125,12 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
         config = ExperimentConfig(fileroot=str(tmp_path))
         config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
+        last_step = LastStep(run_dir_of(config))
+        last_step.begin()
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
         monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
         code = Launcher(config, display).run()
+        last_step.remove()
         assert stage.closed
         return code, stage, "\n".join(display.notes)
 
@@ -251,6 +257,76 @@ def test_a_replaceable_process_that_the_run_can_do_without_never_ends_it(
     code, stage, notes = play(restarts=1, leader=leader.append, panel=die_every_time)
     assert (code, stage.started.count("panel/0")) == (EXIT_OK, 2)
     assert "FAILED" not in notes
+
+
+@pytest.fixture
+def trainer(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader and a rank, which begin again together."""
+    kinds.pop("leader")
+    monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", one_each, restart=Restart.together))
+    leader = ProcessKind("nowhere:Leader", one_each, leads=True, restart=Restart.together)
+    monkeypatch.setitem(kinds, "leader", leader)
+
+
+ONCE = ["server/0", "client/0", "rank/0", "leader/0"]
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play, tmp_path: Path, follows: bool) -> None:
+    """Also where the leader gives up, as the rank is gone, and is heard of first."""
+    ranks: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        if len(ranks) == 2:
+            worker.end(0)
+            return
+        if follows:
+            worker.end(1)
+        ranks[0].end(-signal.SIGKILL)
+
+    code, stage, notes = play(leader=lead, rank=ranks.append)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, "rank/0", "leader/0"]
+    assert stage.incarnations[-2:] == [1, 1]
+    assert stage.stopped == ["client/0", "rank/0", "server/0"]
+    assert "SIGKILL; it is started again with all of the trainer's side, which goes on from the last step" in notes
+    assert "FAILED" not in notes
+    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {TRAINER: 1}
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("missing", ["the folder", "the version"])
+def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
+    play: Play, tmp_path: Path, missing: str
+) -> None:
+    ranks: list[Played] = []
+    config = ExperimentConfig(fileroot=str(tmp_path))
+
+    def lead(worker: Played) -> None:
+        if len(ranks) == 2:
+            worker.end(0)
+            return
+        if missing == "the folder":
+            LastStep(run_dir_of(config)).remove()
+        else:
+            with open_resolver(config, run_dir_of(config)) as resolver:
+                resolver.add(names.model_version_key(names.ACTOR), names.PublishedVersion(1, "there").encode())
+        ranks[0].end(-signal.SIGKILL)
+
+    code, stage, notes = play(leader=lead, rank=ranks.append)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, *ONCE]
+    assert "the whole run is started again" in notes
+    assert count_restarts(run_dir_of(config)) == {WHOLE_RUN: 1}
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_rank_that_gives_up_by_itself_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "CAUSE_LIMIT_S", 0.05)
+    code, stage, notes = play(rank=ends(1))
+    assert (code, stage.started) == (EXIT_FAILED, ONCE)
+    assert "FAILED: rank/0 (played) exited with 1" in notes
 
 
 def interrupts(times: int) -> Callable[[Played], None]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.run_files import write_books, write_summary
-from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart
+from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.summary import summary_lines
 
 
@@ -21,6 +21,8 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
     journal.accuracies.return_value = {"held_out": 0.5}
     for what in ("rollout_worker/0", WHOLE_RUN, "rollout_worker/0"):
         note_restart(tmp_path, what, "was killed by signal SIGKILL")
+    note_went_on(tmp_path, "rollout_worker/0", 1.5)
+    note_went_on(tmp_path, "rollout_worker/0", 3.0)
     write_summary(tmp_path, 6, 6, books, journal)
     lines = summary_lines(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == {"rollout_worker/0": 2, WHOLE_RUN: 1}
@@ -29,7 +31,7 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
         "accuracy   0.500 on held_out",
         "FAILED     evaluation of version 5: no answer within 300 s",
         "books      submitted 12 = trained 8 + dropped 3 (stale 3) + abandoned 1",
-        "restarts   rollout_worker/0 2, the whole run 1",
+        "restarts   rollout_worker/0 2, the whole run 1; 4.5 s until they went on",
     ]
     assert f"logs       {tmp_path / 'logs'}" in lines
 

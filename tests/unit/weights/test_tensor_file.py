@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.comm import patient_writing
+from asyncrl.comm.patient_writing import at_once
 from asyncrl.weights import early_writeback
 from asyncrl.weights.manifest import file_entry
 from asyncrl.weights.published import TensorSpec
@@ -85,8 +87,29 @@ def test_a_file_that_does_not_fit_is_refused_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.ENOSPC))
-    with pytest.raises(OSError, match=r"reserving \d+ bytes: No space left"):
+    with at_once(), pytest.raises(OSError, match=r"reserving \d+ bytes: No space left"):
         write_tensors(tmp_path / "x", {"w": torch.ones(1)})
+
+
+def test_a_file_that_does_not_fit_now_is_written_once_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full again in the middle of it."""
+    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.001, 0.001))
+    monkeypatch.setattr(early_writeback, "_libc", LibcThatFails(errno.ENOSPC, errno.ENOSPC, errno.EOPNOTSUPP))
+    pwrite, calls = os.pwrite, [0]
+
+    def full_at_times(descriptor: int, data: bytes, place: int) -> int:
+        calls[0] += 1
+        if calls[0] % 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, place)
+
+    monkeypatch.setattr(os, "pwrite", full_at_times)
+    file = write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(500_000))
+    assert file.entry() == file_entry(tmp_path / "x")
+    assert "waiting to write" in caplog.text
 
 
 def test_a_file_system_that_reserves_nothing_is_written_all_the_same(

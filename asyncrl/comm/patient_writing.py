@@ -1,0 +1,101 @@
+"""Writing to a disk that may be full or read-only for a while: it is tried again, and said, until it is done.
+
+What may be left out, or has another place to go, is written `at_once` instead: there the first failure is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+from asyncrl.comm.backoff import Backoff
+
+PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
+"""What a person can mend while the run waits: no space, over quota, read-only, a file server that is away."""
+LIMIT_S = 600.0
+"""So long a disk may take nothing; then the process that writes ends with the disk's error."""
+SAY_AGAIN_S = 30.0
+_BACKOFF = Backoff(0.1, 2.0)
+_patient = ContextVar("patient", default=True)
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def at_once(really: bool = True) -> Iterator[None]:
+    """What this thread or task writes within is not waited for, if `really`."""
+    token = _patient.set(not really)
+    try:
+        yield
+    finally:
+        _patient.reset(token)
+
+
+class _Patience:
+    """How long one piece of writing has waited already, and when that was said."""
+
+    def __init__(self, what: str, log: logging.Logger) -> None:
+        self._what, self._log = what, log
+        self._since = self._said_at = 0.0
+        self._failures = 0
+
+    def delay_s(self, error: OSError) -> float:
+        """How long to wait before the next try.
+
+        Raises:
+            OSError: `error`, where waiting does not help or took too long.
+        """
+        now = time.monotonic()
+        self._since = self._since or now
+        if not _patient.get() or error.errno not in PASSING or now - self._since > LIMIT_S:
+            raise error
+        if now - self._said_at > SAY_AGAIN_S:
+            self._said_at = now
+            self._log.warning("waiting to write %s: %s", self._what, error)
+        self._failures += 1
+        return _BACKOFF.delay(self._failures)
+
+    def done(self) -> None:
+        """It is written."""
+        if self._failures:
+            self._log.warning("wrote %s after %.1f s", self._what, time.monotonic() - self._since)
+
+
+async def patiently(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
+    """Call `write`, again and again while the disk takes nothing; `what` it writes is said in the log.
+
+    Raises:
+        OSError: another failure, or the disk took nothing for `LIMIT_S`.
+    """
+    patience = _Patience(what, log)
+    while True:
+        try:
+            written = write()
+        except OSError as error:
+            await asyncio.sleep(patience.delay_s(error))
+        else:
+            patience.done()
+            return written
+
+
+def patiently_blocking(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
+    """As `patiently`, for threads.
+
+    Raises:
+        OSError: see there.
+    """
+    patience = _Patience(what, log)
+    while True:
+        try:
+            written = write()
+        except OSError as error:
+            time.sleep(patience.delay_s(error))
+        else:
+            patience.done()
+            return written

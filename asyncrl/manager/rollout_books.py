@@ -1,0 +1,304 @@
+"""What the manager must never forget: every rollout, and the prompts on their way back. A state machine of few inputs.
+
+Gate, returned prompts, given-up prompts and the workers' incarnations change by the inputs below and by nothing else,
+without a clock. So the inputs, written down in order before anyone learns of their effects (`EventLog`), are the state:
+a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
+not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
+
+    Began, Admitted, Ended, Consumed, Served, Acknowledged, Died, Succeeded, Closed, Abandoned
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.ledger_lines import PromptGoes
+from asyncrl.manager.given_up_prompts import GivenUpPrompts, GivenUpState
+from asyncrl.manager.messages import ConsumedReport, FinishedRollout
+from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
+from asyncrl.manager.rollout_events import EventsState, RolloutEvents
+from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
+from asyncrl.manager.suspects import Suspects
+
+
+class _Event(Struct, frozen=True, array_like=True, tag=True):
+    """Base of all inputs."""
+
+
+class Began(_Event, frozen=True):
+    """The run starts, or goes on from a checkpoint at `version` up to which so many were `dropped`, by reason.
+
+    Numbers of returned and given-up prompts begin above `after`.
+    """
+
+    version: int
+    dropped: dict[str, int]
+    after: int
+
+
+class Admitted(_Event, frozen=True):
+    """A rollout starts; there is room for it."""
+
+    rollout_id: str
+    owner: str
+    prompt_id: str
+    order: int
+    attempt: int
+
+
+class Ended(_Event, frozen=True):
+    """A worker told of the end of a rollout."""
+
+    finished: FinishedRollout
+
+
+class Consumed(_Event, frozen=True):
+    """The master told what was trained and dropped."""
+
+    report: ConsumedReport
+
+
+class Served(_Event, frozen=True):
+    """The least version served is now this one."""
+
+    version: int
+
+
+class Acknowledged(_Event, frozen=True):
+    """The worker has seen the prompts returned to it, up to this number."""
+
+    worker: str
+    seq: int
+
+
+class Died(_Event, frozen=True):
+    """The worker's process is gone or silent."""
+
+    worker: str
+
+
+class Succeeded(_Event, frozen=True):
+    """The worker is another process by now; the one before it died."""
+
+    worker: str
+    incarnation: int
+
+
+class Closed(_Event, frozen=True):
+    """No rollout starts any more."""
+
+
+class Abandoned(_Event, frozen=True):
+    """Every live rollout is abandoned."""
+
+
+class Remembered(_Event, frozen=True):
+    """All inputs so far in one: the state that they led to."""
+
+    gate: GateMemory
+    returned: dict[str, MailboxState]
+    given_up: GivenUpState
+    events: EventsState
+    incarnations: dict[str, int]
+    begun: bool
+    suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
+
+
+Event: TypeAlias = (
+    Began | Admitted | Ended | Consumed | Served | Acknowledged | Died | Succeeded | Closed | Abandoned | Remembered
+)
+
+
+class Noted(Struct, frozen=True, array_like=True):
+    """An input, and when it came, in seconds since 1970."""
+
+    at: float
+    event: Event
+
+
+class RolloutBooks:
+    """See the module's docstring. `apply` is the only way to change it.
+
+    Args:
+        batch_size: B, rollouts per train step.
+        max_staleness: η, versions.
+        note: is given each input that changes something, after it did.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        note: Callable[[Noted], None] = lambda noted: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._now, self._at = now, 0.0
+        self.gate = StalenessGate(batch_size, max_staleness)
+        self.returned = ReturnedPrompts()
+        self.given_up = GivenUpPrompts()
+        self.events = RolloutEvents(now=lambda: self._at)
+        self.suspects = Suspects()
+        self.incarnations: dict[str, int] = {}
+        self.begun = False
+        self.tokens_finished = 0
+        self._note = note
+
+    def replay(self, noted: Noted) -> None:
+        """Take in an input that was noted before."""
+        self._at = noted.at
+        self._take_in(noted.event)
+
+    def apply(self, event: Event) -> list[str]:
+        """Take an input in, and note it; returns the rollouts that were given up with it."""
+        self._at = self._now()
+        given_up = self._take_in(event)
+        if given_up is None:
+            return []
+        self._note(Noted(self._at, event))
+        return given_up
+
+    def _take_in(self, event: Event) -> list[str] | None:
+        """Returns the rollouts that were given up; None where nothing changed."""
+        given_up: list[str] = []
+        match event:
+            case Began():
+                self._begin(event)
+            case Admitted():
+                self._admit(event)
+            case Ended():
+                self._end(event.finished)
+            case Consumed():
+                self._consume(event.report)
+            case Served():
+                if not self.gate.advance(event.version):
+                    return None
+            case Acknowledged():
+                if not self.returned.acknowledge(event.worker, event.seq):
+                    return None
+            case Died():
+                self.suspects.silent(event.worker)
+                given_up = self._give_up(event.worker)
+            case Succeeded():
+                if event.incarnation <= self.incarnations.get(event.worker, 0):
+                    return None
+                self.incarnations[event.worker] = event.incarnation
+                self._give_up_crashing(event.worker)
+                given_up = self._give_up(event.worker)
+            case Closed():
+                self.gate.close()
+            case Abandoned():
+                for rollout_id in self.gate.abandon():
+                    self.events.abandoned(rollout_id)
+            case Remembered():
+                self._restore(event)
+        return given_up
+
+    def remember(self) -> Remembered:
+        """The state as one input."""
+        memory = self.gate.memory(), self.returned.state(), self.given_up.state(), self.events.state()
+        return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state())
+
+    def _restore(self, state: Remembered) -> None:
+        self.gate.restore(state.gate)
+        self.returned.restore(state.returned)
+        self.given_up.restore(state.given_up)
+        self.events.restore(state.events)
+        self.incarnations, self.begun = dict(state.incarnations), state.begun
+        self.suspects.restore(*state.suspects)
+
+    def _begin(self, began: Began) -> None:
+        self.returned.begin_above(began.after)
+        self.given_up.begin_above(began.after)
+        self.events.begin_above(began.after)
+        if began.version > 0:
+            self.gate.resume(began.version, began.dropped)
+        self.begun = True
+
+    def _admit(self, admitted: Admitted) -> None:
+        rollout_id, owner, prompt_id = admitted.rollout_id, admitted.owner, admitted.prompt_id
+        known, ticket = (
+            self.gate.is_live(rollout_id),
+            Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt),
+        )
+        version = self.gate.start(ticket)
+        assert version is not None, "admitted without room"
+        if not known:
+            self.events.admitted(ticket, version)
+        self.returned.running_again(owner, prompt_id)
+        self.suspects.began(owner, prompt_id)
+
+    def _end(self, finished: FinishedRollout) -> None:
+        if finished.accepted:
+            ticket = self.gate.finish(finished.rollout_id)
+            if ticket is not None:
+                self.returned.running_again(ticket.owner, ticket.prompt_id)
+                self.suspects.ended(ticket.owner, ticket.prompt_id)
+                self.tokens_finished += finished.tokens
+                self.events.finished(finished.rollout_id, finished.tokens)
+            return
+        ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
+        if ticket is None:
+            return
+        self.suspects.ended(ticket.owner, ticket.prompt_id)
+        goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
+        self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
+        if finished.return_prompt:
+            self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
+        else:
+            self.given_up.add(ticket.prompt_id)
+
+    def _consume(self, report: ConsumedReport) -> None:
+        for dropped in report.dropped:
+            lost = self.gate.given_up(dropped.rollout_id)
+            ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
+            if ticket is not None:
+                goes = PromptGoes.returned if dropped.return_prompt else PromptGoes.used
+                self.events.dropped(dropped.rollout_id, dropped.reason, goes)
+            if ticket is None and lost is not None and not self._is_settled_or_owed(lost):
+                ticket = lost
+            if ticket is not None and dropped.return_prompt:
+                self._give_back(ticket, ticket.attempt)
+        for rollout_id in report.trained:
+            if (lost := self.gate.given_up(rollout_id)) is not None:
+                self.returned.running_again(lost.owner, lost.prompt_id)
+        self.gate.train(report.version, report.trained)
+        self.given_up.forget(report.given_up_after)
+        self.events.forget(report.events_after)
+
+    def _give_up(self, worker: str) -> list[str]:
+        self.returned.worker_died(worker)
+        running = self.gate.running_of(worker)
+        for rollout_id in running:
+            if (ticket := self.gate.give_up(rollout_id)) is not None:
+                self.events.dropped(rollout_id, WORKER_LOST, PromptGoes.returned)
+                self._give_back(ticket, ticket.attempt)
+        return running
+
+    def _give_up_crashing(self, worker: str) -> None:
+        """The worker died; what it had in hand may be why."""
+        running = self.gate.running_of(worker)
+        tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
+        crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets])
+        for ticket in tickets:
+            if ticket.prompt_id in crashing:
+                self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
+                self.events.dropped(ticket.rollout_id, DropReason.crashed_worker, PromptGoes.given_up)
+                self.given_up.add(ticket.prompt_id)
+
+    def _give_back(self, ticket: Ticket, attempt: int) -> None:
+        """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""
+        if not self.gate.has_prompt(ticket.prompt_id):
+            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
+
+    def _is_settled_or_owed(self, lost: Ticket) -> bool:
+        """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
+
+        It has to be where its next attempt was dropped as a duplicate of this one.
+        """
+        return self.returned.owes(lost.owner, lost.prompt_id) or lost.prompt_id in self.given_up.unrecorded

@@ -1,0 +1,84 @@
+"""The inbox's trajectories as files, so that they outlive their process (`asyncrl.runtime.last_step`).
+
+A trajectory is written before it is acknowledged: what a death cuts off was not, and its sender sends it again. It is
+removed once it is discarded, or once the state of the step that trained it is kept; until then a successor may have to
+train it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.codec import CodecError
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+
+_LENGTH = struct.Struct("<Q")
+_log = logging.getLogger(__name__)
+
+
+class KeptInbox:
+    """One file a trajectory in `folder`, by number of arrival. Thread-safe, once `read` is over.
+
+    Args:
+        folder: is made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = folder
+        self._files: dict[str, Path] = {}
+        self._arrived = 0
+        self._lock = threading.Lock()
+
+    def read(self) -> Iterator[Trajectory]:
+        """What a predecessor kept, in the order of arrival. A file that its death cut off is removed."""
+        for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
+            self._arrived = max(self._arrived, int(file.name))
+            data = file.read_bytes()
+            try:
+                if len(data) < _LENGTH.size:
+                    raise CodecError("its length is missing")
+                middle = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+                (trajectory,) = decode_trajectories([data[_LENGTH.size : middle], data[middle:]])
+            except CodecError as error:
+                _log.info("%s was not written to its end (%s); its sender sends it again", file, error)
+                file.unlink()
+                continue
+            self._files[trajectory.rollout_id] = file
+            yield trajectory
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Keep `trajectory`; nothing where it is kept already.
+
+        Raises:
+            OSError: there is no room.
+        """
+        with self._lock:
+            if trajectory.rollout_id in self._files:
+                return
+            self._arrived += 1
+            file = self._folder / str(self._arrived)
+        header, payload = encode_trajectories([trajectory])
+        try:
+            with file.open("wb", buffering=0) as opened:
+                data = b"".join((_LENGTH.pack(len(header)), header, payload))
+                if opened.write(data) != len(data):
+                    raise OSError(f"{file} has no room for {len(data)} bytes")
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._files[trajectory.rollout_id] = file
+
+    def remove(self, rollout_ids: Iterable[str]) -> None:
+        """Forget these; unknown ones are ignored."""
+        for rollout_id in rollout_ids:
+            with self._lock:
+                file = self._files.pop(rollout_id, None)
+            if file is not None:
+                file.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""A prompt that ends its worker is found out and given up; those in its company are played on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from asyncrl.manager import messages as m
+from asyncrl.manager.rollout_books import Noted, RolloutBooks
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.suspects import Suspects
+
+WORKER = "rollout_worker/0"
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    suspects = Suspects()
+    assert suspects.died("w", ["A", "B", "C"]) == set()
+    suspects.began("w", "A")
+    suspects.began("w", "D")
+    assert suspects.must_wait("w", "B")
+    assert not suspects.must_wait("w", "E")
+    assert not suspects.must_wait("other", "B")
+    suspects.ended("w", "D")
+    suspects.ended("w", "A")
+    assert not suspects.must_wait("w", "B")
+    suspects.began("w", "B")
+    assert suspects.died("w", ["B", "F", "G"]) == {"B"}
+    for innocent in ("F", "G"):
+        suspects.began("w", innocent)
+    assert not suspects.must_wait("w", "C")
+    suspects.began("w", "C")
+    suspects.ended("w", "C")
+    assert suspects.state() == ({}, {})
+
+
+class Run:
+    """Plays whatever is admitted, 3 at a time; `deadly` prompts end the worker."""
+
+    def __init__(self, deadly: set[str]) -> None:
+        self.events: list[bytes] = []
+        self.service = ManagerService(
+            batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0
+        )
+        self.service.rollouts._note = lambda event: self.events.append(msgspec.json.encode(event))
+        self.service.begin(0)
+        self.deadly, self.deaths, self.ack, self.ids = deadly, 0, 0, 0
+        self.ended: list[str] = []
+        self.returned: set[str] = set()
+
+    def ask(self, wanted: list[m.WantedRollout], finished: list[m.FinishedRollout] | None = None) -> Any:
+        request = m.AllocateRequest(
+            worker=WORKER, incarnation=self.deaths, rollouts=wanted, returned_ack=self.ack, finished=finished or []
+        )
+        return asyncio.run(self.service.allocate_rollout(request))
+
+    def play(self, prompts: list[str], rounds: int) -> None:
+        todo = list(prompts)
+        for _ in range(rounds):
+            reply = self.ask([])
+            returned = [back.prompt_id for back in reply.returned if back.seq > self.ack]
+            todo += returned
+            self.returned.update(returned)
+            self.ack = max([self.ack, *(back.seq for back in reply.returned)])
+            wanted = []
+            for prompt in todo[:3]:
+                self.ids += 1
+                wanted.append(m.WantedRollout(f"r{self.ids}", prompt, int(prompt[3:])))
+            granted = {grant.rollout_id for grant in self.ask(wanted).granted}
+            playing = [rollout for rollout in wanted if rollout.rollout_id in granted]
+            for rollout in playing:
+                todo.remove(rollout.prompt_id)
+            if any(rollout.prompt_id in self.deadly for rollout in playing):
+                self.deaths += 1
+                todo = [prompt for prompt in todo if prompt not in self.returned]  # its successor is told again
+                self.ask([])
+                continue
+            self.ended += [rollout.prompt_id for rollout in playing]
+            done = [m.FinishedRollout(rollout.rollout_id, False, "for the test") for rollout in playing]
+            self.ask([], done)
+
+
+def test_a_deadly_prompt_is_given_up_after_two_deaths_and_nobody_with_it() -> None:
+    prompts = [f"e0-{number}" for number in range(9)]
+    run = Run({"e0-1"})
+    run.play(prompts, rounds=20)
+    assert run.deaths == 2
+    assert sorted(run.ended) == [prompt for prompt in prompts if prompt != "e0-1"]
+    books = run.service.gate.books()
+    assert books.dropped["crashed_worker"] == 1
+    assert books.balanced
+    assert "e0-1" in run.service.rollouts.given_up.unrecorded
+
+
+def test_two_deadly_prompts_in_one_hand_cost_three_deaths() -> None:
+    run = Run({"e0-0", "e0-2"})
+    run.play([f"e0-{number}" for number in range(6)], rounds=20)
+    assert run.deaths == 3
+    assert sorted(run.ended) == ["e0-1", "e0-3", "e0-4", "e0-5"]
+
+
+def test_a_manager_that_is_started_again_suspects_the_same() -> None:
+    run = Run({"e0-1"})
+    run.play(["e0-0", "e0-1"], rounds=1)
+    decoder = msgspec.json.Decoder(Noted)
+    books = RolloutBooks(3, 1)
+    for event in run.events:
+        books.replay(decoder.decode(event))
+    assert books.suspects.state() == run.service.rollouts.suspects.state() == ({"e0-0": 1, "e0-1": 1}, {})

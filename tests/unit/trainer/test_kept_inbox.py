@@ -1,0 +1,61 @@
+"""What a rank has acknowledged outlives it, until the step that trained it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.trainer.kept_inbox import KeptInbox
+
+MakeTrajectories = Callable[..., list[Trajectory]]
+
+
+def as_bytes(trajectories: list[Trajectory]) -> list[bytes]:
+    return [bytes(frame) for frame in encode_trajectories(trajectories)]
+
+
+def test_a_successor_finds_what_was_kept_in_its_order(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
+    first = KeptInbox(tmp_path / "inbox")
+    trajectories = make_trajectories(groups=12)
+    for trajectory in trajectories:
+        first.write(trajectory)
+        first.write(trajectory)
+    removed = trajectories.pop(3)
+    first.remove([removed.rollout_id, "unknown"])
+    second = KeptInbox(tmp_path / "inbox")
+    assert as_bytes(list(second.read())) == as_bytes(trajectories)
+    second.write(removed)
+    second.remove([trajectories[0].rollout_id])
+    third = KeptInbox(tmp_path / "inbox")
+    assert as_bytes(list(third.read())) == as_bytes([*trajectories[1:], removed])
+
+
+@pytest.mark.parametrize("left", [0, 5, -1])
+def test_a_file_that_a_death_cut_off_is_no_trajectory(
+    tmp_path: Path, make_trajectories: MakeTrajectories, left: int
+) -> None:
+    first = KeptInbox(tmp_path)
+    whole, cut_off = make_trajectories(groups=2)
+    first.write(whole)
+    first.write(cut_off)
+    file = tmp_path / "2"
+    file.write_bytes(file.read_bytes()[:left])
+    second = KeptInbox(tmp_path)
+    assert as_bytes(list(second.read())) == as_bytes([whole])
+    second.write(cut_off)
+    assert as_bytes(list(KeptInbox(tmp_path).read())) == as_bytes([whole, cut_off])
+
+
+def test_a_full_folder_is_told_and_keeps_nothing_in_part(
+    tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptInbox(tmp_path / "inbox")
+    (trajectory,) = make_trajectories(groups=1)
+    (tmp_path / "inbox").rename(tmp_path / "gone")
+    with pytest.raises(OSError, match="inbox"):
+        kept.write(trajectory)
+    assert list((tmp_path / "gone").iterdir()) == []
