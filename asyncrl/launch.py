@@ -1,6 +1,7 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
-`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder.
+`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder,
+`python -m asyncrl.launch eval MODEL [setting=value ...]` evaluates one, or such a folder.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.commands import export
 
         return export.main(argv[1:], program())
+    if argv[:1] == ["eval"]:
+        from asyncrl.commands import eval as evaluation
+
+        return evaluation.main(argv[1:], program())
     args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -14,7 +14,7 @@ from asyncrl.api.generation import (
     SamplingParams,
 )
 from asyncrl.api.prompt import Prompt
-from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
+from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
 from asyncrl.api.tokenizer import Tokenizer
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
 
@@ -40,4 +40,5 @@ __all__ = [
     "Trajectory",
     "run_in",
     "scored",
+    "verdict",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,11 @@ from asyncrl.datasets import DemonstrationDataset, Placed, load_dataset
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
+from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.rollout.scoring import load_rewards
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
@@ -51,21 +55,25 @@ ROWS_LOOKED_AT = 1000
 """Of a dataset that is a class, whose rows may take time to make; of files all rows are looked at."""
 
 
-def check_prompts(config: ExperimentConfig) -> dict[str, Survey]:
+def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, Survey]:
     """Make the prompts of the training set and of the evaluation's, with the tokenizer in `model.path`.
 
+    Args:
+        of_evaluation_alone: not those of the training set.
+
     Returns:
-        What was found, by the name of the setting's group: `dataset` and, where there is an evaluation, `eval`.
+        What was found, by the name of the setting's group: `dataset`, and of each set that is evaluated, `eval` or
+        `eval.sets[0]` and so on.
 
     Raises:
         ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
     """
     prompt_format = load_prompt_format(config)
-    sets = {"dataset": load_train_set(config), "eval": load_eval_set(config) if config.eval.interval else None}
+    sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
+    if not of_evaluation_alone:
+        sets = {"dataset": load_train_set(config), **sets}
     found = {}
     for group, rows in sets.items():
-        if rows is None:
-            continue
         seen = found[group] = survey(rows, prompt_format, None if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         if seen.overlong and overlong is Overlong.refuse:
@@ -100,11 +108,14 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
     prefix = ""
     if isinstance(config, ExperimentConfig):
         prefix = f"model.base_experiment={config.model.base_experiment!r}: "
-        for load in (load_train_set, load_eval_set):
+        loads: list[Callable[[], object]] = [partial(load_train_set, config)]
+        loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
+        for load in loads:
             try:
-                load(config)
+                load()
             except ConfigError as error:
                 yield str(error)
+        yield from _no_verdict(config)
         if config.model.path is not None:
             return
         base = base_model_config(config, folder)
@@ -117,6 +128,23 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
             _check_demonstrations({**config.dataset.args, **phase.args}, config)
         except ValueError as error:
             yield f"{prefix}dataset.path={error}"
+
+
+def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
+    """Whether `checkpoint.keep_best` names what only a verdict gives, and no reward is one."""
+    metric = config.checkpoint.keep_best
+    if metric is None or metric.rpartition("/")[2] in ALWAYS:
+        return
+    try:
+        parts = load_rewards(config.reward, config.rewards)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not any(part.verdict for part in parts):
+        yield (
+            f"checkpoint.keep_best={metric!r}: no reward is a verdict, so evaluations measure means alone; name "
+            f"{metric.rpartition('/')[0]}/reward_mean, or mark the reward (asyncrl.api.verdict, or reward.verdict=true)"
+        )
 
 
 def _check_demonstrations(args: Mapping[str, Any], config: SFTConfig) -> None:

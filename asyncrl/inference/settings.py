@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl.config.setting import Device, Dtype, setting
+from asyncrl.rollout.settings import longest_answer
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -61,17 +62,15 @@ def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) ->
 
     `model_config` is the content of the model's `config.json`.
     """
-    wanted = config.generation.context_length or (
-        config.dataset.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    )
+    wanted = config.generation.context_length or (config.dataset.max_prompt_tokens + longest_answer(config))
     text_config = model_config.get("text_config", model_config)
     return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    sampling, generation = config.rollout.sampling, config.generation
-    needed = config.dataset.max_prompt_tokens + sampling.max_new_tokens
+    generation = config.generation
+    needed = config.dataset.max_prompt_tokens + longest_answer(config)
     if 0 < generation.context_length < needed:
         yield (
             f"generation.context_length={generation.context_length}: shorter than dataset.max_prompt_tokens + "

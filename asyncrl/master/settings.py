@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
+from asyncrl.master.evaluation_statistics import evaluation_metrics
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.trainer.settings import worker_grid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
-
-
-EVALUATION_METRICS = ("accuracy", "reward_mean", "len_mean")
-"""What an evaluation of the set <name> measures, as eval/<name>/<metric>."""
 
 
 class OnStale(StrEnum):
@@ -62,16 +60,22 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _keep_best(config: ExperimentConfig) -> Iterator[str]:
-    metric, checkpoints, evaluations = config.checkpoint.keep_best, config.checkpoint.interval, config.eval.interval
+    metric, checkpoints = config.checkpoint.keep_best, config.checkpoint.interval
     if metric is None:
         return
-    measured = [f"eval/{config.eval.name}/{name}" for name in EVALUATION_METRICS]
+    measured = {
+        f"eval/{each.name}/{name}": each
+        for each in evaluation_sets(config)
+        for name in evaluation_metrics(each.n_samples)
+    }
     if metric not in measured:
-        hint = did_you_mean(metric, measured) or ";"
+        hint = did_you_mean(metric, list(measured)) or ";"
         yield f"checkpoint.keep_best={metric!r}: no evaluation measures it{hint} use one of {', '.join(measured)}"
-    elif not evaluations or not checkpoints or lcm(evaluations, checkpoints) > config.total_train_steps:
+        return
+    each = measured[metric]
+    if not each.interval or not checkpoints or lcm(each.interval, checkpoints) > config.total_train_steps:
         yield (
-            f"checkpoint.keep_best={metric!r}: no step has both an evaluation (eval.interval={evaluations}) and a "
-            f"checkpoint (checkpoint.interval={checkpoints}) within total_train_steps={config.total_train_steps}; make "
-            "one interval a multiple of the other"
+            f"checkpoint.keep_best={metric!r}: no step has both an evaluation ({each.group}.interval={each.interval}) "
+            f"and a checkpoint (checkpoint.interval={checkpoints}) within "
+            f"total_train_steps={config.total_train_steps}; make one interval a multiple of the other"
         )

@@ -55,6 +55,7 @@ from asyncrl.master.run_files import (
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
@@ -131,7 +132,7 @@ class TrainLoop:
         self._announcer = VersionAnnouncer(
             peers.board.announce_version,
             self._evaluate,
-            self._journal.evaluation_due,
+            self._journal.evaluations_due,
             self._journal.evaluated,
             self._clock,
         )
@@ -301,13 +302,8 @@ class TrainLoop:
         self._books, self._given_up_seq = reply.books, reply.seq
         self.buffer.give_up(reply.given_up)
 
-    async def _evaluate(self, version: int) -> EvaluationResult:
-        limit_s = self.config.eval.timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await evaluate(self.peers.rollouts, version, limit_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"no result within eval.timeout_s={limit_s:g} s") from error
+    async def _evaluate(self, name: str, version: int) -> EvaluationResult:
+        return await evaluate(self.peers.rollouts, name, version, self.config.eval.timeout_s)
 
     async def _finish(self) -> None:
         if self._complete:
@@ -346,7 +342,8 @@ class TrainLoop:
 
     async def _last_evaluation(self) -> None:
         try:
-            await or_stop(self._announcer.evaluation_ended(), self.stop, self.config.eval.timeout_s + GRACE_S)
+            limit_s = len(evaluation_sets(self.config)) * (self.config.eval.timeout_s + GRACE_S)
+            await or_stop(self._announcer.evaluation_ended(), self.stop, limit_s)
         except StopRequested:
             await self._announcer.close()
 

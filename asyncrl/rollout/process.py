@@ -39,7 +39,7 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
-        self._plugins = Plugins(self.config)
+        self._plugins = self._load_plugins()
         self._loop_of_main = asyncio.get_running_loop()
         rollout = self.config.rollout
         manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
@@ -49,7 +49,7 @@ class RolloutWorker(AsyncWorker):
                 RolloutClient(
                     manager,
                     security=self.http_security,
-                    max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
+                    max_concurrent=rollout.max_concurrent + self._evaluations_at_a_time,
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                     vocab_size=self._plugins.vocab_size,
@@ -59,13 +59,28 @@ class RolloutWorker(AsyncWorker):
         finally:
             await manager.close()
 
+    def _load_plugins(self) -> Plugins:
+        return Plugins(self.config)
+
+    def _make_evaluator(self, client: RolloutClient) -> Evaluator:
+        return Evaluator(
+            self._plugins,
+            client,
+            index=self.index,
+            workers=self.config.rollout.workers,
+            max_concurrent=self._evaluations_at_a_time,
+        )
+
+    def _request_server(self) -> RequestServer:
+        return RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
+
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
-        workers, size = self.config.rollout.workers, self.config.eval.size
-        self._evaluator = Evaluator(self._plugins, client, index=self.index, workers=workers, size=size)
+        self._evaluator = self._make_evaluator(client)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
-        server = RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
+        server = self._request_server()
         try:
             self._register(server.endpoint)
+            self._register_pusher()
             stream, plugins, config = await self._open_stream(), self._plugins, self.config
             loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
             self.ready()
@@ -87,10 +102,18 @@ class RolloutWorker(AsyncWorker):
         finally:
             await cancel(working, following, stopping)
 
+    @property
+    def _evaluations_at_a_time(self) -> int:
+        """Episodes of an evaluation: as many answers as training asks for."""
+        return self.config.rollout.max_concurrent * self.config.group_size
+
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.heartbeat_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+
+    def _register_pusher(self) -> None:
+        lease_s = self.config.system.heartbeat_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _open_stream(self) -> PromptStream:
@@ -112,5 +135,6 @@ class RolloutWorker(AsyncWorker):
 
     async def _evaluate(self, request: Evaluate) -> EvaluationResult:
         """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
-        evaluation = asyncio.run_coroutine_threadsafe(self._evaluator.evaluate(request.version), self._loop_of_main)
+        evaluating = self._evaluator.evaluate(request.name, request.version)
+        evaluation = asyncio.run_coroutine_threadsafe(evaluating, self._loop_of_main)
         return await asyncio.wrap_future(evaluation)

@@ -23,17 +23,21 @@ from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.settings import EvaluationSet, evaluation_sets
 
 
 class Plugins:
     """Everything a RolloutWorker takes from the user.
+
+    Args:
+        training: whether it trains, and needs the training set.
 
     Raises:
         ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
             constructor refuses its arguments. The message begins with the setting.
     """
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         self._config = config
         self._sampling = SamplingParams(**asdict(config.rollout.sampling))
@@ -41,14 +45,23 @@ class Plugins:
         self.tokenizer = self._format.tokenizer
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.vocab_size: int | None = model_config.get("vocab_size")
-        self.train_set = load_train_set(config)
-        self.eval_set = load_eval_set(config)
+        self._train_set = load_train_set(config) if training else None
+        self.eval_sets = {
+            each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
+        }
+        """By name, the sets that are evaluated."""
         self.offloader = Offloader(config.rollout.user_code)
         """Runs the user's code; to be entered in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
         self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
         self._env_is_own = not is_built_in(_loaded("env", config.env))
+
+    @property
+    def train_set(self) -> Dataset:
+        """The prompts to train on."""
+        assert self._train_set is not None, "who trains nothing has no training set"
+        return self._train_set
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
         try:
@@ -73,16 +86,18 @@ class Plugins:
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
 
-    def eval_prompt(self, row: int) -> Prompt:
-        """Row `row` of the evaluation set: one greedy sample.
+    def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
+        """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
 
         Raises:
             BadPrompt: as of `train_prompt`.
         """
-        assert self.eval_set is not None, "settings that evaluate name a set"
-        return self._prompt(
-            PromptRef(f"eval-{row}", row, row), self.eval_set, 1, replace(self._sampling, temperature=0.0)
+        each, rows = self.eval_sets[name]
+        sampling = replace(
+            self._sampling, temperature=each.temperature, top_p=each.top_p, max_new_tokens=each.max_new_tokens
         )
+        ref = PromptRef(f"eval-{name}-{row}-{member}", row, row, attempt=member)
+        return self._prompt(ref, rows, 1, sampling)
 
     def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
         return make_prompt(
@@ -141,25 +156,18 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
         raise ConfigError(f"dataset.sources: {error}") from None
 
 
-def load_eval_set(config: ExperimentConfig) -> Dataset | None:
-    """The prompts of the evaluation: of `eval.path`, or those that the training set holds out; None where several
-    sources are trained on, of which nothing is held out.
+def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
+    """The prompts of an evaluation set: of its `path`, or those that the training set holds out.
 
     Raises:
-        ConfigError: they cannot be loaded.
+        ConfigError: they cannot be loaded, or there are several sources, of which nothing is held out.
     """
-    data, evaluation = config.dataset, config.eval
-    if evaluation.path is not None:
-        fields = _eval_fields(config)
-        return _load_set("eval", evaluation.path, evaluation.args, fields, "held_out", config.seed)
+    data = config.dataset
+    if each.path is not None:
+        return _load_set(each.group, each.path, each.args, each.fields, "held_out", config.seed)
     if data.sources:
-        return None
-    return _load_set("dataset", data.path, {**data.args, **evaluation.args}, data.fields, "held_out", config.seed)
-
-
-def _eval_fields(config: ExperimentConfig) -> Mapping[str, str]:
-    own = config.eval.fields
-    return config.dataset.fields if own is None else own
+        raise ConfigError("eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own")
+    return _load_set("dataset", data.path, {**data.args, **each.args}, data.fields, "held_out", config.seed)
 
 
 def _load_set(

@@ -37,7 +37,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
-from asyncrl.runtime.kinds import KINDS, Restart
+from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process_tree import end_launch
@@ -73,10 +73,11 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Launcher:
-    """Runs one experiment from its resolved config; `model.path` is a folder by now."""
+    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for."""
 
-    def __init__(self, config: ExperimentConfig, display: Display) -> None:
+    def __init__(self, config: ExperimentConfig, display: Display, run: Run = Run.train) -> None:
         self.config = config
+        self._run_of = run
         self.run_dir = run_dir_of(config)
         self._display = display
         self._workers: list[WorkerHandle] = []
@@ -179,7 +180,7 @@ class Launcher:
         self._ends = asyncio.Queue()  # the ends of those that ran before are none of these
         if self._claim_lost:
             return EXIT_FAILED
-        for plan in plan_workers(self.config):
+        for plan in plan_workers(self.config, run=self._run_of):
             await self._start(plan)
         if self._interrupts:  # before there was anyone to ask
             self._terminate_leader()

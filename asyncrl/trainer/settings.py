@@ -256,7 +256,7 @@ class CheckpointConfig:
         0, "older checkpoints of every so manieth step are kept too; 0: none", unit="steps", minimum=0
     )
     keep_best: Optional[str] = setting(
-        None, "metric of an evaluation, like eval/<eval.name>/accuracy, whose best checkpoint is kept too; null: none"
+        None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"
     )
     keep_best_direction: BestDirection = setting(
         BestDirection.highest, "whether the highest or the lowest value of `checkpoint.keep_best` is the best"

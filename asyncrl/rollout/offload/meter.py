@@ -30,6 +30,7 @@ class Meter:
         self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._failures = 0
+        self._verdicts: dict[str, bool] = {}
 
     def add_seconds(self, activity: Activity, seconds: float) -> None:
         """`activity` took `seconds`."""
@@ -38,6 +39,15 @@ class Meter:
     def add_reward(self, name: str, value: float) -> None:
         """The reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)
+
+    def add_verdict(self, name: str, right: bool) -> None:
+        """The reward `name`, a verdict, found an answer right or wrong; of several answers the last one counts."""
+        self._verdicts[name] = right
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether all verdicts found the last answer right; None where there was none."""
+        return all(self._verdicts.values()) if self._verdicts else None
 
     def add_failure(self) -> None:
         """A reward failed and `failure_reward` stood in for it."""
