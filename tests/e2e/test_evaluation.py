@@ -55,7 +55,8 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
 
 
 def test_the_command_evaluates_a_folder_with_an_experiments_settings(tiny_model: Path, tmp_path: Path) -> None:
-    settings = ["eval.size=4", "eval.n_samples=2", "eval.sampling={temperature: 1.0, max_new_tokens: 8}"]
+    settings = ["eval.size=4", "eval.n_samples=2"]
+    settings += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
     out = tmp_path / "out.json"
     done = evaluate(tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")
     assert done.returncode == 0, done.stdout + done.stderr
