@@ -51,7 +51,6 @@ from asyncrl.api import (
     RewardFunction,
     Sample,
     SamplingParams,
-    Tokenizer,
 )
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
@@ -59,7 +58,7 @@ from asyncrl.datasets import Dataset
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
@@ -115,7 +114,7 @@ class ReferenceTrainer:
         self,
         config: ReferenceConfig,
         model: PreTrainedModel,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         dataset: Dataset,
         reward: RewardFunction,
     ) -> None:

@@ -4,6 +4,7 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
 from asyncrl.api.agent import Agent
+from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
     Completion,
@@ -20,6 +21,9 @@ from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
 
 __all__ = [
     "Agent",
+    "ChatClient",
+    "ChatFinish",
+    "ChatReply",
     "Completion",
     "Environment",
     "Episode",
@@ -29,6 +33,7 @@ __all__ = [
     "GenerationRequest",
     "GenerationResult",
     "GroupReward",
+    "Message",
     "Prompt",
     "RewardFunction",
     "RunIn",
@@ -37,7 +42,10 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "Tokenizer",
+    "ToolCall",
+    "ToolSchema",
     "Trajectory",
+    "messages_of",
     "run_in",
     "scored",
     "verdict",

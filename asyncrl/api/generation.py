@@ -28,6 +28,8 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; it keeps its tokens up to and with the one that completes such a text."""
     seed: int | None = None
     """Base seed of the request; sample i of a group draws from a stream of its own derived from (seed, i)."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
+import asyncrl.chat.settings
 import asyncrl.inference.settings
 import asyncrl.manager.settings
 import asyncrl.master.settings
@@ -27,6 +28,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOMS = (
     asyncrl.master.settings,
     asyncrl.rollout.settings,
+    asyncrl.chat.settings,
     asyncrl.trainer.settings,
     asyncrl.inference.settings,
     asyncrl.manager.settings,

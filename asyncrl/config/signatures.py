@@ -156,6 +156,19 @@ def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
             yield from problems(group, path, args)
 
 
+def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
+    """What the parameter `name` of the class or function at `path` is: as `args` say, else its default; None where it
+    has none, or the source does not say.
+    """
+    if name in args:
+        return args[name]
+    try:
+        param = (_params_at(path, 0) or {}).get(name)
+    except PluginError:  # which is refused by name elsewhere
+        return None
+    return None if param is None or param.default is ... else param.default
+
+
 def _params_at(path: str, positional: int) -> Params | None:
     """The parameters of the function or constructor at `path`; None where the source does not say."""
     found = definition(path)

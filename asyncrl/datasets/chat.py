@@ -52,6 +52,7 @@ class ChatTemplate:
             self._template = _compiled(source)
         except jinja2.TemplateError as error:
             raise ChatError(f"the chat template is no Jinja template ({error})") from None
+        self.source = source
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt
 
@@ -62,25 +63,50 @@ class ChatTemplate:
             turns.insert(0, {"role": "system", "content": self._system_prompt})
         return turns
 
-    def render(self, prompt: str | Sequence[Message]) -> str:
+    def render(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """The text that the model goes on from: the conversation and the beginning of the assistant's turn.
 
         Raises:
             ChatError: the template refuses the messages, or fails.
         """
-        turns = [_normalised(turn) for turn in self.messages(prompt)]
+        return self.render_turns(self.messages(prompt), tools)
+
+    def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """As `render`, without the system prompt.
+
+        Raises:
+            ChatError: as of `render`.
+        """
         filled = {"tools": None, "documents": None, **self._variables}
+        if tools:
+            filled["tools"] = [dict(tool) for tool in tools]
+        normalised = [_normalised(turn) for turn in turns]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **filled)
+            return self._template.render(messages=normalised, add_generation_prompt=True, **filled)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
 
 
 def _normalised(turn: Message) -> dict[str, Any]:
-    """Without what is None; reasoning under the names that templates read it by. As transformers does."""
+    """Without what is None; reasoning under the names that templates read it by, as transformers does; the arguments of
+    calls as objects, where they are given in OpenAI's form, which is JSON in a string.
+    """
     given = {key: value for key, value in turn.items() if value is not None}
+    if calls := given.get("tool_calls"):
+        given["tool_calls"] = [_with_arguments_read(call) for call in calls]
     reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _with_arguments_read(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # what the model wrote need not be JSON; templates that can show it as it is
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def wrong_messages(messages: Any) -> str | None:

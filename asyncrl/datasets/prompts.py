@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from asyncrl.api import Prompt, SamplingParams, Tokenizer
+from asyncrl.api import Prompt, SamplingParams
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.chat import ChatError, ChatTemplate, Message, wrong_messages
+from asyncrl.datasets.control_tokens import StandIns
 from asyncrl.datasets.order import PromptRef, prompt_seed
+from asyncrl.datasets.tokenizers import ChatTokenizer
 
 
 class BadPrompt(ValueError):
@@ -45,7 +47,7 @@ class PromptFormat:
     until it fits, so that the template around them stays whole.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     chat: ChatTemplate | None = None
     max_tokens: int | None = None
     overlong: Overlong = Overlong.filter
@@ -57,19 +59,24 @@ class PromptFormat:
             BadPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
                 them.
         """
-        if isinstance(prompt, str) and self.chat is None:
-            return prompt
-        if not isinstance(prompt, str) and (wrong := wrong_messages(prompt)) is not None:
+        self._check(prompt)
+        if self.chat is None:
+            return str(prompt)
+        try:
+            return self.chat.render(prompt)
+        except ChatError as error:
+            raise BadPrompt(str(error)) from None
+
+    def _check(self, prompt: str | Sequence[Message]) -> None:
+        if isinstance(prompt, str):
+            return
+        if (wrong := wrong_messages(prompt)) is not None:
             raise BadPrompt(f"the prompt is neither text nor messages: {wrong}")
         if self.chat is None:
             raise BadPrompt(
                 "the prompt is messages and there is no chat template; set dataset.chat_template to a Jinja file (or "
                 "to auto, with a model whose tokenizer has one), or give text"
             )
-        try:
-            return self.chat.render(prompt)
-        except ChatError as error:
-            raise BadPrompt(str(error)) from None
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids of the prompt of `row`.
@@ -107,11 +114,26 @@ class PromptFormat:
         return best
 
     def _ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        text = self.rendered(prompt)
+        self._check(prompt)
         try:
-            return self.tokenizer.encode(text)
+            if self.chat is None:
+                return self.tokenizer.encode(str(prompt))
+            return self.chat_ids(self.chat.messages(prompt))
+        except ChatError as error:
+            raise BadPrompt(str(error)) from None
         except ValueError as error:  # a character that an alphabet of few does not have
             raise BadPrompt(str(error)) from None
+
+    def chat_ids(self, turns: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of messages through the chat template; names of control tokens within them stay text.
+
+        Raises:
+            ChatError: the template refuses them.
+            ValueError: the tokenizer does not know a character.
+        """
+        assert self.chat is not None, "plain prompts have no template"
+        places = StandIns(self.tokenizer, turns, tools)
+        return places.encode(self.chat.render_turns(places.put(turns), places.put(tools)))
 
 
 def make_prompt(

@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.api import Tokenizer
 
@@ -35,6 +35,23 @@ ARITHMETIC_SYMBOLS = "0123456789+=;#"
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, UNK)
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """What chat needs of a tokenizer besides; each of those below has it."""
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Texts and ids of the special tokens: those that `decode` leaves out."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, none of a control token: where its text stands in `text`, it is text."""
+        ...
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens included."""
+        ...
 
 
 class CharTokenizer:
@@ -80,6 +97,20 @@ class CharTokenizer:
         """Text of `token_ids`; specials are left out."""
         text_of = self._text_of
         return "".join([text_of[token] for token in token_ids])
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Texts and ids of the specials."""
+        return {text: index for index, text in enumerate(SPECIAL_TOKENS)}
+
+    def encode_plain(self, text: str) -> list[int]:
+        """As `encode`, which knows no special tokens."""
+        return self.encode(text)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, specials included."""
+        count = len(SPECIAL_TOKENS)
+        return "".join([SPECIAL_TOKENS[token] if token < count else self._text_of[token] for token in token_ids])
 
     def save(self, directory: Path) -> None:
         """Write the alphabet into `directory`, as a tokenizer that `transformers.AutoTokenizer` reads too."""
@@ -148,6 +179,19 @@ class HuggingFaceTokenizer:
         """Text of `token_ids`, special tokens left out."""
         return str(self.wrapped.decode(list(token_ids), skip_special_tokens=True))
 
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Texts and ids of the special tokens."""
+        return dict(zip(self.wrapped.all_special_tokens, self.wrapped.all_special_ids, strict=True))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, none of a control token."""
+        return list(self.wrapped.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens included."""
+        return str(self.wrapped.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files into `directory`."""
         self.wrapped.save_pretrained(directory)
@@ -171,6 +215,12 @@ class FastTokenizer:
             raise ValueError(f"tokenizer of {str(folder)!r} has no token {eos_token!r}, its eos_token: mend its files")
         self._folder = folder
         self.eos_token_id: int = eos_token_id
+        self._plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        self._plain.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        self.control_tokens: Mapping[str, int] = {
+            token.content: index for index, token in added.items() if token.special
+        }
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, no special tokens added."""
@@ -179,6 +229,14 @@ class FastTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, none of a control token."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens included."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's files into `directory`."""
@@ -201,7 +259,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> ChatTokenizer:
     """The tokenizer of the model folder `path`.
 
     With a `tokenizer.json` that has all tokens its config names, the `tokenizers` library reads it; else transformers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from asyncrl.chat.settings import needed_context
 from asyncrl.config.setting import Device, Dtype, setting
 from asyncrl.rollout.settings import longest_answer
 
@@ -50,7 +51,11 @@ class GenerationConfig:
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
     max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
     context_length: int = setting(
-        0, "longest prompt + answer; 0: max_prompt_tokens + max_new_tokens", unit="tokens", minimum=0
+        0,
+        "longest conversation; 0: max_prompt_tokens + max_new_tokens, and for each further turn "
+        "(rollout.chat.max_turns, or the agent's own max_turns) max_new_tokens + rollout.chat.feedback_tokens",
+        unit="tokens",
+        minimum=0,
     )
     start_timeout_s: float = setting(300.0, "limit for a server to become ready", unit="s", minimum=1.0)
     threads: int = setting(1, "CPU threads per server", minimum=1)
@@ -62,19 +67,25 @@ def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) ->
 
     `model_config` is the content of the model's `config.json`.
     """
-    wanted = config.generation.context_length or (config.dataset.max_prompt_tokens + longest_answer(config))
+    wanted = config.generation.context_length or max(needed_context(config), _single_answer(config))
     text_config = model_config.get("text_config", model_config)
     return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
+
+
+def _single_answer(config: ExperimentConfig) -> int:
+    """The longest prompt with the longest answer to it, of training or of an evaluation."""
+    return config.dataset.max_prompt_tokens + longest_answer(config)
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     generation = config.generation
-    needed = config.dataset.max_prompt_tokens + longest_answer(config)
-    if 0 < generation.context_length < needed:
+    least = _single_answer(config)
+    needed = max(needed_context(config), least)
+    if 0 < generation.context_length < least:
         yield (
             f"generation.context_length={generation.context_length}: shorter than dataset.max_prompt_tokens + "
-            f"rollout.sampling.max_new_tokens = {needed}; use 0 or {needed} or more"
+            f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
         )
     if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
         yield (

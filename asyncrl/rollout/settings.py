@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.api.reward import RunIn
+from asyncrl.chat.settings import ChatConfig
 from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.chat import AUTO, OFF
@@ -80,6 +81,10 @@ class SamplingConfig:
     top_p: float = setting(1.0, "nucleus mass kept", minimum=1e-6, maximum=1.0)
     top_k: int = setting(-1, "most likely tokens kept; -1: all", minimum=-1)
     min_p: float = setting(0.0, "least probability kept, relative to the most likely token", minimum=0.0, maximum=1.0)
+    stop: list[str] = setting(
+        help="texts that end an answer; it keeps its tokens up to and with the one that completes such a text",
+        factory=list,
+    )
 
 
 @dataclass
@@ -161,6 +166,7 @@ class RolloutConfig:
     )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Agent, Environment, Prompt, SamplingParams
+from asyncrl.chat.client import ChatPolicy
+from asyncrl.chat.parsers import choose, parser
+from asyncrl.chat.request import Limits
+from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
@@ -20,6 +24,7 @@ from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.inference.settings import context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
@@ -40,10 +45,13 @@ class Plugins:
     def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         self._config = config
-        self._sampling = SamplingParams(**asdict(config.rollout.sampling))
+        sampling = config.rollout.sampling
+        self._sampling = SamplingParams(**asdict(sampling) | {"stop": tuple(sampling.stop)})
         self._format = load_prompt_format(config)
         self.tokenizer = self._format.tokenizer
+        self.chat_format = load_chat_format(config, self._format)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
+        self.chat_policy = chat_policy(config, model_config)
         self.vocab_size: int | None = model_config.get("vocab_size")
         self._train_set = load_train_set(config) if training else None
         self.eval_sets = {
@@ -134,6 +142,21 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
     except ChatError as error:
         raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
     return PromptFormat(tokenizer, chat, data.max_prompt_tokens, data.overlong)
+
+
+def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:
+    """How conversations in messages become token ids; None where there is no chat template."""
+    if prompts.chat is None:
+        return None
+    name = config.rollout.chat.parser
+    return ChatFormat(prompts, choose(prompts.chat.source, prompts.tokenizer) if name == AUTO else parser(name))
+
+
+def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:
+    """How episodes converse; `model_config` is the content of the model's `config.json`."""
+    chat = config.rollout.chat
+    limits = Limits(chat.max_turns, context_length(config, model_config), chat.max_tool_s)
+    return ChatPolicy(limits, chat.reasoning, chat.drift)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

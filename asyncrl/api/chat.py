@@ -1,0 +1,116 @@
+"""Talking with the policy in messages: what an agent says, what it gets back, and what is recorded meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Any, Protocol
+
+from asyncrl.api.generation import Completion, GenerationClient, SamplingParams
+from asyncrl.api.prompt import Prompt
+from asyncrl.api.trajectory import Sample
+
+Message = Mapping[str, Any]
+"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`."""
+ToolSchema = Mapping[str, Any]
+"""A tool as the model sees it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+class ChatFinish(StrEnum):
+    """Why an answer ended. Members are strings: `reply.finish_reason == "stop"` holds too."""
+
+    stop = auto()
+    """By itself, or at a stop string."""
+    length = auto()
+    """At a limit: `max_new_tokens`, the context, or the episode's turns."""
+    tool_calls = auto()
+    """By itself, and it calls tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool. `id` is unique in its episode; the tool's answer names it as `tool_call_id`."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """The policy's answer to `ChatClient.chat`."""
+
+    message: dict[str, Any]
+    """The answer as a message; append it to yours, then what follows."""
+    content: str
+    """Its text, without reasoning, calls and a stop string at its end."""
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    malformed_calls: int
+    """Calls that could not be read; they are left in `content`."""
+    finish_reason: ChatFinish
+    prompt_ids: tuple[int, ...]
+    """What the policy went on from: token ids of the whole conversation before this answer."""
+    completion: Completion
+    """What it sampled, with log-probabilities and versions; no token where a limit left no room for one."""
+    alternatives: tuple[ChatReply, ...] = ()
+    """With `n` > 1 the other answers to the same messages."""
+
+
+class ChatClient(GenerationClient, Protocol):
+    """The policy as one episode (one member of a group) asks it, in token ids or in messages; it records all answers.
+
+    Several calls may be under way at the same time.
+    """
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+        tool_choice: str = "auto",
+        n: int = 1,
+    ) -> ChatReply:
+        """The assistant's answer to `messages`.
+
+        Messages that begin with a recorded conversation extend it by token ids; what the policy sampled is never
+        tokenised again. Others begin a new branch, which becomes a sample of its own.
+
+        Args:
+            messages: the whole conversation, ending in a user's or a tool's message.
+            tools: what it may call.
+            sampling: how tokens are drawn; None: as the prompt's. The seed is the prompt's, the episode's, the
+                conversation's and this one's, so that no two calls draw the same numbers.
+            tool_choice: `auto`, or `none`: calls stay text.
+            n: answers wanted, at least 1.
+
+        Raises:
+            ValueError: the messages cannot be rendered (`asyncrl.datasets.chat.ChatError`), or an argument is wrong.
+            Exception: the policy cannot answer; let it through, and the rollout is tried again.
+        """
+        ...
+
+    def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """The token ids that `chat` would have the policy go on from.
+
+        Raises:
+            ValueError: as of `chat`.
+        """
+        ...
+
+    def samples(self, reward: float = 0.0) -> list[Sample]:
+        """Every recorded branch that ends in sampled tokens, in the order of their beginning, each with `reward`.
+
+        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other.
+        """
+        ...
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt's row: its own list of them, or its text as the user's turn."""
+    content = prompt.data["prompt"]
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return [dict(message) for message in content]

@@ -1,0 +1,166 @@
+"""The life of a conversation as a state machine: pure values, no clocks, no processes.
+
+    pending --begin--> running --answered--> calling_tools --begin--> running ...
+                          |                       |
+                          +--> completed <--------+        any but the ends --failed--> failed
+                                  |
+                                  +--begin--> running      where it met no limit: another message came
+
+A `Request` is immutable and every step gives the next one, so a conversation that forks needs no copy. A step that its
+phase does not allow raises `IllegalStep`: it is a fault of the program, not of the model.
+
+Limits end a conversation where its next answer would begin: `begin` then gives a completed request whose finish is
+`length` and whose `over` names the limit with the setting that holds it. What was sampled until then is kept. An
+answer that is cut off at `max_new_tokens` finishes with `length` too, but another may follow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum, auto
+
+
+class Phase(StrEnum):
+    """Where a conversation is."""
+
+    pending = auto()
+    """Nothing was sampled yet."""
+    running = auto()
+    """The policy answers."""
+    calling_tools = auto()
+    """Its answer called tools; their results are awaited."""
+    completed = auto()
+    """It ended, as `finish` says."""
+    failed = auto()
+    """It cannot go on, as `over` says."""
+
+
+class Finish(StrEnum):
+    """How the latest answer, or the conversation, ended."""
+
+    stop = auto()
+    """The policy ended its answer, or a stop string did."""
+    length = auto()
+    """At a limit."""
+    tool_calls = auto()
+    """The policy ended its answer and calls tools."""
+    abort = auto()
+    """It was given up from outside."""
+
+
+class IllegalStep(RuntimeError):
+    """A step that the phase does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a conversation may take; 0 is no limit."""
+
+    max_turns: int = 0
+    """Answers of the policy."""
+    max_context: int = 0
+    """Tokens of the whole conversation, prompt and answers."""
+    max_tool_s: float = 0.0
+    """Seconds that its tools take, all calls of a turn together counted as long as the longest."""
+    context_setting: str = "generation.context_length"
+    """Where `max_context` comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A conversation's state; see the module's docstring.
+
+    `turns` counts answers, `tokens` the conversation's after the last of them, `tool_s` the seconds of its tools.
+    """
+
+    limits: Limits = Limits()
+    phase: Phase = Phase.pending
+    turns: int = 0
+    tokens: int = 0
+    tool_s: float = 0.0
+    finish: Finish | None = None
+    over: str = ""
+
+    def forked(self) -> Request:
+        """A conversation that goes on from this one in another branch: what was used up stays used up."""
+        return Request(self.limits, turns=self.turns, tool_s=self.tool_s)
+
+    @property
+    def ended(self) -> bool:
+        """True where no further answer can follow: it failed, was given up, or met a limit."""
+        return bool(self.over)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that the running answer may take; None: no limit."""
+        return self.limits.max_context - self.tokens if self.limits.max_context else None
+
+    def begin(self, context_tokens: int) -> Request:
+        """The policy is to answer a conversation of `context_tokens`: running, or completed where a limit is met.
+
+        Raises:
+            IllegalStep: it is running or has ended.
+        """
+        if self.ended or self.phase is Phase.running:
+            raise IllegalStep(f"an answer cannot begin: the conversation is {self._where()}")
+        over = self._met(context_tokens)
+        if over:
+            return replace(self, phase=Phase.completed, tokens=context_tokens, finish=Finish.length, over=over)
+        return replace(self, phase=Phase.running, tokens=context_tokens, finish=None)
+
+    def answered(self, finish: Finish, tokens: int) -> Request:
+        """The policy's answer ended as `finish` says, after `tokens` tokens.
+
+        Raises:
+            IllegalStep: it was not running.
+        """
+        if self.phase is not Phase.running:
+            raise IllegalStep(f"an answer cannot end: the conversation is {self._where()}")
+        full = finish is Finish.length and self.room is not None and tokens >= self.room
+        over = self._context_message() if full else ""
+        phase = Phase.calling_tools if finish is Finish.tool_calls else Phase.completed
+        return replace(self, phase=phase, turns=self.turns + 1, tokens=self.tokens + tokens, finish=finish, over=over)
+
+    def tools_returned(self, seconds: float) -> Request:
+        """The turn's tools took so long; the phase stays, as the policy has not begun to answer them.
+
+        Raises:
+            IllegalStep: no tools were called.
+        """
+        if self.phase is not Phase.calling_tools:
+            raise IllegalStep(f"no tools can return: the conversation is {self._where()}")
+        return replace(self, tool_s=self.tool_s + seconds)
+
+    def aborted(self, why: str) -> Request:
+        """It is given up from outside; one that has ended stays as it is."""
+        if self.ended:
+            return self
+        return replace(self, phase=Phase.completed, finish=Finish.abort, over=why)
+
+    def failed(self, why: str) -> Request:
+        """It cannot go on.
+
+        Raises:
+            IllegalStep: it has ended.
+        """
+        if self.ended:
+            raise IllegalStep(f"it cannot fail: the conversation is {self._where()}")
+        return replace(self, phase=Phase.failed, over=why)
+
+    def _met(self, context_tokens: int) -> str:
+        """The limit that leaves no room for another answer; empty where there is none."""
+        limits = self.limits
+        if limits.max_turns and self.turns >= limits.max_turns:
+            return f"rollout.chat.max_turns={limits.max_turns}"
+        if limits.max_context and context_tokens >= limits.max_context:
+            return self._context_message()
+        if limits.max_tool_s and self.tool_s >= limits.max_tool_s:
+            return f"rollout.chat.max_tool_s={limits.max_tool_s:g}"
+        return ""
+
+    def _context_message(self) -> str:
+        return f"{self.limits.context_setting}={self.limits.max_context}"
+
+    def _where(self) -> str:
+        ended = f" ({self.finish})" if self.finish else ""
+        return f"{self.phase}{ended}{f', over {self.over}' if self.over else ''}"
