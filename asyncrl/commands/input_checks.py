@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.datasets import Placed
+from asyncrl.datasets.demonstrations import conversation_of, load_demonstrations
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
@@ -123,11 +124,19 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         config = base
         if base_model_dir(config).exists():
             return
+    data = config.dataset
     for phase in config.phases:
         try:
-            _check_demonstrations({**config.dataset.args, **phase.args}, config)
+            _check_demonstrations(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed)
         except ValueError as error:
             yield f"{prefix}dataset.path={error}"
+    held_out = config.eval
+    if held_out.interval and held_out.path is not None:
+        fields = data.fields if held_out.fields is None else held_out.fields
+        try:
+            _check_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
+        except ValueError as error:
+            yield f"{prefix}eval.path={error}"
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
@@ -147,18 +156,12 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _check_demonstrations(args: Mapping[str, Any], config: SFTConfig) -> None:
-    """Load the demonstrations that `args` choose; a file is looked through, of a class's rows one is asked for.
+def _check_demonstrations(path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int) -> None:
+    """Load demonstrations; a file is looked through, of a class's rows one is asked for.
 
     Raises:
         ValueError: they cannot be loaded, or there is nothing to imitate.
     """
-    path = config.dataset.path
-    dataset = load_dataset(path, args, "train", config.seed)
-    if not callable(getattr(dataset, "demonstration", None)):
-        raise ValueError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
+    dataset = load_demonstrations(path, args, fields, split, seed)
     for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        row = dataset.row(index)
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f"{path!r}: the prompt of row {index} is messages; supervised training takes text")
-        cast(DemonstrationDataset, dataset).demonstration(row)
+        conversation_of(dataset, dataset.row(index))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,10 +20,23 @@ from rich.text import Text
 from asyncrl.comm.drop_reasons import failure
 from asyncrl.observability.settings import DisplayMode
 
-Row = Mapping[str, float]
+Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
+
+
+class Display(Protocol):
+    """What the launcher feeds."""
+
+    def note(self, text: str) -> None:
+        """Take a remark."""
+
+    def row(self, row: Row) -> None:
+        """Take a row of metrics."""
+
+    def close(self) -> None:
+        """The end."""
 
 
 def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
@@ -208,10 +221,6 @@ class LiveDisplay:
             counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
             grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
-
-
-Display: TypeAlias = PlainDisplay | LiveDisplay
-"""Takes a remark, a row of metrics, and the end."""
 
 
 def _share(row: Row, key: str) -> str:

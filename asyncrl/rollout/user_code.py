@@ -18,12 +18,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.datasets import Dataset, load_dataset
-from asyncrl.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, template_source
+from asyncrl.datasets.chat import AUTO
 from asyncrl.datasets.mixture import Mixture
 from asyncrl.datasets.order import PromptRef
-from asyncrl.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.datasets.prompts import PromptFormat, load_chat_template, make_prompt
 from asyncrl.datasets.readers import is_data_path
-from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.offloader import Offloader
@@ -120,28 +120,7 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
-    tokenizer = load_tokenizer(folder)
-    source = None
-    if data.chat_template == AUTO:
-        source = template_source(folder)
-    elif data.chat_template != OFF:
-        try:
-            source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"dataset.chat_template={data.chat_template!r}: cannot be read ({error})") from None
-    if source is None:
-        for name in ("system_prompt", "chat_template_args"):
-            if value := getattr(data, name):
-                raise ConfigError(
-                    f"dataset.{name}={value!r}: the tokenizer in {str(folder)!r} has no chat template to take it; set "
-                    "dataset.chat_template to a Jinja file, or leave it out"
-                )
-        return PromptFormat(tokenizer, None, data.max_prompt_tokens, data.overlong)
-    try:
-        chat = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
-    except ChatError as error:
-        raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
-    return PromptFormat(tokenizer, chat, data.max_prompt_tokens, data.overlong)
+    return PromptFormat(load_tokenizer(folder), load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
 
 
 def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:
