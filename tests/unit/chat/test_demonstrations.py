@@ -93,9 +93,7 @@ def test_where_the_template_keeps_earlier_turns_a_conversation_is_one_sequence_o
     (item,) = encode(chat, prompt=SUMS)
     whole = chat._template.render_turns(SUMS, to_answer=False)
     assert chat.tokenizer.decode_all(item.token_ids) == whole
-    if (
-        template != "llama3.1"
-    ):  # there this tokenizer has a token across the end of the prompt, which nobody could write
+    if template != "llama3.1":  # whose whole text has a token across the prompt's end, which nobody could write
         assert item.token_ids == chat.tokenizer.encode(whole)
 
 
