@@ -4,6 +4,7 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
 from asyncrl.api.agent import Agent
+from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
@@ -21,6 +22,7 @@ from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
 
 __all__ = [
     "Agent",
+    "BufferOrder",
     "ChatClient",
     "ChatFinish",
     "ChatReply",
@@ -35,6 +37,7 @@ __all__ = [
     "GroupReward",
     "Message",
     "Prompt",
+    "ReadyRollout",
     "RewardFunction",
     "RunIn",
     "Sample",

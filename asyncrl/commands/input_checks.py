@@ -53,7 +53,9 @@ def check_data(config: Config, folder: Path | None) -> None:
 
 
 ROWS_LOOKED_AT = 1000
-"""Of a dataset that is a class, whose rows may take time to make; of files all rows are looked at."""
+"""Of a dataset that is a class, whose rows may take time to make."""
+FILE_ROWS_LOOKED_AT = 200_000
+"""Of files: a minute or so; the rest is looked at when its turn comes, unless a prompt that is too long is refused."""
 
 
 def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, Survey]:
@@ -75,8 +77,9 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         sets = {"dataset": load_train_set(config), **sets}
     found = {}
     for group, rows in sets.items():
-        seen = found[group] = survey(rows, prompt_format, None if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
+        of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
+        seen = found[group] = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
                 f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.setting import ConfigError
+from asyncrl.config import signatures
+from asyncrl.config.setting import ConfigError, PluginConfig, setting
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.master.evaluation_statistics import evaluation_metrics
 from asyncrl.rollout.settings import evaluation_sets
@@ -26,6 +28,21 @@ class OnStale(StrEnum):
     """Only its tokens within η carry loss."""
     wait = auto()
     """The trainer holds its step so that no running rollout expires."""
+
+
+@dataclass
+class BufferOrderConfig(PluginConfig):
+    """A function of yours that ranks the rollouts that wait."""
+
+    path: str = setting("", "import path of a function (rollout: ReadyRollout) -> float; empty: oldest tokens first")
+    args: dict[str, Any] = setting(help="keyword arguments of the call", factory=dict)
+
+
+@dataclass
+class BufferConfig:
+    """Finished rollouts that wait to be trained."""
+
+    order: BufferOrderConfig = field(default_factory=BufferOrderConfig)
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -52,6 +69,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"{-(-in_flight // ranks)} or more"
         )
     yield from _keep_best(config)
+    order = config.buffer.order
+    if order.path:
+        yield from signatures.problems("buffer.order", order.path, order.args, positional=1)
+    elif order.args:
+        yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
             f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of a "

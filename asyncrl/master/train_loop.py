@@ -37,6 +37,7 @@ from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.buffer_order import buffer_order
 from asyncrl.master.collector import Collector
 from asyncrl.master.connections import GRACE_S, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
@@ -120,7 +121,12 @@ class TrainLoop:
         self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
         self.version = 0
-        self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+        self.buffer = SampleBuffer(
+            config.train_batch_size,
+            config.max_head_offpolicyness,
+            config.on_stale,
+            ranks=buffer_order(config.buffer.order),
+        )
         self._limit_s = config.system.stall_timeout_s
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})

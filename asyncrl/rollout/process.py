@@ -11,7 +11,9 @@ from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import ManagerClient
 from asyncrl.rollout.evaluator import Evaluator
@@ -19,6 +21,7 @@ from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 
@@ -60,7 +63,22 @@ class RolloutWorker(AsyncWorker):
             await manager.close()
 
     def _load_plugins(self) -> Plugins:
-        return Plugins(self.config)
+        plugins = Plugins(self.config)
+        self._check_same_data(plugins)
+        return plugins
+
+    def _check_same_data(self, plugins: Plugins) -> None:
+        """Rows are named by their number: all processes need to have read the same.
+
+        Raises:
+            ConfigError: the data changed since the launcher read it.
+        """
+        record = self.run_dir / DATA_RECORD_FILE
+        if not record.is_file():
+            return
+        path = self.config.dataset.path
+        if (difference := DataRecord.read(record).difference(plugins.train_set, path)) is not None:
+            raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
         return Evaluator(

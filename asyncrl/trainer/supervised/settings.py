@@ -70,7 +70,7 @@ class SFTDatasetConfig:
     path: str = setting(
         "asyncrl.datasets.arithmetic:ArithmeticDataset",
         "class with a `demonstration` method by import path, a JSONL or Parquet file, a folder of them, a folder saved "
-        "by `datasets`, or a name on the Hugging Face hub; docs/training.md",
+        "by `datasets`, or a name on the Hugging Face hub; docs/sft.md",
     )
     args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict)
     fields: dict[str, str] = setting(
