@@ -146,14 +146,20 @@ class ManagerClient:
         return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
     async def report_consumed(
-        self, version: int, trained: Sequence[str], dropped: Sequence[m.DroppedRollout], given_up_after: int = 0
+        self,
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[m.DroppedRollout],
+        given_up_after: int = 0,
+        measured_after: int = 0,
     ) -> m.ConsumedReply:
         """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
 
         Returns:
-            The books, and the prompts that workers gave up, from number `given_up_after` on.
+            The books, the prompts that workers gave up, from number `given_up_after` on, and the success rates that
+            were measured, from number `measured_after` on.
         """
-        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after)
+        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after, measured_after)
         return await self._call("/report_consumed", report, m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
-from asyncrl.manager.given_up_prompts import GivenUpPrompts
 from asyncrl.manager.leases import WorkerLeases
+from asyncrl.manager.numbered_log import NumberedLog
 from asyncrl.manager.returned_prompts import ReturnedPrompts
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate, Ticket
@@ -72,7 +73,9 @@ class ManagerService:
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
         self.returned = ReturnedPrompts(after=time.time_ns() // 1_000_000)
-        self.given_up = GivenUpPrompts(after=time.time_ns() // 1_000_000)
+        self.given_up = NumberedLog[str](after=time.time_ns() // 1_000_000)
+        self.measured = NumberedLog[tuple[str, float]](after=time.time_ns() // 1_000_000)
+        self.curriculum: Curriculum | None = None
         self.tokens_finished = 0
         self._place_first = place_first
         self._clock = clock
@@ -174,7 +177,8 @@ class ManagerService:
         self._admit()
         self.progress.notify()
         given_up = self.given_up.after(request.given_up_after)
-        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq)
+        measured = self.measured.after(request.measured_after)
+        return m.ConsumedReply(self.gate.books(), given_up, self.given_up.last_seq, measured, self.measured.last_seq)
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
@@ -318,13 +322,14 @@ class ManagerService:
             return
         version = self.gate.start(Ticket(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
         assert version is not None, "admitted without room"
+        rests = self.curriculum is not None and self.curriculum.rests(wanted.prompt_id)
         route = None
-        if first is not None and self._place_first:
+        if first is not None and self._place_first and not rests:
             size = (first.prompt_tokens, first.max_new_tokens, first.n)
             request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
             server = self._place(request, worker)
             route = None if server is None else m.Route(server.url, server.version)
-        waiting.granted.append(m.GrantedRollout(rollout_id, version, route))
+        waiting.granted.append(m.GrantedRollout(rollout_id, version, route, rests))
         self.returned.running_again(worker, wanted.prompt_id)
 
     def _was_given_up(self, rollout_id: str) -> bool:
@@ -365,14 +370,22 @@ class ManagerService:
         if not finished.accepted:
             reason, again = finished.reason or "rejected", finished.as_next_attempt
             ticket = self._drop(rollout_id, reason, finished.return_prompt, as_next_attempt=again)
+            self._measured(ticket, finished.success)
             if ticket is not None and not finished.return_prompt:
                 self.given_up.add(ticket.prompt_id)
             return
         self.router.release_rollout(rollout_id)
         ticket = self.gate.finish(rollout_id)
+        self._measured(ticket, finished.success)
         if ticket is not None:
             self.returned.running_again(ticket.owner, ticket.prompt_id)
             self.tokens_finished += finished.tokens
+
+    def _measured(self, ticket: Ticket | None, success: float | None) -> None:
+        """A rollout, not counted as ended before, had `success`."""
+        if ticket is not None and success is not None and self.curriculum is not None:
+            self.curriculum.measured(ticket.prompt_id, success)
+            self.measured.add((ticket.prompt_id, success))
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

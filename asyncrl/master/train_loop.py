@@ -33,6 +33,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
@@ -145,7 +146,8 @@ class TrainLoop:
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
-        self._given_up_seq = 0
+        self._given_up_seq = self._measured_seq = 0
+        self._curriculum = self._new_curriculum()
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
         self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
@@ -192,7 +194,9 @@ class TrainLoop:
         await self._all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
-        self.peers.board.announce_data_state(write_data_state(self.run_dir, self.buffer.used), self._books.dropped)
+        self.peers.board.announce_data_state(
+            write_data_state(self.run_dir, self.buffer.used, self._curriculum), self._books.dropped
+        )
         self._collector.start()
         self._progress_at = self._clock()
         if self.version == 0:
@@ -303,10 +307,15 @@ class TrainLoop:
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        reply = await self.peers.manager.report_consumed(self.version, trained, dropped, self._given_up_seq)
+        reply = await self.peers.manager.report_consumed(
+            self.version, trained, dropped, self._given_up_seq, self._measured_seq
+        )
         self._unreported_trained, self._unreported_drops = [], []
         self._books, self._given_up_seq = reply.books, reply.seq
         self.buffer.give_up(reply.given_up)
+        self._measured_seq = reply.measured_seq
+        for prompt_id, success in reply.measured:
+            self._curriculum.measured(prompt_id, success)
 
     async def _evaluate(self, name: str, version: int) -> EvaluationResult:
         return await evaluate(self.peers.rollouts, name, version, self.config.eval.timeout_s)
@@ -328,6 +337,10 @@ class TrainLoop:
         await self._close_books()
         write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
         check_books(self._books, self._trained_before + self.buffer.trained)
+
+    def _new_curriculum(self, state: Sequence[Sequence[float]] = ()) -> Curriculum:
+        settings = self.config.dataset.curriculum
+        return Curriculum(settings.low, settings.high, settings.rest, state)
 
     async def _last_report(self) -> None:
         """What RolloutWorkers dropped for good by now belongs into the last checkpoint, if the manager still tells."""
@@ -359,6 +372,7 @@ class TrainLoop:
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
+            self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
             self._saved = self._progress
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
@@ -381,6 +395,7 @@ class TrainLoop:
             "buffer": self.buffer.state(),
             "journal": self._journal.state(),
             "dropped": dict(self._books.dropped),
+            "curriculum": self._curriculum.state(),
         }
         self._collector.check()  # a worker that is gone would be waited for, and there may be little time
         await self._all(SaveCheckpoint(path, self.version, state))

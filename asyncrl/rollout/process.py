@@ -100,7 +100,11 @@ class RolloutWorker(AsyncWorker):
             self._register(server.endpoint)
             self._register_pusher()
             stream, plugins, config = await self._open_stream(), self._plugins, self.config
-            loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
+            curriculum = config.dataset.curriculum
+            right_at = curriculum.right_at if curriculum.is_on else None
+            loop = RolloutLoop(
+                stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins, right_at
+            )
             self.ready()
             await self._until_stopped(loop, pusher)
         finally:

@@ -36,6 +36,25 @@ class SourceConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Prompts that are too easy or too hard are left out of some epochs; docs/data.md."""
+
+    low: float = setting(
+        0.0, "share of right answers from which a prompt is drawn in every epoch", minimum=0.0, maximum=1.0
+    )
+    high: float = setting(1.0, "share of right answers up to which it is", minimum=0.0, maximum=1.0)
+    rest: int = setting(
+        2, "epochs that a prompt outside is left out of; then it is measured again", unit="epochs", minimum=1
+    )
+    right_at: float = setting(1.0, "reward, before shaping, from which an answer counts as right")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt can be outside."""
+        return self.low > 0.0 or self.high < 1.0
+
+
+@dataclass
 class DatasetConfig:
     """The prompts."""
 
@@ -70,6 +89,7 @@ class DatasetConfig:
         help="further variables of the chat template, as `{enable_thinking: false}`", factory=dict
     )
     system_prompt: str = setting("", "system message put before prompts that have none; empty: no such message")
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -399,6 +419,11 @@ def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
 
 def _datasets(data: DatasetConfig) -> Iterator[str]:
     """What is wrong with `dataset`'s path or sources, and their fields."""
+    if data.curriculum.low > data.curriculum.high:
+        yield (
+            f"dataset.curriculum.low={data.curriculum.low}: above dataset.curriculum.high={data.curriculum.high}, so "
+            "that no prompt is within; exchange them"
+        )
     if not data.sources:
         yield from dataset("dataset", data.path, data.args)
         yield from _fields("dataset", data.path, data.fields)

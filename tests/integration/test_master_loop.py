@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -189,9 +190,15 @@ class FakeManager:
     lost: int = 0
     dead: bool = False
     given_up: list[str] = field(default_factory=list)
+    measured: list[tuple[str, float]] = field(default_factory=list)
 
     async def report_consumed(
-        self, version: int, trained: Sequence[str], dropped: Sequence[DroppedRollout], given_up_after: int = 0
+        self,
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        measured_after: int = 0,
     ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
@@ -200,7 +207,8 @@ class FakeManager:
         for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         books = Books(**asdict(self.books()), version=version, trained_version=version)
-        return ConsumedReply(books, self.given_up[given_up_after:], len(self.given_up))
+        given_up, measured = self.given_up[given_up_after:], self.measured[measured_after:]
+        return ConsumedReply(books, given_up, len(self.given_up), measured, len(self.measured))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
@@ -1014,3 +1022,20 @@ async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept
             await task
     assert run.workers.saved() == [1]
     assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4
+
+
+async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=1, checkpoint__interval=1)
+    config.dataset.curriculum.high = 0.8
+    first = Run(tmp_path, config)
+    first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
+    await first.deliver(range(4))
+    await first.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [], "when it began"
+
+    config = dataclasses.replace(config, total_train_steps=2)
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver(range(4, 8), oldest=1)
+    await second.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
