@@ -122,7 +122,8 @@ class GserverManager(AsyncWorker):
         workers = range(self.config.rollout.workers)
         curriculum = self.config.dataset.curriculum
         if curriculum.is_on:
-            measured = json.loads(Path(state.path).read_text())["curriculum"]
+            text = await asyncio.to_thread(Path(state.path).read_text)
+            measured = json.loads(text)["curriculum"]
             self._service.curriculum = Curriculum(curriculum.low, curriculum.high, curriculum.rest, measured)
         self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
         self.log.info("the gate is open: the run is at version %d", version)

@@ -33,8 +33,8 @@ def checkpoint_root(run_dir: Path) -> Path:
 
 
 def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -> Path:
-    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`), and how well they were answered, for the
-    GserverManager; returns the file.
+    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`), and how well they were answered, for
+    the GserverManager; returns the file.
     """
     path = run_dir / DATA_STATE_FILE
     _write_json(path, {"used_prompts": used.to_json(), "curriculum": curriculum.state()})
