@@ -28,6 +28,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -144,8 +145,9 @@ class ReferenceTrainer:
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
         parts = zip(samples, advantages, split_by_sample(prox_logprobs_T, samples), strict=True)
-        items = [TrainSample(*part) for part in parts]
-        steps = [self.optimizer_step(minibatch) for minibatch in self.minibatches(items)]
+        items = (TrainSample(*part) for part in parts)
+        by_group = [[*islice(items, len(group))] for group in groups]
+        steps = [self.optimizer_step(minibatch) for minibatch in self.minibatches(by_group)]
         losses, grad_norms, stats = zip(*steps, strict=True)
         self.version += 1
         reward_mean = float(np.mean([sample.reward for sample in samples]))
@@ -178,17 +180,19 @@ class ReferenceTrainer:
 
         async def play() -> list[Sequence[Sample]]:
             return await asyncio.gather(
-                *(self.agent.run(prompt, SingleTurnEnv(reward=self.reward), policy) for prompt in prompts)
+                *(
+                    self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy)
+                    for prompt in prompts
+                )
             )
 
         return asyncio.run(play())
 
-    def minibatches(self, train_samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
-        """Whole groups, permuted by (run seed, version), in equal contiguous parts."""
-        num_groups, size = self.config.train_batch_size, self.config.group_size
-        order_G = np.random.default_rng([self.config.seed, self.version]).permutation(num_groups)
+    def minibatches(self, groups: Sequence[Sequence[TrainSample]]) -> Iterator[list[TrainSample]]:
+        """Whole groups, of any number of samples, permuted by (run seed, version), in equal contiguous parts."""
+        order_G = np.random.default_rng([self.config.seed, self.version]).permutation(len(groups))
         for part in np.split(order_G, self.config.ppo_minibatches):
-            yield [train_samples[g * size + i] for g in part.tolist() for i in range(size)]
+            yield [item for g in part.tolist() for item in groups[g]]
 
     def optimizer_step(self, minibatch: Sequence[TrainSample]) -> tuple[float, float, Stats]:
         """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.
@@ -237,8 +241,9 @@ def complete(model: PreTrainedModel, requests: Sequence[GenerationRequest], vers
     inputs = []
     for request in requests:
         for i in range(request.n):
-            sampling = replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i))
-            spec = SamplingSpec(**asdict(sampling))
+            sampling = asdict(replace(request.sampling, seed=derive_seed(request.sampling.seed or 0, i)))
+            del sampling["stop"]  # texts that end an answer are looked for around the engine, and there are none here
+            spec = SamplingSpec(**sampling)
             inputs.append(GenerationInput(f"{request.request_id}/{i}", request.input_ids, spec))
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     outputs = engine.submit(Job(tuple(inputs)))
@@ -257,9 +262,10 @@ def completion_of(output: GenerationOutput, version: int) -> Completion:
 def group_advantages(group: Sequence[Sample]) -> list[Tensor]:
     """GRPO advantages of one group's samples, `[T]` each; all zero where the rewards are equal."""
     mask_T, seq_ids_T = mask_and_ids(group)
-    rewards_S = torch.tensor([sample.reward for sample in group])
+    rewards_S = torch.tensor([sample.total_reward for sample in group])
     group_ids_S = torch.zeros(len(group), dtype=torch.long)
-    output = grpo(AdvantageInputs(rewards_S, group_ids_S, mask_T, seq_ids_T, len(group)))
+    episodes_S = torch.tensor([sample.episode for sample in group])
+    output = grpo(AdvantageInputs(rewards_S, group_ids_S, mask_T, seq_ids_T, len(group), episodes_S=episodes_S))
     return split_by_sample(output.advantages_T, group)
 
 

@@ -61,10 +61,10 @@ def make_records(rollouts: int, ranks: int, group_size: int = 8) -> list[Rollout
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(7.0, 1.0, (rollouts, group_size)).astype(int) + 1
     heads = rng.integers(0, ranks, rollouts)
-    once = (1.0,) * group_size
+    once, episodes = (1.0,) * group_size, tuple(range(group_size))
     return [
         RolloutRecord(
-            f"r{i}", f"p{i}", i, int(heads[i]), 0, {0: 1}, tuple(row), tuple(row), once, (False,) * group_size
+            f"r{i}", f"p{i}", i, int(heads[i]), 0, {0: 1}, tuple(row), tuple(row), once, (False,) * group_size, episodes
         )
         for i, row in enumerate(lengths.tolist())
     ]

@@ -73,6 +73,13 @@ TO_INCLUDE = {
         "launchers/install_sglang_cpu.sh .venv-sglang && "
         'ASYNCRL_SGLANG_PYTHON="$PWD/.venv-sglang/bin/python" make test',
     ),
+    "verifiers": (
+        "no verifiers",
+        "launchers/install_verifiers.sh 0.2.1 .venv-verifiers && "
+        "launchers/install_verifiers.sh 0.4.0 .venv-verifiers-v1 && "
+        'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
+        'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
+    ),
     "etcd": ("no etcd", "apt-get install etcd-server && make test"),
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
 }

@@ -1,29 +1,54 @@
-"""The default agent: one question, `group_size` answers, each scored by the environment."""
+"""The default agent: one question, `group_size` answers, each scored by an environment of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample, Tokenizer
+from asyncrl.api import (
+    Agent,
+    Completion,
+    Environment,
+    GenerationClient,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    Tokenizer,
+)
+from asyncrl.api.reward import reward_parts
 
 
 class SingleTurnAgent(Agent):
-    """One generation request for the whole group; one sample per answer."""
+    """One generation request for the whole group; one sample per answer. The answers are scored at the same time."""
 
     def __init__(self, *, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+    async def run_group(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GenerationClient
+    ) -> Sequence[Sample]:
         """The group's samples, in the order of the completions."""
         request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
         result = await client.generate(request)
-        samples = []
-        for completion in result.completions:
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [
+                tasks.create_task(self._scored(prompt, make_env(), completion)) for completion in result.completions
+            ]
+        return [replace(task.result(), episode=episode) for episode, task in enumerate(scoring)]
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
+        """One answer on its own: for agents that do more with it, as subclasses of this one."""
+        request = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+        (completion,) = (await client.generate(request)).completions
+        return await self._scored(prompt, env, completion)
+
+    async def _scored(self, prompt: Prompt, env: Environment, completion: Completion) -> Sample:
+        with reward_parts() as parts:
             await env.reset(options={"data": prompt.data})
-            answer = self._tokenizer.decode(completion.token_ids)
-            _, reward, _, truncated, _ = await env.step(answer)
-            builder = SampleBuilder(prompt.input_ids)
-            builder.generate(completion)
-            samples.append(builder.build(reward, truncated=truncated or completion.finish_reason == "length"))
-        return samples
+            _, reward, _, truncated, _ = await env.step(self._tokenizer.decode(completion.token_ids))
+        builder = SampleBuilder(prompt.input_ids)
+        builder.generate(completion)
+        sample = builder.build(reward, truncated=truncated or completion.finish_reason == "length")
+        return replace(sample, reward_parts=parts.means())

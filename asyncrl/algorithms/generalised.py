@@ -65,7 +65,13 @@ def generalised_advantages(
 
 
 def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
-    """Reward at each policy token (indices `action_T`): its token reward, and the sequence's reward at its last one."""
+    """Reward at each policy token (indices `action_T`): the token rewards from it up to the next policy token of its
+    sequence, and the sequence's reward at its last one. Token rewards before the first came of no action here.
+    """
     seq_ids_N = inputs.seq_ids_T[action_T]
     rewards_N = torch.where(is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)
-    return rewards_N if inputs.token_rewards_T is None else rewards_N + inputs.token_rewards_T[action_T]
+    if inputs.token_rewards_T is None or not len(action_T):
+        return rewards_N
+    before_T = inputs.mask_T.cumsum(0) - 1
+    earned_T = (before_T >= 0) & (seq_ids_N[before_T.clamp(min=0)] == inputs.seq_ids_T)
+    return rewards_N.index_add(0, before_T[earned_T], inputs.token_rewards_T[earned_T].to(rewards_N.dtype))

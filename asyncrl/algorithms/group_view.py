@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 
 @dataclass(frozen=True, eq=False)
 class GroupView:
-    """The finished samples of one prompt: arrays of shape [S], lengths in generated tokens.
+    """The finished episodes of one prompt: arrays of shape [S], one entry for each episode, in order of their numbers.
+
+    An episode of several samples has the mean of their rewards (rewards of turns included), the sum of their lengths,
+    in generated tokens, and is truncated where one of them is.
 
     Raises:
         ValueError: the arrays differ in length or are empty.
@@ -23,7 +26,24 @@ class GroupView:
     def __post_init__(self) -> None:
         shapes = {self.rewards_S.shape, self.lengths_S.shape, self.truncated_S.shape}
         if len(shapes) != 1 or self.rewards_S.ndim != 1 or self.rewards_S.size == 0:
-            raise ValueError(f"GroupView arrays have shapes {sorted(shapes)}; give one value per sample, at least one")
+            raise ValueError(f"GroupView arrays have shapes {sorted(shapes)}; give one value per episode, at least one")
+
+    @classmethod
+    def of_samples(
+        cls, rewards: ArrayLike, lengths: ArrayLike, truncated: ArrayLike, episodes: ArrayLike
+    ) -> tuple[GroupView, NDArray[np.int64]]:
+        """The view of a group of samples, and for each sample the position of its episode in the view.
+
+        Args:
+            rewards: of each sample, its turns' included; `lengths`, `truncated` and `episodes` are one per sample too.
+        """
+        numbers, position, counts = np.unique(np.asarray(episodes), return_inverse=True, return_counts=True)
+        rewards_S, lengths_S = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
+        truncated_S = np.zeros(len(numbers), np.bool_)
+        np.add.at(rewards_S, position, np.asarray(rewards, np.float64))
+        np.add.at(lengths_S, position, np.asarray(lengths, np.int64))
+        np.logical_or.at(truncated_S, position, np.asarray(truncated, np.bool_))
+        return cls(rewards_S / counts, lengths_S, truncated_S), position.astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -1,67 +1,172 @@
-"""Rewards per sequence and group statistics, which the critic-free advantage estimators share.
+"""What the critic-free advantage estimators share: returns of samples or turns, and statistics over a group's episodes.
 
-Group ids are any integers; members need not be adjacent, may stem from different policy versions (a baseline over
-the other members stays valid, for it does not depend on the sample's own tokens) and may be any number, also one.
+A group has any number of episodes, also one, and an episode any number of samples, also one. Baselines and standard
+deviations are over *episodes*: the return of an episode is the mean of its samples', so that it counts once however
+many conversations it took. With R_e the return of episode e, E episodes in the group, and sample i of episode e:
+
+    mean = 1/E sum_e R_e        std^2 = 1/(E - 1) sum_e (R_e - mean)^2        A_i = (r_i - mean)/std, and the like
+
+With one sample per episode these are the estimators as their papers have them. Samples of one episode that were given
+different rewards keep the difference: each is compared with the same baseline.
+
+A `turn_discount` g compares turns in place of samples. Turn k of a sample, its k-th unbroken run of policy tokens, has
+the return from there on, of the rewards q_j of its turns (token rewards, and at the last turn the sample's reward):
+
+    G_k = sum_{j >= k} g^(j - k) q_j
+
+and is compared with turn k of the group's other episodes, those that came so far. A baseline of other episodes' turns
+depends on no token of the turn itself, so the gradient stays unbiased under leave-one-out, as over whole samples.
+
+Group ids are any integers; members need not be adjacent and may stem from different policy versions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import as_float, segment_sum
+from asyncrl.algorithms.packing import as_float, discounted_suffix_sum, segment_sum, turn_starts
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Reward of each sequence with its token rewards (a KL penalty) added, shape [S], in fp64.
+    """Reward of each sequence with its token rewards (rewards of turns, a KL penalty) added, shape [S], in fp64.
 
     Equal rewards must centre to zero: in fp32 the mean of equal numbers is off by a rounding, which a division by a
     standard deviation of next to nothing would turn into an advantage.
 
     Raises:
-        ValueError: rewards or group ids are not one per sequence.
+        ValueError: rewards, group ids or episodes are not one per sequence.
     """
-    for name, values in (("rewards_S", inputs.rewards_S), ("group_ids_S", inputs.group_ids_S)):
-        if values.shape != (inputs.num_seqs,):
+    for name, values in (
+        ("rewards_S", inputs.rewards_S),
+        ("group_ids_S", inputs.group_ids_S),
+        ("episodes_S", inputs.episodes_S),
+    ):
+        if values is not None and values.shape != (inputs.num_seqs,):
             raise ValueError(f"{name} has shape {tuple(values.shape)}, expected one per sequence: ({inputs.num_seqs},)")
     rewards_S = inputs.rewards_S.double()
     if inputs.token_rewards_T is None:
         return rewards_S
-    token_rewards_T = torch.where(inputs.mask_T, inputs.token_rewards_T.double(), 0)
-    return rewards_S + segment_sum(token_rewards_T, inputs.seq_ids_T, inputs.num_seqs)
+    return rewards_S + segment_sum(inputs.token_rewards_T.double(), inputs.seq_ids_T, inputs.num_seqs)
 
 
 class Groups:
-    """Sums and means over the groups of a batch."""
+    """Statistics over the groups' episodes; U are what belongs to them: samples, or turns.
 
-    def __init__(self, group_ids_S: Tensor) -> None:
-        ids_G, self._index_S = torch.unique(group_ids_S, return_inverse=True)
-        self.num_groups = len(ids_G)
+    Args:
+        group_ids_U, episodes_U: any integers; an episode is of one group, and its number means nothing outside of that.
+            Without episodes each of U is one.
+    """
 
-    def sum(self, values_S: Tensor) -> Tensor:
-        """Sum over each sequence's group, shape [S]."""
-        return self.totals(values_S)[self._index_S]
+    def __init__(self, group_ids_U: Tensor, episodes_U: Tensor | None = None) -> None:
+        ids_G, group_U = torch.unique(group_ids_U, return_inverse=True)
+        own_U = torch.arange(len(group_ids_U), device=group_ids_U.device) if episodes_U is None else episodes_U
+        numbers, own_U = torch.unique(own_U, return_inverse=True)
+        ids_E, self._episode_U = torch.unique(group_U * max(1, len(numbers)) + own_U, return_inverse=True)
+        self._group_E = ids_E // max(1, len(numbers))
+        self.num_groups, self._num_episodes = len(ids_G), len(ids_E)
 
-    def totals(self, values_S: Tensor) -> Tensor:
+    def episodes(self, values_U: Tensor) -> Tensor:
+        """The mean over each episode, shape [E]."""
+        return self.episode_sums(values_U) / self.episode_sums(torch.ones_like(values_U))
+
+    def episode_sums(self, values_U: Tensor) -> Tensor:
+        """The sum over each episode, shape [E]."""
+        return segment_sum(values_U, self._episode_U, self._num_episodes)
+
+    def spread(self, values_E: Tensor) -> Tensor:
+        """The value of its episode for each of U."""
+        return values_E[self._episode_U]
+
+    def totals(self, values_E: Tensor) -> Tensor:
         """Sum per group, shape [G]."""
-        return segment_sum(values_S, self._index_S, self.num_groups)
+        return segment_sum(values_E, self._group_E, self.num_groups)
 
-    def size(self, like_S: Tensor) -> Tensor:
-        """Number of members of each sequence's group, shape [S]."""
-        return self.sum(torch.ones_like(like_S))
+    def sum(self, values_E: Tensor) -> Tensor:
+        """Sum over each episode's group, shape [E]."""
+        return self.totals(values_E)[self._group_E]
 
-    def mean(self, values_S: Tensor) -> Tensor:
-        """Mean over each sequence's group, shape [S]."""
-        return self.sum(values_S) / self.size(values_S)
+    def size(self, like_E: Tensor) -> Tensor:
+        """Number of episodes of each episode's group, shape [E]."""
+        return self.sum(torch.ones_like(like_E))
 
-    def std(self, values_S: Tensor) -> Tensor:
-        """Sample standard deviation (n - 1) over each sequence's group, shape [S]; 0 in a group of one."""
-        squares_S = self.sum((values_S - self.mean(values_S)).square())
-        return (squares_S / (self.size(values_S) - 1.0).clamp(min=1.0)).sqrt()
+    def mean(self, values_E: Tensor) -> Tensor:
+        """Mean over each episode's group, shape [E]."""
+        return self.sum(values_E) / self.size(values_E)
+
+    def std(self, values_E: Tensor) -> Tensor:
+        """Sample standard deviation (n - 1) over each episode's group, shape [E]; 0 in a group of one."""
+        squares_E = self.sum((values_E - self.mean(values_E)).square())
+        return (squares_E / (self.size(values_E) - 1.0).clamp(min=1.0)).sqrt()
 
 
-def over_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> AdvantageOutput:
-    """One advantage per sequence, given to each of its policy tokens."""
-    advantages_S = advantages_S.to(as_float(inputs.rewards_S).dtype)
-    return AdvantageOutput(torch.where(inputs.mask_T, advantages_S[inputs.seq_ids_T], 0))
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What an estimator compares within groups: U samples, or U turns; see the module's docstring.
+
+    `returns_U` is in fp64, `units_T` says which of U a policy token is of, and `lengths_U` how many each has.
+    """
+
+    returns_U: Tensor
+    groups: Groups
+    units_T: Tensor
+    lengths_U: Tensor
+    inputs: AdvantageInputs
+
+    @property
+    def returns_E(self) -> Tensor:
+        """The return of each episode."""
+        return self.groups.episodes(self.returns_U)
+
+    def minus(self, baseline_E: Tensor) -> Tensor:
+        """Returns less the baseline of their episode, shape [U]."""
+        return self.returns_U - self.groups.spread(baseline_E)
+
+    def over_tokens(self, advantages_U: Tensor) -> AdvantageOutput:
+        """One advantage for each of U, given to each of its policy tokens."""
+        return over_tokens(advantages_U, self.inputs, self.units_T)
+
+
+def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Compared:
+    """Samples, or with a discount their turns.
+
+    Raises:
+        ValueError: as of `sequence_rewards`, or the discount is outside [0, 1].
+    """
+    rewards_S, seq_ids_T = sequence_rewards(inputs), inputs.seq_ids_T
+    ones_T = inputs.mask_T.to(rewards_S.dtype)
+    if turn_discount is None:
+        groups = Groups(inputs.group_ids_S, inputs.episodes_S)
+        return Compared(rewards_S, groups, seq_ids_T, segment_sum(ones_T, seq_ids_T, inputs.num_seqs), inputs)
+    if not 0.0 <= turn_discount <= 1.0:
+        raise ValueError(f"turn_discount is {turn_discount}; it is a discount per turn, set it within 0 to 1")
+    starts_T = turn_starts(inputs.mask_T, seq_ids_T)
+    turns_T = (starts_T.cumsum(0) - 1).clamp(min=0)
+    seq_ids_K = seq_ids_T[starts_T]
+    number_K = torch.arange(len(seq_ids_K), device=seq_ids_K.device)
+    first_S = torch.searchsorted(seq_ids_K, torch.arange(inputs.num_seqs, device=seq_ids_K.device))
+    position_K = number_K - first_S[seq_ids_K]
+    rewards_T = torch.zeros_like(ones_T) if inputs.token_rewards_T is None else inputs.token_rewards_T.double()
+    rewards_K = segment_sum(torch.where(inputs.mask_T, rewards_T, 0), turns_T, max(1, len(seq_ids_K)))[: len(seq_ids_K)]
+    last_K = torch.ones_like(seq_ids_K, dtype=torch.bool)
+    last_K[:-1] = seq_ids_K[1:] != seq_ids_K[:-1]
+    rewards_K = rewards_K + torch.where(last_K, inputs.rewards_S.double()[seq_ids_K], 0)
+    returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, turn_discount)
+    _, group_S = torch.unique(inputs.group_ids_S, return_inverse=True)
+    longest = int(position_K.max()) + 1 if len(position_K) else 1
+    own_S = torch.arange(inputs.num_seqs, device=group_S.device) if inputs.episodes_S is None else inputs.episodes_S
+    groups = Groups(group_S[seq_ids_K] * longest + position_K, own_S[seq_ids_K])
+    lengths_K = segment_sum(ones_T, turns_T, max(1, len(seq_ids_K)))[: len(seq_ids_K)]
+    return Compared(returns_K, groups, turns_T, lengths_K, inputs)
+
+
+def over_tokens(advantages_U: Tensor, inputs: AdvantageInputs, units_T: Tensor | None = None) -> AdvantageOutput:
+    """The advantage of the sequence (or of `units_T`) of each policy token, 0 elsewhere."""
+    advantages_U = advantages_U.to(as_float(inputs.rewards_S).dtype)
+    if not len(advantages_U):
+        return AdvantageOutput(advantages_U.new_zeros(len(inputs.mask_T)))
+    units_T = inputs.seq_ids_T if units_T is None else units_T
+    return AdvantageOutput(torch.where(inputs.mask_T, advantages_U[units_T], 0))

@@ -29,6 +29,13 @@ def segment_sum(values_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Tensor:
     return values_T.new_zeros(num_seqs).index_add(0, seq_ids_T, values_T)
 
 
+def turn_starts(mask_T: Tensor, seq_ids_T: Tensor) -> Tensor:
+    """True at the first token of each turn, an unbroken run of tokens of `mask_T` within a sequence; shape [T]."""
+    starts_T = mask_T.clone()
+    starts_T[1:] &= ~(mask_T[:-1] & (seq_ids_T[1:] == seq_ids_T[:-1]))
+    return starts_T
+
+
 def sequence_lengths(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Number of tokens of `mask_T` per sequence, shape [S]."""
     return segment_sum(mask_T.to(dtype), seq_ids_T, num_seqs)

@@ -3,7 +3,7 @@
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
-from asyncrl.api.agent import Agent
+from asyncrl.api.agent import Agent, EpisodeError, GroupClient, Outcome
 from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
@@ -18,7 +18,8 @@ from asyncrl.api.generation import (
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
 from asyncrl.api.tokenizer import Tokenizer
-from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory
+from asyncrl.api.tool import Tool, ToolResult, as_tool
+from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
@@ -29,13 +30,16 @@ __all__ = [
     "Completion",
     "Environment",
     "Episode",
+    "EpisodeError",
     "EpisodeReward",
     "FinishReason",
     "GenerationClient",
     "GenerationRequest",
     "GenerationResult",
+    "GroupClient",
     "GroupReward",
     "Message",
+    "Outcome",
     "Prompt",
     "ReadyRollout",
     "RewardFunction",
@@ -45,11 +49,15 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "Tokenizer",
+    "Tool",
     "ToolCall",
+    "ToolResult",
     "ToolSchema",
     "Trajectory",
+    "as_tool",
     "messages_of",
     "run_in",
     "scored",
     "verdict",
+    "with_turn_rewards",
 ]

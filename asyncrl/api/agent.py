@@ -3,54 +3,153 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Self
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, Protocol, Self, TypeAlias
 
+from asyncrl.api.chat import ChatClient
 from asyncrl.api.environment import Environment
 from asyncrl.api.generation import GenerationClient, GenerationRequest, GenerationResult
 from asyncrl.api.prompt import Prompt
+from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import Sample
+
+Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
+"""What an episode gives: its samples, or its reward, which all that its client recorded then has; None rejects it."""
+
+FORMS = ("roll_out", "run_group", "run", "collect_trajectory")
+"""Of what one class implements, that which comes first here is called. `roll_out` is for agents around agents."""
+
+
+class EpisodeError(RuntimeError):
+    """The user's agent broke its contract; the message names the agent and what it did."""
+
+
+class GroupClient(GenerationClient, Protocol):
+    """The policy, as who rolls out a whole group asks it."""
+
+    def episode(self, prompt: Prompt) -> ChatClient:
+        """The policy of one episode, which records what it answers; `prompt` is `Prompt.of_member` of the group's."""
+        ...
 
 
 class Agent:
     """Subclass, implement `run`, and name the class in `agent.path`. `agent.args` go to the constructor.
 
-    `run` awaits the policy's answers where it needs them; choose it unless you have an agent in the form of
-    `collect_trajectory`, which takes them from a queue: that form works too, and only one of the two is needed.
+    `run` is one episode, that is one member of the group: `group_size` of them run at the same time, each with an
+    environment and a client of its own. A plain function in its place does too (`agent.path=my.py:run`), and either may
+    be a plain `def`: it then runs in a thread, where client and environment are called without `await`.
 
-    `run` may be a plain `def`: it then runs in a thread, where `client.generate`, `env.reset` and `env.step` are called
-    without `await`.
+    There are two more forms for who needs the whole group in hand, `run_group` and `collect_trajectory`; only one of
+    the three is needed. Of a class and its bases the form that is overridden last is the one that is called.
 
     The RolloutWorker passes the run's tokenizer as the keyword argument `tokenizer`. One instance serves all prompts of
     its worker, many at the same time: keep the state of an episode in local variables.
 
     Raises:
-        TypeError: when an instance is made: its class implements neither form, or overrides `collect_trajectory` of a
-            class that implements `run`, so that it would never be called.
+        TypeError: when an instance is made: its class implements none of the forms.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
-        form = next((name for own in derived for name in ("run", "collect_trajectory") if name in own), None)
-        if form is None:
+        if cls.form() is None:
             raise TypeError(f"agent {cls.__name__} implements neither `run` nor `collect_trajectory`: implement `run`")
-        if form == "collect_trajectory" and cls.run is not Agent.run:
-            raise TypeError(
-                f"agent {cls.__name__} overrides `collect_trajectory`, but its base class implements `run`, which is "
-                "what is called: override `run`"
-            )
         return super().__new__(cls)
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        """Roll out one prompt's group.
+    @classmethod
+    def form(cls) -> str | None:
+        """Which of `FORMS` is called: of those that the class or its nearest base implements the first; None: none."""
+        derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
+        return next((form for own in derived for form in FORMS if form in own), None)
 
-        `await client.generate(request)` is the policy's answer; for several at the same time use an
-        `asyncio.TaskGroup`, which ends them all when one fails. Generations that are interrupted are continued by the
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
+        """Roll out one episode, number `prompt.member` of the prompt's group.
+
+        `await client.generate(request)` and `await client.chat(messages)` are the policy's answers, in token ids and in
+        messages; several may be under way at the same time. Generations that are interrupted are continued by the
         RolloutWorker, so the agent always sees whole answers, whose tokens may be of several versions.
 
         Returns:
-            The group's samples, `prompt.group_size` of them; an empty sequence rejects the prompt.
+            The episode's samples, one or several; or its reward, a number, which each conversation that `client`
+            recorded is then given as a sample of its own; None or nothing rejects the episode.
         """
+        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+
+    async def run_group(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        """Roll out one prompt's group; the other form of `run`, for who asks the policy for the group at once.
+
+        Environments of `make_env` are closed by who called this, whatever becomes of the group.
+
+        Returns:
+            The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1; where there are
+            `prompt.group_size` of them they need no number. An empty sequence rejects the prompt.
+        """
+        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[GenerationRequest],
+        act_queue: asyncio.Queue[GenerationResult],
+    ) -> Sequence[Sample]:
+        """As `run_group`, with one environment and with queues around the policy.
+
+        Put a `GenerationRequest` on `obs_queue`; its `GenerationResult` arrives on `act_queue`. Several requests may be
+        outstanding; their results arrive as they finish and carry the request's id.
+        """
+        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+
+    async def roll_out(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        """The prompt's group by the form that the agent implements; what the RolloutWorker calls.
+
+        Returns:
+            Any number of samples, each with its episode; none where every episode was rejected.
+
+        Raises:
+            EpisodeError: the agent returned something else.
+            ExceptionGroup: of what episodes raised; the others were cancelled.
+        """
+        form = self.form()
+        if form == "run":
+            async with asyncio.TaskGroup() as tasks:
+                members = [
+                    tasks.create_task(self._episode(prompt.of_member(member), make_env(), client))
+                    for member in range(prompt.group_size)
+                ]
+            return [sample for member in members for sample in member.result()]
+        if form == "run_group":
+            samples = await self.run_group(prompt, make_env, client)
+        else:
+            samples = await self._with_queues(prompt, make_env(), client)
+        return self._numbered(prompt, samples)
+
+    async def _episode(self, prompt: Prompt, env: Environment, client: GroupClient) -> list[Sample]:
+        own = client.episode(prompt)
+        try:
+            with reward_parts() as parts:
+                outcome: Any = await self.run(prompt, env, own)
+        finally:
+            await env.close()
+        if isinstance(outcome, Real):
+            samples = own.samples(float(outcome))
+            if not samples:
+                raise self._error(prompt, f"returned the reward {outcome} without asking the policy; return None")
+        else:
+            samples = [outcome] if isinstance(outcome, Sample) else outcome
+        earned = parts.means()
+        return [
+            replace(sample, episode=prompt.member, reward_parts={**earned, **sample.reward_parts})
+            for sample in self._checked(prompt, samples)
+        ]
+
+    async def _with_queues(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
         obs_queue: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         act_queue: asyncio.Queue[GenerationResult] = asyncio.Queue()
 
@@ -67,16 +166,58 @@ class Agent:
             answering.cancel()
         return samples
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[GenerationRequest],
-        act_queue: asyncio.Queue[GenerationResult],
-    ) -> Sequence[Sample]:
-        """The other form of `run`, with queues around the policy.
+    def _checked(self, prompt: Prompt, samples: Any) -> Sequence[Sample]:
+        if samples is None:
+            return ()
+        if not isinstance(samples, Sequence) or not all(isinstance(sample, Sample) for sample in samples):
+            raise self._error(
+                prompt, f"returned {samples!r:.80}; return a Sample, several, or none to reject the prompt"
+            )
+        return samples
 
-        Put a `GenerationRequest` on `obs_queue`; its `GenerationResult` arrives on `act_queue`. Several requests may be
-        outstanding; their results arrive as they finish and carry the request's id.
-        """
-        raise NotImplementedError(f"agent {type(self).__name__} implements `run`")
+    def _numbered(self, prompt: Prompt, samples: Any) -> Sequence[Sample]:
+        """The samples of a whole group with their episodes, which an agent of one sample per episode need not give."""
+        samples, size = self._checked(prompt, samples), prompt.group_size
+        episodes = {sample.episode for sample in samples}
+        if size == 1 or not samples:
+            numbered = list(samples)
+        elif episodes == {0} and len(samples) == size:
+            return [replace(sample, episode=episode) for episode, sample in enumerate(samples)]
+        elif episodes == {0} and len(samples) > 1:
+            raise self._error(
+                prompt,
+                f"returned {len(samples)} samples for a group of group_size={size} and says of none which episode it "
+                f"is of; set Sample.episode, from 0 to {size - 1}",
+            )
+        else:
+            numbered = list(samples)
+        if strays := sorted(episode for episode in episodes if episode >= size):
+            raise self._error(
+                prompt, f"returned a sample of episode {strays[0]}; a group of {size} has episodes 0 to {size - 1}"
+            )
+        return numbered
+
+    def _error(self, prompt: Prompt, what: str) -> EpisodeError:
+        return EpisodeError(f"agent {type(self).__name__} {what} (prompt {prompt.prompt_id})")
+
+
+def agent_of(function: Callable[..., Any], args: Mapping[str, Any], **offered: object) -> Agent:
+    """An agent whose `run` is `function(prompt, env, client, **args)`, asynchronous or not.
+
+    Args:
+        offered: keyword arguments that it gets if it names them.
+
+    Raises:
+        TypeError: it does not take these arguments.
+    """
+    parameters = inspect.signature(function).parameters
+    wanted = {name: value for name, value in offered.items() if name in parameters and name not in args}
+    try:
+        inspect.signature(function).bind(None, None, None, **wanted, **args)
+    except TypeError as error:
+        raise TypeError(f"an episode is run(prompt, env, client): {error}") from None
+    name = getattr(function, "__name__", type(function).__name__)
+    bound = functools.partial(function, **wanted, **args)
+    own = {"run": staticmethod(bound), "__module__": function.__module__, "__doc__": function.__doc__}
+    made: Agent = type(name, (Agent,), own)()
+    return made

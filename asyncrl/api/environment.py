@@ -13,7 +13,8 @@ StepResult = tuple[Any, float, bool, bool, Mapping[str, Any]]
 class Environment(ABC):
     """Subclass, implement `reset` and `step`, and name the class in `env.path`. `env.args` go to the constructor.
 
-    One instance serves one prompt's group; `close` is called when the rollout ends, however it ends.
+    One instance serves one episode (with `Agent.collect_trajectory` one group); it is closed when that ends, however it
+    ends.
 
     The methods may be plain `def`s: each call then runs in a thread, those of one instance after each other, and the
     reward that the constructor is given is simply called. Write so whatever sleeps, computes or asks a service
@@ -25,7 +26,10 @@ class Environment(ABC):
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
-        """Start an episode for the row in `options["data"]`; returns (observation, info)."""
+        """Start an episode for the row in `options["data"]`; returns (observation, info).
+
+        Agents that give a seed give the same one to all members of a group, which then begin alike.
+        """
 
     @abstractmethod
     async def step(self, action: Any) -> StepResult:

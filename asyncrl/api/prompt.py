@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.api.generation import SamplingParams
+from asyncrl.api.seeds import seed_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +15,8 @@ class Prompt:
     """A row of the dataset, made ready for an agent.
 
     `data` is the dataset's own row (for the built-in agents: `prompt` text and what the reward needs); `input_ids` its
-    tokenised prompt; `group_size` the number of samples wanted; `sampling` the settings of the experiment, with the
-    seed of this prompt.
+    tokenised prompt; `group_size` the number of episodes wanted; `sampling` the settings of the experiment, with the
+    seed of this prompt or, for one episode, of its `member` of the group.
     """
 
     prompt_id: str
@@ -24,3 +25,10 @@ class Prompt:
     input_ids: tuple[int, ...]
     group_size: int
     sampling: SamplingParams
+    member: int = 0
+
+    def of_member(self, member: int) -> Prompt:
+        """The prompt as episode `member` of the group receives it: with a seed of its own."""
+        seed = self.sampling.seed
+        own = None if seed is None else seed_from("member", seed, member)
+        return replace(self, member=member, sampling=replace(self.sampling, seed=own))

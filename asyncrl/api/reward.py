@@ -17,8 +17,11 @@ evaluations report accuracy and pass@k besides the mean.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -95,6 +98,41 @@ class GroupReward(Protocol):
     def __call__(self, group: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]:
         """A reward for each sample of `group`, in its order."""
         ...
+
+
+class RewardParts:
+    """What named rewards gave the answers of one episode."""
+
+    def __init__(self) -> None:
+        self._given: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, value: float) -> None:
+        """The reward `name` gave an answer `value`, before its weight."""
+        self._given[name].append(value)
+
+    def means(self) -> dict[str, float]:
+        """Of each reward the mean over the answers: `Sample.reward_parts`."""
+        return {name: sum(values) / len(values) for name, values in self._given.items()}
+
+
+_parts: ContextVar[RewardParts | None] = ContextVar("asyncrl_reward_parts", default=None)
+
+
+@contextlib.contextmanager
+def reward_parts() -> Iterator[RewardParts]:
+    """The parts of what is rewarded within, in tasks and threads that it starts too."""
+    parts = RewardParts()
+    token = _parts.set(parts)
+    try:
+        yield parts
+    finally:
+        _parts.reset(token)
+
+
+def note_reward_part(name: str, value: float) -> None:
+    """A named reward gave `value`; it is kept where `reward_parts` asks for it."""
+    if (parts := _parts.get()) is not None:
+        parts.add(name, value)
 
 
 async def scored(reward: RewardFunction, data: Mapping[str, Any], completion: str) -> float:

@@ -1,15 +1,22 @@
-"""A finished rollout: a prompt's group of samples, each token with its policy version and behaviour log-probability."""
+"""A finished rollout: a prompt's group of samples, each token with its policy version and behaviour log-probability.
+
+A group is a number of episodes, and each of them gives one sample or more: one per conversation that the policy had in
+it. What a group is worth (baselines, filters) is counted by episode, `Sample.episode`, so that an episode which gives
+many samples counts as much as one which gives a single one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_EPISODE = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,8 +26,9 @@ class Sample:
     T counts prompt, generated and environment tokens. The arrays are shared, not copied: leave them unchanged.
 
     Raises:
-        ValueError: an array's length differs from that of `tokens`, the sample is empty, or its reward or a
-            log-probability is no finite number (either would turn the gradient of a whole minibatch into NaN).
+        ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is no number from 0
+            on, a reward is placed at a token that was not generated, or a reward, a metric or a log-probability is no
+            finite number (it would turn the gradient of a whole minibatch into NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -34,6 +42,14 @@ class Sample:
     reward: float
     truncated: bool = False
     """True where the answer was cut off by a length limit instead of ending itself."""
+    episode: int = 0
+    """Which member of the group this is of, from 0 on; several samples may be of one."""
+    token_rewards: NDArray[np.float32] | None = None
+    """Rewards of turns, each at the last token of the turn that earned it; they come on top of `reward`."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward consists of, by name: only for the log, as `reward/<name>`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The agent's own numbers, logged as `agent/<name>`."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -52,6 +68,36 @@ class Sample:
                 f"Sample.behave_logprobs[{position}] is {self.behave_logprobs[position]}: the policy gives every token "
                 "that it generates a finite log-probability, and other tokens have 0"
             )
+        if not 0 <= self.episode <= MAX_EPISODE:
+            raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
+        if self.token_rewards is not None:
+            self._check_token_rewards(self.token_rewards)
+        for name, numbers in (("reward_parts", self.reward_parts), ("metrics", self.metrics)):
+            for key, number in numbers.items():
+                if not math.isfinite(number):
+                    raise ValueError(f"Sample.{name}[{key!r}] is {number}: use finite numbers")
+
+    def _check_token_rewards(self, rewards_T: NDArray[np.float32]) -> None:
+        if rewards_T.shape != self.tokens.shape:
+            raise ValueError(
+                f"Sample.token_rewards has shape {rewards_T.shape}, expected ({len(self.tokens)},) as Sample.tokens"
+            )
+        if not np.isfinite(rewards_T).all():
+            raise ValueError("Sample.token_rewards holds a NaN or an infinity: rewards are finite numbers")
+        misplaced_T = (rewards_T != 0) & (self.loss_mask == 0)
+        if misplaced_T.any():
+            position = int(misplaced_T.argmax())
+            raise ValueError(
+                f"Sample.token_rewards[{position}] is {rewards_T[position]}, and the policy did not generate that "
+                "token: a turn's reward goes to the last token that the policy wrote in it"
+            )
+
+    @property
+    def total_reward(self) -> float:
+        """`reward` and the rewards of its turns."""
+        if self.token_rewards is None:
+            return self.reward
+        return self.reward + float(self.token_rewards.sum(dtype=np.float64))
 
     @property
     def generated_length(self) -> int:
@@ -77,6 +123,13 @@ class SampleColumns(Sequence[Sample]):
     """`[S]`."""
     truncated: NDArray[np.uint8]
     """`[S]`, 0 or 1."""
+    episodes: NDArray[np.int32]
+    """`[S]`, at least 0; see `Sample.episode`."""
+    token_rewards: NDArray[np.float32] | None = None
+    """`[T]`, 0 where none was given; None where no sample has any."""
+    reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """`[S]` for each name, NaN where a sample does not have it; so are `metrics`."""
+    metrics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -93,7 +146,18 @@ class SampleColumns(Sequence[Sample]):
             np.array([len(sample.tokens) for sample in samples], np.int64),
             np.array([sample.reward for sample in samples], np.float64),
             np.array([sample.truncated for sample in samples], np.uint8),
+            np.array([sample.episode for sample in samples], np.int32),
+            join_token_rewards(samples),
+            named_columns([sample.reward_parts for sample in samples]),
+            named_columns([sample.metrics for sample in samples]),
         )
+
+    @property
+    def total_rewards(self) -> NDArray[np.float64]:
+        """`[S]`: the reward of each sample and of its turns."""
+        if self.token_rewards is None:
+            return self.rewards
+        return self.rewards + np.add.reduceat(self.token_rewards, self.starts, dtype=np.float64)
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -105,8 +169,17 @@ class SampleColumns(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         ends = list(accumulate(self.lengths.tolist()))
-        by_sample = zip([0, *ends], ends, self.rewards.tolist(), self.truncated.tolist(), strict=False)
-        for start, end, reward, truncated in by_sample:
+        by_sample = zip(
+            [0, *ends],
+            ends,
+            self.rewards.tolist(),
+            self.truncated.tolist(),
+            self.episodes.tolist(),
+            _by_sample(self.reward_parts, len(self)),
+            _by_sample(self.metrics, len(self)),
+            strict=False,
+        )
+        for start, end, reward, truncated, episode, reward_parts, metrics in by_sample:
             yield Sample(
                 self.tokens[start:end],
                 self.loss_mask[start:end],
@@ -114,6 +187,10 @@ class SampleColumns(Sequence[Sample]):
                 self.versions[start:end],
                 reward,
                 bool(truncated),
+                episode,
+                None if self.token_rewards is None else self.token_rewards[start:end],
+                reward_parts,
+                metrics,
             )
 
     @overload
@@ -122,6 +199,58 @@ class SampleColumns(Sequence[Sample]):
     def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
     def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
         return tuple(self)[index]
+
+
+def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
+    """The samples of one episode with the rewards of its turns, in their order, each at the last token of its turn.
+
+    A turn is an unbroken run of generated tokens; those of all samples are counted one after the other, as a client
+    that records them gives them.
+
+    Raises:
+        ValueError: there are not as many turns as rewards.
+    """
+    last_of_turns = [
+        (number, int(position))
+        for number, sample in enumerate(samples)
+        for position in np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), append=0) == -1)
+    ]
+    if len(last_of_turns) != len(rewards):
+        raise ValueError(f"{len(rewards)} rewards of turns are given, and the samples have {len(last_of_turns)} turns")
+    columns = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    for (number, position), reward in zip(last_of_turns, rewards, strict=True):
+        columns[number][position] = reward
+    return [replace(sample, token_rewards=column) for sample, column in zip(samples, columns, strict=True)]
+
+
+def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
+    """`[T]`: the rewards of the turns of `samples`, 0 where one has none; None where none has any."""
+    if all(sample.token_rewards is None for sample in samples):
+        return None
+    return np.concatenate(
+        [
+            np.zeros(len(sample.tokens), np.float32)
+            if sample.token_rewards is None
+            else sample.token_rewards.astype(np.float32, copy=False)
+            for sample in samples
+        ]
+    )
+
+
+def named_columns(by_sample: Sequence[Mapping[str, float]]) -> dict[str, NDArray[np.float64]]:
+    """For every name in one of the S mappings a column `[S]`, NaN where a mapping does not have it."""
+    names = dict.fromkeys(name for numbers in by_sample for name in numbers)
+    return {name: np.array([numbers.get(name, math.nan) for numbers in by_sample]) for name in names}
+
+
+def _by_sample(columns: Mapping[str, NDArray[np.float64]], samples: int) -> list[dict[str, float]]:
+    """The mappings that `named_columns` made `columns` of."""
+    made: list[dict[str, float]] = [{} for _ in range(samples)]
+    for name, column in columns.items():
+        for numbers, number in zip(made, column.tolist(), strict=True):
+            if not math.isnan(number):
+                numbers[name] = number
+    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +273,7 @@ class SharedPrompt(Sequence[Sample]):
         def repeat(prompt: NDArray[Any], column: NDArray[Any]) -> NDArray[Any]:
             return np.concatenate([part for own in np.split(column, ends) for part in (prompt, own)])
 
+        no_rewards = np.zeros(size, np.float32)
         return SampleColumns(
             repeat(self.prompt, rest.tokens),
             repeat(np.zeros(size, np.uint8), rest.loss_mask),
@@ -152,6 +282,10 @@ class SharedPrompt(Sequence[Sample]):
             rest.lengths + size,
             rest.rewards,
             rest.truncated,
+            rest.episodes,
+            None if rest.token_rewards is None else repeat(no_rewards, rest.token_rewards),
+            rest.reward_parts,
+            rest.metrics,
         )
 
     def __len__(self) -> int:
@@ -166,7 +300,7 @@ class SharedPrompt(Sequence[Sample]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """A rollout: the samples of one prompt.
+    """A rollout: the samples of one prompt, at least one.
 
     `rollout_id` names this attempt and is unique in the run; `prompt_id` names the prompt within its epoch, so that a
     prompt which is dropped and tried again keeps its `prompt_id`. `order` is the prompt's position in the data order

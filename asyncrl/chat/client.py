@@ -103,7 +103,8 @@ class EpisodeClient:
     def metrics(self) -> dict[str, float]:
         """What was counted so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
         `limits_met`, `malformed_calls`, `tool_s` (seconds between an answer that calls tools and what follows it), and
-        of the drift check `drift_checks`, `drift_text`, `drift_tokens`.
+        of the drift check `drift_checks`, of which `drift_text`, `drift_tokens` and `drift_refused` (the template
+        cannot render it anew).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
 
@@ -188,6 +189,13 @@ class EpisodeClient:
         """
         return self._context([_in_text(message) for message in messages], tools).ids
 
+    def forget(self, answer: Completion) -> None:
+        """Take `answer`, which nobody was given, out of the records."""
+        self._recorder.forget(answer)
+
+    def close(self) -> None:
+        """The episode is over; called by who made the client."""
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
         return self._recorder.samples(reward)
@@ -223,9 +231,9 @@ class EpisodeClient:
         if bridge is None:
             return None
         if self._rules.reasoning is Reasoning.branch:
-            shown, reasoned = self._with_reasoning(turn, messages), self._reasoned(turn)
-            if reasoned and chat.hides_reasoning_of(shown, tools, reasoned):
-                return None
+            reasoned = self._reasoned(turn)
+            if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
+                return None  # as the template shows it
         end_id, sampled = chat.findings.end_id, turn.completion.token_ids
         assert end_id is not None, "only a template with an end-of-turn token has bridges"
         return bridge if sampled and sampled[-1] == end_id else [end_id, *bridge]
@@ -256,7 +264,11 @@ class EpisodeClient:
             return
         chat = self._chat()
         self._counts["drift_checks"] += 1
-        anew = chat.begin(self._with_reasoning(context.parent, messages), tools)
+        try:
+            anew = chat.begin(self._with_reasoning(context.parent, messages), tools)
+        except ChatError:  # extending by ids does what the template cannot: several calls in one message of Llama 3
+            self._counts["drift_refused"] += 1
+            return
         drift = compare(ids, anew, chat.tokenizer.decode_all)
         if drift is None:
             return
@@ -312,7 +324,7 @@ class EpisodeClient:
         chat = self._chat()
         ended = completion.finish_reason == FinishReason.stop
         text = chat.answer_text(prompt_ids, completion.token_ids, ended=ended)
-        parsed = chat.parser.parse(before_stop(text, sampling.stop) if ended else text, tools)
+        parsed = chat.parsed(before_stop(text, sampling.stop) if ended else text, tools)
         calls = tuple(
             ToolCall(f"c{seed_from('call', name, number):08x}", call.name, call.arguments)
             for number, call in enumerate(parsed.calls)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.api import Message, Sample, ToolSchema
+from asyncrl.api import Completion, Message, Sample, ToolSchema
 from asyncrl.chat.conversation import Turn, branches, sample_of
 
 
@@ -52,6 +52,16 @@ class Recorder:
                 if turn is not None:
                     return turn
         return None
+
+    def forget(self, completion: Completion) -> None:
+        """Take an answer that nobody was given out of the records; one that was gone on from stays."""
+        turn = next((turn for turn in reversed(self.turns) if turn.completion is completion), None)
+        if turn is None or any(other.parent is turn for other in self.turns):
+            return
+        self.turns.remove(turn)
+        for found in (self._by_messages, *self._by_ids.values()):
+            for key in [key for key, other in found.items() if other is turn]:
+                del found[key]
 
     def samples(self, reward: float) -> list[Sample]:
         """Every branch that ends in sampled tokens."""

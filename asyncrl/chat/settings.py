@@ -8,7 +8,7 @@ from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 from asyncrl.config import signatures
-from asyncrl.config.setting import setting
+from asyncrl.config.setting import not_a_choice, setting
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -83,14 +83,11 @@ def needed_context(config: ExperimentConfig) -> int:
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    from asyncrl.chat.parsers import parser
+    from asyncrl.chat.parsers import FORMATS
 
     chat = config.rollout.chat
-    if chat.parser != AUTO:
-        try:
-            parser(chat.parser)
-        except ValueError as error:
-            yield str(error)
+    if chat.parser not in (AUTO, *FORMATS):
+        yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
     own = _agents_own(config)
     if 0 < chat.max_turns < own:
         yield (

@@ -2,8 +2,10 @@
 
 An answer keeps its tokens up to and with the first one after which its text holds a stop string. The text is that of
 all its tokens so far, special ones included, so a string may lie across tokens, rounds and interruptions, and a
-character across tokens. Engines only look at a window of their own, each with another rule; where one stops earlier
-than that, the answer goes on, and where it stops later, what is too much is cut off.
+character across tokens. `kept_tokens` says so of a whole answer; `completed_by_last` is for an engine, which looks
+after each token and need not look far back. SGLang looks back as many tokens as its tokenizer cuts the string into, and
+one: a string that the policy spells in more escapes it. So engines' ends are hints: where one ends earlier, the answer
+goes on, and where it ends later, what is too much is cut off.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
+
+_CUT = 4
+"""A character of UTF-8 has at most so many bytes."""
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
@@ -41,6 +46,18 @@ def kept_tokens(token_ids: Sequence[int], strings: Sequence[str], decode: Decode
         middle = (without + with_it) // 2
         without, with_it = (without, middle) if holds(middle) else (middle, with_it)
     return with_it
+
+
+def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: Decode) -> str | None:
+    """The stop string that the last of `token_ids` completes; None where it completes none.
+
+    A token is a byte or more, so what ends with the last one begins no more tokens before than the string has bytes;
+    a few more are decoded for a character that is cut at the window's beginning.
+    """
+    if not strings:
+        return None
+    text = decode(token_ids[-(max(len(string.encode()) for string in strings) + _CUT) :])
+    return next((string for string in strings if string in text), None)
 
 
 def before_stop(text: str, strings: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.api import Message, ToolSchema
-from asyncrl.chat.parsers import Parser
+from asyncrl.chat.parsers import Parsed, Parser, parser
 from asyncrl.datasets.chat import ChatError, wrong_messages
 from asyncrl.datasets.control_tokens import StandIns
 from asyncrl.datasets.prompts import PromptFormat
@@ -94,16 +94,17 @@ class ChatFormat:
 
     Args:
         prompts: the prompts' template and tokenizer.
-        parser: reads answers.
+        reader: reads answers to conversations that offer tools.
 
     Raises:
         ValueError: `prompts` has no chat template.
     """
 
-    def __init__(self, prompts: PromptFormat, parser: Parser) -> None:
+    def __init__(self, prompts: PromptFormat, reader: Parser) -> None:
         if prompts.chat is None:
             raise ValueError("there is no chat template; set dataset.chat_template to a Jinja file")
-        self._prompts, self.parser, self._template = prompts, parser, prompts.chat
+        self._prompts, self._template = prompts, prompts.chat
+        self._parser, self._without_calls = reader, parser("none")
         self.tokenizer = prompts.tokenizer
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
         self._end = self._end_of_turn()
@@ -152,14 +153,19 @@ class ChatFormat:
     def hides_reasoning_of(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], which: Sequence[int]
     ) -> bool:
-        """Whether the template shows `messages` without the reasoning of one of those at the positions `which`."""
+        """Whether the template shows `messages` without the reasoning of one at the positions `which`; where it refuses
+        them it hides nothing.
+        """
         sentinels = {number: f"{_absent(messages)}{number}z" for number in which}
         turns = [
             {**message, "reasoning_content": sentinels[number]} if number in sentinels else message
             for number, message in enumerate(messages)
         ]
         places = StandIns(self.tokenizer, turns, tools)
-        text = self._template.render_turns(self._template.messages(places.put(turns)), places.put(tools))
+        try:
+            text = self._template.render_turns(self._template.messages(places.put(turns)), places.put(tools))
+        except ChatError:
+            return False
         return any(sentinel not in text for sentinel in sentinels.values())
 
     def answer_text(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, ended: bool) -> str:
@@ -168,6 +174,10 @@ class ChatFormat:
         """
         kept = token_ids[:-1] if ended and token_ids and token_ids[-1] in self._control_ids else token_ids
         return self._opened_reasoning(prompt_ids) + self.tokenizer.decode_all(kept)
+
+    def parsed(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        """An answer in its parts; where no tools are offered, what looks like a call is text."""
+        return (self._parser if tools else self._without_calls).parse(text, tools)
 
     def _opened_reasoning(self, prompt_ids: Sequence[int]) -> str:
         tail = list(itertools.takewhile(lambda token: token not in self._control_ids, reversed(prompt_ids)))
@@ -234,10 +244,7 @@ class ChatFormat:
 
     def _shows_reasoning(self) -> bool:
         turns = [{"role": "user", "content": "x"}, _answer(0), _MORE]
-        try:
-            return not self.hides_reasoning_of(turns, (), [1])
-        except ChatError:
-            return False
+        return not self.hides_reasoning_of(turns, (), [1])
 
     def _rewrites(self) -> bool:
         user = {"role": "user", "content": "x"}

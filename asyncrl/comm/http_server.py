@@ -128,7 +128,7 @@ class HttpServer:
                 raise Refused(404, {"error": f"no such path: {request.path[:200]}"}, "unknown_path")
             if route.method and request.method != route.method:
                 raise Refused(405, {"error": f"{request.path} takes {route.method}"}, "unknown_path")
-            return await route.handler(request, await _read(request, route.max_bytes))
+            return await route.handler(request, await read_body(request, route.max_bytes))
         except Refused as refused:
             self.refused[refused.reason] += 1
             self._log.note(request.remote or "?", f"{refused.reason}, answered {refused}")
@@ -158,7 +158,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, headers={"Content-Type": "application/json"})
 
 
-async def _read(request: web.BaseRequest, limit: int) -> Body:
+async def read_body(request: web.BaseRequest, limit: int) -> Body:
     """The request's body.
 
     Raises:

@@ -7,7 +7,7 @@ A trajectory's prompt, the longest run of tokens that all its samples begin with
 0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
 
 Arrays; R are the trajectories of the message, S their samples, P the tokens of their prompts and T those that follow a
-prompt, all in order:
+prompt, W those of T in trajectories whose turns were rewarded, all in order:
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -17,10 +17,13 @@ prompt, all in order:
     lengths          int64    [S]  tokens of each sample after the prompt, at least 0; at least 1 with the prompt's
     rewards          float64  [S]  finite
     truncated        uint8    [S]  0 or 1
+    episodes         int32    [S]  at least 0
+    token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
+    rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
-Meta: a list of R `TrajectoryHeader`s, whose metrics are finite.
+Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
 
 The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
 the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message, and
@@ -31,8 +34,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, cycle
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias
@@ -40,7 +43,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, join_token_rewards, named_columns
 from asyncrl.comm.codec import (
     DEFAULT_MAX_BYTES,
     Array,
@@ -56,10 +59,10 @@ from asyncrl.comm.codec import (
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
 _DTYPES: dict[str, np.dtype[Any]] = {
-    **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions")},
+    **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
     **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths")},
-    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated")},
-    "behave_logprobs": np.dtype(np.float32),
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded")},
+    **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards")},
     "rewards": np.dtype(np.float64),
 }
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
@@ -68,15 +71,18 @@ _token_arrays = attrgetter(*_BY_TOKEN)
 _NO_PROMPT: Array = np.empty(0, np.int32)
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _TOKEN_DTYPES)
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+_Named: TypeAlias = dict[str, list[float | None]]
 
 
-class TrajectoryHeader(msgspec.Struct, frozen=True):
-    """What the header says of a trajectory."""
+class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the header says of a trajectory; by name and sample its samples' reward parts and metrics, None for none."""
 
     rollout_id: _Id
     prompt_id: _Id
     order: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     metrics: dict[str, float]
+    reward_parts: _Named = {}  # msgspec makes a new one for each header
+    sample_metrics: _Named = {}
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,6 +101,9 @@ class Prepared:
     lengths: list[int]
     rewards: list[float]
     truncated: list[bool] | list[int]
+    episodes: list[int]
+    token_rewards: Array | None
+    """Of the tokens after the prompt, all samples' end to end."""
     nbytes: int
 
 
@@ -107,7 +116,6 @@ def prepare(trajectory: Trajectory) -> Prepared:
     samples = trajectory.samples
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
-    entry = _encode_entry(trajectory)
     prompt = _NO_PROMPT
     if isinstance(samples, SharedPrompt):
         prompt, samples = samples.prompt, samples.rest
@@ -115,23 +123,41 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if isinstance(samples, SampleColumns):
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
+        episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
+        named = samples.reward_parts, samples.metrics
     else:
-        parts, lengths, rewards, truncated = [], [], [], []
+        parts, lengths, rewards, truncated, episodes = [], [], [], [], []
         for sample in samples:
             parts += _token_arrays(sample)
             lengths.append(len(sample.tokens))
             rewards.append(float(sample.reward))
             truncated.append(bool(sample.truncated))
+            episodes.append(sample.episode)
+        token_rewards = join_token_rewards(samples)
+        named = (
+            named_columns([sample.reward_parts for sample in samples]),
+            named_columns([sample.metrics for sample in samples]),
+        )
+    entry = _encode_entry(trajectory, *named)
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(_BY_TOKEN), parts, strict=False)]
     if not isinstance(samples, SampleColumns) and (shared := _shared_prompt(parts)):
         prompt = parts[0][:shared]
         parts = [part[shared:] for part in parts]
+        if token_rewards is not None:
+            ends = np.cumsum(lengths)
+            token_rewards = np.delete(token_rewards, _ranges(ends - lengths, shared))
         lengths = [length - shared for length in lengths]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
-    nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths)
-    return Prepared(entry, prompt, parts, lengths, rewards, truncated, nbytes)
+    nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths) + (0 if token_rewards is None else token_rewards.nbytes)
+    return Prepared(entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, nbytes)
+
+
+def _ranges(starts: Array, length: int) -> Array:
+    """The positions of runs of `length` from each of `starts`."""
+    positions: Array = (starts[:, None] + np.arange(length)).ravel()
+    return positions
 
 
 def _shared_prompt(parts: Sequence[Array]) -> int:
@@ -166,6 +192,9 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     lengths = [*chain.from_iterable([each.lengths for each in prepared])]
     rewards = chain.from_iterable([each.rewards for each in prepared])
     truncated = chain.from_iterable([each.truncated for each in prepared])
+    episodes = [*chain.from_iterable([each.episodes for each in prepared])]
+    rewarded = [each.token_rewards is not None for each in prepared]
+    token_rewards = [each.token_rewards for each in prepared if each.token_rewards is not None]
     prompts = [each.prompt for each in prepared]
     sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
@@ -174,6 +203,9 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("lengths", len(lengths), [struct.pack(f"<{len(lengths)}q", *lengths)]),
         ("rewards", len(lengths), [struct.pack(f"<{len(lengths)}d", *rewards)]),
         ("truncated", len(lengths), [bytes(truncated)]),
+        ("episodes", len(lengths), [struct.pack(f"<{len(lengths)}i", *episodes)]),
+        ("token_rewards", sum(map(len, token_rewards)), token_rewards),
+        ("rewarded", len(sizes), [bytes(rewarded)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
         ("prompt_lengths", len(sizes), [struct.pack(f"<{len(sizes)}q", *prompt_lengths)]),
     ]
@@ -218,13 +250,16 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
     lengths = _counts(arrays, "lengths", sum(sizes), least=0)
     prompts = _array(arrays, "prompts", sum(prompt_lengths))
-    columns = [_array(arrays, name, sum(lengths)) for name in _BY_TOKEN]
-    by_sample = [_array(arrays, name, len(lengths)) for name in ("lengths", "rewards", "truncated")]
+    columns: list[Any] = [_array(arrays, name, sum(lengths)) for name in _BY_TOKEN]
+    by_sample: list[Any] = [
+        _array(arrays, name, len(lengths)) for name in ("lengths", "rewards", "truncated", "episodes")
+    ]
     sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
     token_ends = list(accumulate(lengths))
+    token_rewards = _token_rewards(arrays, sizes, token_ends)
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    for raw, size, prompt_length in zip(header.meta, sizes, prompt_lengths, strict=True):
+    for raw, size, prompt_length, own_rewards in zip(header.meta, sizes, prompt_lengths, token_rewards, strict=True):
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -236,6 +271,8 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 raise CodecError(fault)
             if not all(map(math.isfinite, entry.metrics.values())):
                 raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
+            if own_rewards is not None or entry.reward_parts or entry.sample_metrics:
+                rest = _with_more(rest, own_rewards, entry)
             if not prompt_length and 0 in lengths[start:end]:
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
         except CodecError as error:
@@ -246,9 +283,56 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     return decoded
 
 
-def _encode_entry(trajectory: Trajectory) -> msgspec.Raw:
+def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
+    """Each trajectory's part of the column, None where it has none; `token_ends` are those of the samples."""
+    rewarded = _array(arrays, "rewarded", len(sizes))
+    if (high := np.maximum.reduce(rewarded, initial=0)) > 1:
+        raise CodecError(f"trajectory.rewarded has {high}: use 0 or 1")
+    ends = [token_ends[end - 1] for end in accumulate(sizes)]
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    flags = rewarded.tolist()
+    column = _array(arrays, "token_rewards", sum(length for length, flag in zip(lengths, flags, strict=True) if flag))
+    parts: list[Array | None] = []
+    end = 0
+    for length, flag in zip(lengths, flags, strict=True):
+        start, end = end, end + length if flag else end
+        parts.append(column[start:end] if flag else None)
+    return parts
+
+
+def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader) -> SampleColumns:
+    """`rest` with what few trajectories have.
+
+    Raises:
+        CodecError: a value is out of bounds, or a list is not one for each sample.
+    """
+    if token_rewards is not None:
+        if not np.isfinite(token_rewards).all():
+            raise CodecError("trajectory.token_rewards holds a NaN or an infinity")
+        if (token_rewards[rest.loss_mask == 0] != 0).any():
+            raise CodecError("trajectory.token_rewards rewards a token that no policy generated")
+    for name, columns in (("reward_parts", entry.reward_parts), ("sample_metrics", entry.sample_metrics)):
+        for key, column in columns.items():
+            if len(column) != len(rest):
+                raise CodecError(f"trajectory.{name}[{key!r:.80}] has {len(column)} entries, of {len(rest)} samples")
+            if not all(math.isfinite(number) for number in column if number is not None):
+                raise CodecError(f"trajectory.{name}[{key!r:.80}] is {column!r:.80}: use finite numbers")
+    reward_parts, metrics = (
+        {name: np.array(column, np.float64) for name, column in columns.items()}  # None becomes NaN
+        for columns in (entry.reward_parts, entry.sample_metrics)
+    )
+    return replace(rest, token_rewards=token_rewards, reward_parts=reward_parts, metrics=metrics)
+
+
+def _encode_entry(
+    trajectory: Trajectory, reward_parts: Mapping[str, Array], sample_metrics: Mapping[str, Array]
+) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
-    entry = TrajectoryHeader(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics)
+    parts, own = (
+        {name: [None if math.isnan(number) else number for number in column.tolist()] for name, column in each.items()}
+        for each in (reward_parts, sample_metrics)
+    )
+    entry = TrajectoryHeader(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own)
     try:
         return msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:
@@ -295,4 +379,6 @@ def _fault(prompt: Array, samples: SampleColumns) -> str | None:
         return f"trajectory.rewards is {samples.rewards.tolist()!r:.80}: use finite numbers"
     if (high := np.maximum.reduce(samples.truncated, initial=0)) > 1:
         return f"trajectory.truncated has {high}: use 0 or 1"
+    if (low := np.minimum.reduce(samples.episodes, initial=0)) < 0:
+        return f"trajectory.episodes has {low}: the members of a group are numbered from 0 on"
     return None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.chat.settings import turns
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
@@ -22,7 +23,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.settings import evaluation_sets
-from asyncrl.rollout.user_code import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code import load_chat_format, load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
@@ -90,6 +91,15 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
             why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
             raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
     return found
+
+
+def chat_notes(config: ExperimentConfig) -> list[str]:
+    """What the chat template does in conversations of several turns, where the settings allow them."""
+    if turns(config) == 1:
+        return []
+    prompts = load_prompt_format(config)
+    chat = load_chat_format(config, prompts)
+    return [] if chat is None else chat.findings.lines()
 
 
 def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
-from asyncrl.commands.input_checks import base_model_config, check_prompts
+from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
@@ -80,6 +80,7 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
     if first := surveys["dataset"].first:
         text, length = first
         lines += [f"first prompt, {length} tokens:", shown(text)]
+    lines += [f"chat template: {line}" for line in chat_notes(config)]
     for line in lines:
         console.print(line)
     logs = run_dir / LOGS_DIR

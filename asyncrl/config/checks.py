@@ -18,6 +18,7 @@ import asyncrl.master.settings
 import asyncrl.observability.settings
 import asyncrl.rollout.settings
 import asyncrl.runtime.settings
+import asyncrl.tools.settings
 import asyncrl.trainer.settings
 import asyncrl.trainer.supervised.settings
 from asyncrl.config.experiment import ExperimentConfig
@@ -28,6 +29,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOMS = (
     asyncrl.master.settings,
     asyncrl.rollout.settings,
+    asyncrl.tools.settings,
     asyncrl.chat.settings,
     asyncrl.trainer.settings,
     asyncrl.inference.settings,

@@ -22,6 +22,7 @@ from asyncrl.rollout.settings import (
     RolloutConfig,
 )
 from asyncrl.runtime.settings import Resume, SystemConfig
+from asyncrl.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -41,7 +42,9 @@ class ExperimentConfig:
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
-    group_size: int = setting(8, "samples per prompt", unit="samples", minimum=1)
+    group_size: int = setting(
+        8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
+    )
     max_head_offpolicyness: int = setting(
         4, "η: no trained token is older than so many versions; 0 is synchronous", unit="versions", minimum=0
     )
@@ -61,6 +64,13 @@ class ExperimentConfig:
     rewards: list[NamedRewardConfig] = setting(
         help="several rewards in place of reward: their weighted sum; each with name, weight and what reward has",
         factory=list,
+    )
+    tools: list[ToolConfig] = setting(
+        help="what the model may call, for agents that take tools; each with path, args, name and timeout_s",
+        factory=list,
+    )
+    mcp: list[McpServerConfig] = setting(
+        help="MCP servers whose tools the model may call; each with name and command or url", factory=list
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

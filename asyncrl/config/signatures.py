@@ -23,6 +23,8 @@ DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_":
 
 _MARKS = ("run_in(", "verdict")
 """What decorators begin with that leave a function as it is."""
+OFFERED_TO_AGENTS = ("tokenizer", "chat", "tools")
+"""Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")
 
@@ -141,6 +143,26 @@ def problems(
         yield f"{group}.args={dict(args)}: {error}"
 
 
+def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for an agent: a class, or a function `run(prompt, env, client)`, which need take no more."""
+    try:
+        found = definition(path)
+        match found:
+            case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+                positional, required = 3, tuple[str, ...]()
+                if len([*taken.posonlyargs, *taken.args]) < positional and taken.vararg is None:
+                    yield f"{group}.path={path!r}: an episode is run(prompt, env, client); have it take these three"
+                    return
+            case _:
+                positional, required = 0, OFFERED_TO_AGENTS[:1]
+        params = _params_at(path, positional) or {}
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    named = [name for name in OFFERED_TO_AGENTS if name in params]
+    yield from problems(group, path, args, tuple(dict.fromkeys((*required, *named))), positional)
+
+
 def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
     """As `problems`, for a reward: how many arguments come by position is told by the name of its first parameter."""
     try:
@@ -154,6 +176,37 @@ def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
             yield from problems(group, path, args, positional=1 if first in ("episode", "group") else 2)
         case _:  # a class: its constructor takes none
             yield from problems(group, path, args)
+
+
+def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """As `problems`, for a tool: of a function the settings give what stands after `*`, the model gives the rest."""
+    try:
+        found = definition(path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    match found:
+        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
+            hidden = [arg.arg for arg in taken.kwonlyargs]
+            for key in args:
+                if key not in hidden:
+                    takes = ", ".join(hidden) or "none"
+                    yield (
+                        f"{group}.args={dict(args)}: {path!r} has no parameter {key!r} after `*`"
+                        f"{did_you_mean(key, hidden)}; those are the ones that settings give "
+                        f"({takes}), the others are the model's"
+                    )
+        case _:
+            yield from problems(group, path, args)
+
+
+def takes(path: str, name: str) -> bool:
+    """Whether the class or function at `path` takes an argument `name`, as far as its source says."""
+    try:
+        params = _params_at(path, 0)
+    except PluginError:  # said where the path is checked
+        return True
+    return params is None or name in params
 
 
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:

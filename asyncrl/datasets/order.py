@@ -18,13 +18,14 @@ yields e0-0, e1-0, e1-2, ... (orders 1, 3, 5).
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.api.seeds import seed_from as seed_from  # known by this name too
 
 CACHED_EPOCHS = 4
 """Permutations kept: a stream works in one epoch; prompts given back come from the one before, as a rule."""
@@ -33,12 +34,6 @@ CACHED_EPOCHS = 4
 def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The permutation of `num_rows` rows in which epoch `epoch` visits them; shape `[num_rows]`."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
-
-
-def seed_from(*parts: int | str) -> int:
-    """A 31-bit seed (what every inference engine takes) that depends on all of `parts`; unrelated for unlike parts."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
 def prompt_seed(run_seed: int, order: int, attempt: int = 0) -> int:

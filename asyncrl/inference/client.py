@@ -108,8 +108,8 @@ def parse_version(label: object) -> int:
     raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
 
 
-def parse_completion(reply: Mapping[str, Any]) -> Completion:
-    """One sample of a `/generate` reply.
+def parse_completion(reply: Mapping[str, Any], stop: Sequence[str] = ()) -> Completion:
+    """One sample of a `/generate` reply; one that ended at one of the strings `stop` has the finish `length`.
 
     Raises:
         MalformedReply: a field is missing, or the lists differ in length.
@@ -117,6 +117,8 @@ def parse_completion(reply: Mapping[str, Any]) -> Completion:
     try:
         meta = reply["meta_info"]
         finish = meta["finish_reason"]["type"]
+        if finish == FinishReason.stop and meta["finish_reason"].get("matched") in stop:
+            finish = FinishReason.length
         token_ids: list[int] = reply["output_ids"]
         if finish == FinishReason.abort and not token_ids:
             return Completion([], [], [], FinishReason.abort)
@@ -163,6 +165,8 @@ class GenerationServerClient:
         """Generate for all `items` in one call; the completions are in their order.
 
         Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.
+        A server looks for stop strings by a rule of its own, in what it generated in this call: an answer that it ends
+        at one has the finish `length`, for the caller to look itself.
 
         Raises:
             MalformedReply: see there.
@@ -176,6 +180,8 @@ class GenerationServerClient:
             common["min_p"] = sampling.min_p
         if sampling.stop_token_ids:
             common["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.stop:
+            common["stop"] = list(sampling.stop)
         body = GenerateRequest(
             rid=[item.rid for item in items],
             input_ids=[item.input_ids for item in items],
@@ -185,7 +191,7 @@ class GenerationServerClient:
         replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
-        return [parse_completion(reply) for reply in replies]
+        return [parse_completion(reply, sampling.stop) for reply in replies]
 
     async def prompt_logprobs(self, token_ids: Sequence[int], start: int, *, timeout_s: float) -> list[float]:
         """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.

@@ -77,6 +77,14 @@ def _single_answer(config: ExperimentConfig) -> int:
     return config.dataset.max_prompt_tokens + longest_answer(config)
 
 
+def finds_stop_strings(generation: GenerationConfig) -> bool:
+    """Whether the servers have tokenizers, to look for stop strings with: of SGLang's, only those started with one."""
+    if generation.backend == GenerationBackend.embedded:
+        return True
+    flags = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
+    return not generation.sglang.urls and flags.get("skip_tokenizer_init") is False
+
+
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     generation = config.generation

@@ -21,14 +21,15 @@ Row = dict[str, Any]
 
 
 def batch_statistics(batch: TrainBatch) -> Row:
-    """Statistics of a batch's rollouts: rewards, lengths (generated tokens per sample), ages of the trained tokens.
+    """Statistics of a batch's rollouts: rewards of episodes, generated lengths of samples, ages of trained tokens.
 
     Of each of the rollouts' own metrics the mean over those that have it.
     """
-    rewards = np.array([reward for record in batch.records for reward in record.rewards])
+    by_record = [record.episode_rewards for record in batch.records]
+    rewards = np.array([reward for episodes in by_record for reward in episodes])
     generated = np.array([length for record in batch.records for length in record.generated])
     truncated = np.array([flag for record in batch.records for flag in record.truncated])
-    flat = sum(len(set(record.rewards)) == 1 for record in batch.records)
+    flat = sum(len(set(episodes)) == 1 for episodes in by_record)
     by_version: Counter[int] = Counter()
     for record in batch.records:
         by_version.update(record.version_tokens)
@@ -42,6 +43,7 @@ def batch_statistics(batch: TrainBatch) -> Row:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/groups_without_variance": flat / len(batch.records),
+        "rollout/samples_per_episode": len(generated) / len(rewards),
         "rollout/len_mean": float(generated.mean()),
         "rollout/len_max": float(generated.max()),
         "rollout/truncated": float(truncated.mean()),

@@ -76,8 +76,14 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
-            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the samples of a "
-            "group, and one sample has nothing to be compared with; use group_size=2 or more, or another advantage"
+            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the episodes of a "
+            "group, and one has nothing to be compared with; use group_size=2 or more, or another advantage"
+        )
+    discount = config.algorithm.advantage.params.get("turn_discount")
+    if discount is not None and config.on_stale == OnStale.mask:
+        yield (
+            f"algorithm.advantage.params.turn_discount={discount}: turns are compared by their number, which is lost "
+            "where on_stale=mask takes a turn's tokens away; use on_stale=drop or wait"
         )
 
 

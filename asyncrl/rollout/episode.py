@@ -1,41 +1,125 @@
-"""One prompt through a user's agent and environment, and what the group is worth afterwards."""
+"""One prompt's group through a user's agent and environments, and what the group is worth afterwards."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from asyncrl.algorithms.group_view import GroupView, Verdict
-from asyncrl.api import Agent, Environment, GenerationClient, Prompt, Sample
+from asyncrl.api import (
+    Agent,
+    ChatClient,
+    Environment,
+    EpisodeError,
+    GenerationClient,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+)
+from asyncrl.api.seeds import seed_from
+from asyncrl.api.trajectory import named_columns
 
 Filter = Callable[[GroupView], Verdict]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
-class EpisodeError(RuntimeError):
-    """The user's agent broke its contract; the message names the agent and what it did."""
+class CountingClient(ChatClient, Protocol):
+    """The client of an episode, which counts what it did, by name, and is closed with it."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The counts so far."""
+        ...
+
+    def close(self) -> None:
+        """The episode is over."""
+        ...
 
 
-async def run_episode(agent: Agent, env: Environment, prompt: Prompt, client: GenerationClient) -> Sequence[Sample]:
-    """Run `agent` on `prompt` with `client` as its policy.
+MakeClient = Callable[[GenerationClient, Prompt], CountingClient]
+"""The client of an episode: of the policy, and of the prompt as the member receives it."""
+
+
+@dataclass(slots=True)
+class _EpisodePolicy:
+    """The policy as one episode asks it: a seed that was used is not used again, which would draw the same numbers."""
+
+    policy: GenerationClient
+    uses: Counter[int] = field(default_factory=Counter)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        seed = request.sampling.seed
+        if seed is not None:
+            uses, self.uses[seed] = self.uses[seed], self.uses[seed] + 1
+            if uses:
+                own = replace(request.sampling, seed=seed_from("again", seed, uses))
+                request = replace(request, sampling=own)
+        return await self.policy.generate(request)
+
+
+@dataclass(slots=True)
+class Group:
+    """The policy as a group asks it, and as its episodes do; see `asyncrl.api.GroupClient`."""
+
+    policy: GenerationClient
+    make_client: MakeClient
+    clients: list[CountingClient] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        return await self.policy.generate(request)
+
+    def episode(self, prompt: Prompt) -> ChatClient:
+        """A new client for one episode of the group."""
+        client = self.make_client(_EpisodePolicy(self.policy), prompt)
+        self.clients.append(client)
+        return client
+
+    def metrics(self) -> dict[str, float]:
+        """What the episodes' clients counted, summed."""
+        total: Counter[str] = Counter()
+        for client in self.clients:
+            total.update(client.metrics)
+        return dict(total)
+
+
+async def run_group(
+    agent: Agent, make_env: Callable[[], Environment], prompt: Prompt, policy: GenerationClient, make_client: MakeClient
+) -> tuple[Sequence[Sample], dict[str, float]]:
+    """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
+
+    One that fails ends the others: the group is tried again as a whole, or its statistics would be of those episodes
+    that did not fail.
 
     Returns:
-        The group, `prompt.group_size` samples; empty where the agent rejects the prompt.
+        The group, any number of samples, each with its episode, none where the agent rejects the prompt; and what the
+        episodes' clients counted.
 
     Raises:
-        EpisodeError: the agent returned another number of samples, or something that it awaits was cancelled.
-        Exception: whatever the agent, the environment or the policy raised; of a group the first.
+        EpisodeError: the agent broke its contract, or something that it awaits was cancelled.
+        Exception: whatever the agent, an environment or the policy raised; of a group the first.
     """
+    environments: list[Environment] = []
+
+    def make() -> Environment:
+        environments.append(make_env())
+        return environments[-1]
+
+    group = Group(policy, make_client)
     try:
         try:
-            samples = await agent.run(prompt, env, client)
+            return await agent.roll_out(prompt, make, group), group.metrics()
         finally:
-            await env.close()
-    except ExceptionGroup as group:
-        raise _first_cause(group) from group
+            for client in group.clients:
+                client.close()
+            await _close(environments)
+    except ExceptionGroup as errors:
+        raise _first_cause(errors) from errors
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():  # it is this rollout that was cancelled
@@ -44,12 +128,14 @@ async def run_episode(agent: Agent, env: Environment, prompt: Prompt, client: Ge
             f"agent {type(agent).__name__} was cancelled from within, on prompt {prompt.prompt_id}: a task or "
             "connection that it or its environment awaits was cancelled; catch asyncio.CancelledError there"
         ) from error
-    if samples and len(samples) != prompt.group_size:
-        raise EpisodeError(
-            f"agent {type(agent).__name__} returned {len(samples)} samples for prompt {prompt.prompt_id}; return "
-            f"group_size={prompt.group_size} of them, or none to reject the prompt"
-        )
-    return samples
+
+
+async def _close(environments: Sequence[Environment]) -> None:
+    """Close all of them, then raise what the first failing one raised."""
+    closed = await asyncio.gather(*(env.close() for env in environments), return_exceptions=True)
+    for outcome in closed:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
@@ -57,18 +143,29 @@ def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
     return _first_cause(first) if isinstance(first, ExceptionGroup) else first
 
 
-def view_of(samples: Sequence[Sample]) -> GroupView:
-    """What filters and shaping see of a group."""
-    return GroupView(
-        rewards_S=np.array([sample.reward for sample in samples], dtype=np.float64),
-        lengths_S=np.array([sample.generated_length for sample in samples], dtype=np.int64),
-        truncated_S=np.array([sample.truncated for sample in samples], dtype=bool),
+def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """`agent/<name>` and `reward/<part>`: means over those samples that have them."""
+    named = (
+        ("agent", named_columns([sample.metrics for sample in samples])),
+        ("reward", named_columns([sample.reward_parts for sample in samples])),
     )
+    return {f"{kind}/{name}": float(np.nanmean(column)) for kind, columns in named for name, column in columns.items()}
+
+
+def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
+    """What filters and shaping see of a group, its episodes, and for each sample the position of its episode there."""
+    view, position = GroupView.of_samples(
+        [sample.total_reward for sample in samples],
+        [sample.generated_length for sample in samples],
+        [sample.truncated for sample in samples],
+        [sample.episode for sample in samples],
+    )
+    return view, position.tolist()
 
 
 def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
     """The first rejecting verdict of `filters`, or a keeping one."""
-    view = view_of(samples)
+    view, _ = view_of(samples)
     for accept in filters:
         verdict = accept(view)
         if not verdict.keep:
@@ -77,8 +174,24 @@ def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:
-    """The samples with their rewards put through `shapings`, in order."""
+    """The samples with their rewards put through `shapings`, in order: what an episode gains or loses, each of its
+    samples does.
+    """
     for reshape in shapings:
-        rewards = reshape(view_of(samples))
-        samples = [replace(sample, reward=float(reward)) for sample, reward in zip(samples, rewards, strict=True)]
+        view, positions = view_of(samples)
+        rewards = reshape(view)
+        if len(rewards) != len(view.rewards_S):
+            raise ValueError(f"a shaping gave {len(rewards)} rewards for {len(view.rewards_S)} episodes; give one each")
+        alone = len(samples) == len(rewards)
+        samples = [
+            replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
+            for sample, at in zip(samples, positions, strict=True)
+        ]
     return tuple(samples)
+
+
+def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
+    """The sample's reward where its episode's becomes `reward`; exactly that where it is all of the episode's."""
+    if alone and sample.token_rewards is None:
+        return reward
+    return sample.reward + (reward - before)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.datasets.prompts import BadPrompt
-from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
@@ -99,11 +99,14 @@ class Evaluator:
 
     async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> tuple[Sequence[Sample], bool | None]:
         """The samples of one episode, none where the agent rejects the prompt, and the verdict on it."""
+        plugins = self._plugins
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples = await run_episode(self._plugins.agent, self._plugins.make_env(), prompt, policy)
+                        samples, _ = await run_group(
+                            plugins.agent, plugins.make_envs(1), prompt, policy, plugins.episode_client
+                        )
                     return samples, meter.verdict
                 except Exception as error:
                     if attempt == ATTEMPTS:
@@ -113,10 +116,10 @@ class Evaluator:
 
 
 def _answer(row: int, samples: Sequence[Sample], right: bool | None) -> EvaluatedAnswer:
-    """One episode's outcome; its samples share the reward, and the last one holds its end."""
+    """One episode's outcome; of several samples, its conversation's branches, the last one holds its end and reward."""
     last = samples[-1]
     tokens = sum(sample.generated_length for sample in samples)
-    return EvaluatedAnswer(row, float(last.reward), right, tokens, last.truncated)
+    return EvaluatedAnswer(row, float(last.total_reward), right, tokens, last.truncated)
 
 
 def _versions(samples: Sequence[Sample]) -> set[int]:

@@ -18,6 +18,11 @@ has not cached) every so often. A server that gives no answer for the other half
 As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
 many tokens, and later ones for more again.
 
+Stop strings are looked for here, on all token ids of a draft after each round (`asyncrl.chat.stop_strings`): so they
+may lie across rounds, and both engines end at the same token. A server that has a tokenizer is told of them too, to
+generate no more than needed; one that has none generates in rounds of `STOP_CHUNK` tokens, and what is too much is cut
+off.
+
 A draft's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
 numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
 have been.
@@ -41,13 +46,14 @@ import logging
 import math
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 from msgspec import structs
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.chat.stop_strings import Decode, check_stop_strings, kept_tokens
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
@@ -64,6 +70,8 @@ from asyncrl.manager.messages import Route, RouteRequest
 SCHEDULE_HOLD_S = 5.0
 """How long one call waits at the manager for a server before it is made again."""
 LOSS_HOLD_S = 5.0
+STOP_CHUNK = 64
+"""Tokens of a round where only the client looks for stop strings: so much is generated in vain at most."""
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
 _ABORTS = 4
@@ -90,12 +98,17 @@ class _Draft:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
 
-    def extend(self, part: Completion, budget: int) -> None:
-        """Append what a round brought; `budget` is the sample's `max_new_tokens`."""
+    def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
+        """Append what a round brought; `budget` is the sample's `max_new_tokens`, `stop` what ends it."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
-        if part.finish_reason == FinishReason.stop:
+        kept = kept_tokens(self.token_ids, stop, decode) if stop and decode else None
+        if kept is not None:
+            for column in (self.token_ids, self.logprobs, self.versions):
+                del column[kept:]
+            self.finish = FinishReason.stop
+        elif part.finish_reason == FinishReason.stop:
             self.finish = FinishReason.stop
         elif len(self.token_ids) >= budget:
             self.finish = FinishReason.length
@@ -154,6 +167,8 @@ class RolloutClient:
         new_tokens_per_chunk: ask for so many tokens per round; 0: for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
         vocab_size: of the model; a token beyond it would end an SGLang server. None: not checked.
+        decode: token ids to text with special tokens, to find stop strings in.
+        servers_stop: whether the servers have tokenizers, and so look for stop strings themselves.
     """
 
     def __init__(
@@ -166,6 +181,8 @@ class RolloutClient:
         new_tokens_per_chunk: int = 0,
         max_failures: int = 8,
         vocab_size: int | None = None,
+        decode: Decode | None = None,
+        servers_stop: bool = False,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
@@ -174,6 +191,7 @@ class RolloutClient:
         self._chunk = new_tokens_per_chunk
         self._max_failures = max_failures
         self._vocab_size = vocab_size
+        self._decode, self._servers_stop = decode, servers_stop
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -215,13 +233,20 @@ class RolloutClient:
             GenerationFailed: refused, or failed too often.
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt holds a token outside the vocabulary.
+            ValueError: a stop string is none, or there is no tokenizer to find it with.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
         seed = request.sampling.seed
         drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
+        stop = request.sampling.stop
+        check_stop_strings(stop)
+        if stop and self._decode is None:
+            raise ValueError(f"stop strings {stop} need the model's tokenizer, and this client was given none")
         most = self._chunk or request.sampling.max_new_tokens
+        if stop and not self._servers_stop:
+            most = min(most, STOP_CHUNK)
         async with self._slots:
             try:
                 await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
@@ -296,9 +321,10 @@ class RolloutClient:
             for index, draft in open_drafts.items()
         ]
         server = GenerationServerClient(self._http, route.url)
-        parts = await self._call(server, items, request.sampling)
+        sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
+        parts = await self._call(server, items, sampling)
         for draft, part in zip(open_drafts.values(), parts, strict=True):
-            draft.extend(part, request.sampling.max_new_tokens)
+            draft.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
 
     async def _call(
         self, server: GenerationServerClient, items: list[GenerateItem], sampling: SamplingParams

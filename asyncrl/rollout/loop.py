@@ -3,7 +3,7 @@
 Life of a rollout here
 
 1. `allocate`: the staleness gate admits it; until then its prompt waits.
-2. `run_episode`: the agent acts in its environment; the policy answers.
+2. `run_group`: the agent's episodes act in their environments at the same time; the policy answers.
 3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt goes back, to
    be tried with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory. Only then
@@ -34,7 +34,7 @@ from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
-from asyncrl.rollout.episode import judge, run_episode, shape
+from asyncrl.rollout.episode import judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.offload.errors import failed_label
 from asyncrl.rollout.offload.meter import Activity, metered, timed
@@ -201,7 +201,13 @@ class RolloutLoop:
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
         with metered() as meter:
-            samples = await run_episode(plugins.agent, plugins.make_env(), candidate.prompt, policy)
+            samples, counted = await run_group(
+                plugins.agent,
+                plugins.make_envs(candidate.prompt.group_size),
+                candidate.prompt,
+                policy,
+                plugins.episode_client,
+            )
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._success(samples)
@@ -209,7 +215,8 @@ class RolloutLoop:
         if not verdict.keep:
             return self._rejection(candidate, verdict, success)
         shaped = shape(samples, self._shapings)
-        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, meter.metrics()))
+        metrics = metrics_of(samples) | counted | meter.metrics()
+        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens, success=success)
 

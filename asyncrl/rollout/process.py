@@ -15,6 +15,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
@@ -44,11 +45,15 @@ class RolloutWorker(AsyncWorker):
     async def _main_until_stopped(self) -> None:
         self._plugins = self._load_plugins()
         self._loop_of_main = asyncio.get_running_loop()
+        if self._plugins.chat_format is not None:
+            for line in self._plugins.chat_format.findings.lines():
+                self.log.info("chat template: %s", line)
         rollout = self.config.rollout
         manager = ManagerClient(await self.registered(names.MANAGER_KEY), self.name, self.http_security)
         try:
             async with (
                 self._plugins.offloader,
+                self._plugins.tools,
                 RolloutClient(
                     manager,
                     security=self.http_security,
@@ -56,10 +61,13 @@ class RolloutWorker(AsyncWorker):
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                     vocab_size=self._plugins.vocab_size,
+                    decode=self._plugins.tokenizer.decode_all,
+                    servers_stop=finds_stop_strings(self.config.generation),
                 ) as client,
             ):
                 await self._run(manager, client)
         finally:
+            await self._plugins.endpoint.close()
             await manager.close()
 
     def _load_plugins(self) -> Plugins:

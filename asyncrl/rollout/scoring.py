@@ -17,8 +17,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
-from asyncrl.api import Agent, Environment, Episode, GenerationClient, Prompt, RunIn, Sample, Tokenizer
-from asyncrl.api.reward import is_verdict, marked_run_in
+from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
+from asyncrl.api.reward import RewardParts, is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.offload.adapters import is_built_in
@@ -150,21 +150,24 @@ class Rewards:
                 total += _stand_in(part, error)
         return total
 
-    async def episodes(self, group: Sequence[Episode]) -> list[float]:
-        """`[S]`: what the rewards of episodes and groups add to each sample.
+    async def episodes(self, group: Sequence[Episode]) -> list[tuple[float, dict[str, float]]]:
+        """`[S]`: what the rewards of episodes and groups add to each sample, and what each of them gave, by name.
 
         Raises:
             UserCodeError: as for `answer`.
         """
-        totals = [0.0] * len(group)
+        totals, parts = [0.0] * len(group), [RewardParts() for _ in group]
         by_episode = await asyncio.gather(
             *(self._one(part, episode) for part in self._of_episodes for episode in group)
         )
-        for number, value in enumerate(by_episode):
-            totals[number % len(group)] += value
-        for values in await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups)):
-            totals = [total + value for total, value in zip(totals, values, strict=True)]
-        return totals
+        by_group = await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups))
+        own = [by_episode[first : first + len(group)] for first in range(0, len(by_episode), len(group))]
+        for part, values in zip((*self._of_episodes, *self._of_groups), (*own, *by_group), strict=True):
+            for number, value in enumerate(values):
+                totals[number] += value
+                if part.name and part.weight:
+                    parts[number].add(part.name, value / part.weight)
+        return [(total, each.means()) for total, each in zip(totals, parts, strict=True)]
 
     async def _one(self, part: RewardPart, *args: Any) -> float:
         try:
@@ -262,13 +265,18 @@ class ScoredAgent(Agent):
     def __init__(self, agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> None:
         self._agent, self._rewards, self._tokenizer = agent, rewards, tokenizer
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        """The agent's samples with these rewards added."""
-        samples = await self._agent.run(prompt, env, client)
+    async def roll_out(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        """The agent's samples with these rewards added; each conversation of an episode is seen by itself."""
+        samples = await self._agent.roll_out(prompt, make_env, client)
         if not samples:
             return samples
         added = await self._rewards.episodes([episode_of(prompt, sample, self._tokenizer) for sample in samples])
-        return [replace(sample, reward=sample.reward + more) for sample, more in zip(samples, added, strict=True)]
+        return [
+            replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
+            for sample, (more, parts) in zip(samples, added, strict=True)
+        ]
 
 
 def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
@@ -293,5 +301,5 @@ def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
         response=tokenizer.decode(tokens[first:]),
         generated_tokens=sample.generated_length,
         truncated=sample.truncated,
-        reward=float(sample.reward),
+        reward=float(sample.total_reward),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.api.reward import RunIn
 from asyncrl.chat.settings import ChatConfig
+from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config import signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.chat import AUTO, OFF
@@ -111,7 +113,13 @@ class SamplingConfig:
 class EnvConfig(PluginConfig):
     """The environment."""
 
-    path: str = setting("asyncrl.envs.single_turn:SingleTurnEnv", "import path of the class, `package.module:Name`")
+    path: str = setting(
+        "asyncrl.envs.single_turn:SingleTurnEnv",
+        "import path of the class, `package.module:Name`, or `gymnasium:` and the name of a registered environment",
+    )
+    vectorized: bool = setting(
+        False, "gymnasium only: the games of a group are one vector environment, stepped together"
+    )
     timeout_s: float = setting(
         300.0, "limit of one call of your environment; beyond it the rollout fails", unit="s", minimum=0.01
     )
@@ -157,6 +165,17 @@ class UserCodeConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """The policy as OpenAI's and Anthropic's APIs, which each RolloutWorker serves to its agents; docs/endpoint.md."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "interface it listens on, without TLS; another than the loopback's only where agents run on other machines",
+    )
+    max_body_mb: int = setting(32, "largest request", unit="MB", minimum=1)
+
+
+@dataclass
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
@@ -188,6 +207,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass
@@ -313,6 +333,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield (
             "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
         )
+    try:
+        check_stop_strings(sampling.stop)
+    except ValueError as error:
+        yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
     data, evaluation = config.dataset, config.eval
     yield from _datasets(data)
     yield from _chat(data)
@@ -328,8 +352,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
-    yield from signatures.problems("agent", config.agent.path, config.agent.args, supplied=("tokenizer",))
-    yield from signatures.problems("env", config.env.path, config.env.args, supplied=("reward",))
+    yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
+    yield from _environment(config.env)
     yield from _rewards(config)
 
 
@@ -366,6 +390,38 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
                 f"{group}.n_samples={each.n_samples}: greedy answers to a prompt are all the same; give a temperature "
                 f"above 0 ({group}.sampling.temperature=1.0), or n_samples=1"
             )
+
+
+GYMNASIUM = "gymnasium:"
+"""What `env.path` begins with for a registered environment; its name follows, or module:name."""
+GYMNASIUM_ENV = "asyncrl.envs.gymnasium_env:GymnasiumEnv"
+_GYMNASIUM_VECTOR = "asyncrl.envs.gymnasium_vector:VectorGames"
+
+
+def _environment(env: EnvConfig) -> Iterator[str]:
+    name = env.path.removeprefix(GYMNASIUM)
+    if name == env.path:
+        if env.vectorized:
+            yield (
+                f"env.vectorized=true: env.path={env.path!r} is no environment of gymnasium's; write "
+                f"{GYMNASIUM}<name>, or leave it out"
+            )
+        yield from signatures.problems("env", env.path, env.args, supplied=("reward",))
+        return
+    if importlib.util.find_spec("gymnasium") is None:
+        yield f"env.path={env.path!r}: the package gymnasium is not installed; pip install 'asyncrl[gymnasium]'"
+        return
+    if ":" not in name:  # what a module registers is known once it is imported, in the workers
+        import gymnasium
+
+        try:
+            gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            yield f"env.path={env.path!r}: {error}; gymnasium.pprint_registry() lists them"
+    if env.vectorized:
+        yield from signatures.problems("env", _GYMNASIUM_VECTOR, env.args, supplied=("id",), positional=2)
+    else:
+        yield from signatures.problems("env", GYMNASIUM_ENV, env.args, supplied=("id", "reward"))
 
 
 _ROW_METRICS = ("mean", "std", "groups_without_variance")

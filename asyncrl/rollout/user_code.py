@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, Prompt, SamplingParams
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams
+from asyncrl.api.agent import agent_of
 from asyncrl.chat.client import ChatPolicy
 from asyncrl.chat.parsers import choose, parser
 from asyncrl.chat.request import Limits
@@ -24,11 +26,16 @@ from asyncrl.datasets.order import PromptRef
 from asyncrl.datasets.prompts import PromptFormat, load_chat_template, make_prompt
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer
-from asyncrl.inference.settings import context_length
+from asyncrl.inference.openai.endpoint import Endpoint
+from asyncrl.inference.settings import GenerationBackend, context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
-from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
-from asyncrl.rollout.settings import EvaluationSet, evaluation_sets
+from asyncrl.rollout.served_client import ServedEpisodeClient
+from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EvaluationSet, evaluation_sets
+from asyncrl.rollout.tools import RunTools
+from asyncrl.tools.toolbox import Toolbox
 
 
 class Plugins:
@@ -60,10 +67,17 @@ class Plugins:
         """By name, the sets that are evaluated."""
         self.offloader = Offloader(config.rollout.user_code)
         """Runs the user's code; to be entered in the worker's event loop."""
+        served = config.rollout.endpoint
+        self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
+        """The policy over HTTP, for agents that ask for it; to be closed in the worker's event loop."""
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         self._reward = AnswerReward(rewards)
-        self.agent = self._adapted(_built("agent", config.agent, Agent, tokenizer=self.tokenizer), rewards)
-        self._env_is_own = not is_built_in(_loaded("env", config.env))
+        self._env = environment_of(config.env)
+        found = _loaded("env", self._env)
+        self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
+        self.tools = RunTools(config.tools, config.mcp, self.offloader)
+        """What agents may call; to be entered in the worker's event loop, after the offloader."""
+        self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)
 
     @property
     def train_set(self) -> Dataset:
@@ -77,14 +91,30 @@ class Plugins:
         except TypeError as error:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
-    def make_env(self) -> Environment:
-        """A new environment, for one prompt. One of the user's own is made when it is first used, in a thread."""
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        """Makes the environments of one group of `size` episodes, one for each call."""
         config = self._config.env
-        make = functools.partial(_built, "env", config, Environment, reward=self._reward)
-        if self._env_is_own:
+        if not config.vectorized:
+            return self.make_env
+        from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
+
+        code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
+        return VectorGames(functools.partial(self.offloader.call, code), size, **self._env.args).member
+
+    def make_env(self) -> Environment:
+        """A new environment, for one episode. One whose methods block is made when it is first used, in a thread."""
+        config = self._config.env
+        make = functools.partial(_built, "env", self._env, Environment, reward=self._reward)
+        if self._off_the_loop:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
         made: Environment = make()
         return made
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
+        """A new client for the episode of `prompt`, which is one member's."""
+        return ServedEpisodeClient(
+            policy, prompt, prompt.member, self.chat_format, self.chat_policy, endpoint=self.endpoint
+        )
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         """The training prompt at `ref`.
@@ -133,8 +163,11 @@ def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFor
 
 def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:
     """How episodes converse; `model_config` is the content of the model's `config.json`."""
-    chat = config.rollout.chat
-    limits = Limits(chat.max_turns, context_length(config, model_config), chat.max_tool_s)
+    chat, generation = config.rollout.chat, config.generation
+    context, setting = context_length(config, model_config), "generation.context_length"
+    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
+        context, setting = generation.max_total_tokens, "generation.max_total_tokens"
+    limits = Limits(chat.max_turns, context, chat.max_tool_s, setting)
     return ChatPolicy(limits, chat.reasoning, chat.drift)
 
 
@@ -192,6 +225,29 @@ def _loaded(group: str, plugin: PluginConfig) -> Any:
     if not callable(found):
         raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
     return found
+
+
+def environment_of(config: PluginConfig) -> PluginConfig:
+    """The class and its arguments that `env.path` names, which may be a game of gymnasium's."""
+    if not config.path.startswith(GYMNASIUM):
+        return config
+    return PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
+
+
+def _agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
+    """The agent of the settings: a class of agents, or a function, which is one episode."""
+    found = _loaded("agent", plugin)
+    if inspect.isclass(found):
+        offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
+        may_take: dict[str, object] = {"chat": prompts.chat is not None, "tools": tools}
+        parameters = inspect.signature(found).parameters
+        offered |= {name: value for name, value in may_take.items() if name in parameters}
+        agent: Agent = _built("agent", plugin, Agent, **offered)
+        return agent
+    try:
+        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None, tools=tools)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"agent.path={plugin.path!r}, agent.args={plugin.args}: {error}") from error
 
 
 def _built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:

@@ -92,7 +92,8 @@ def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
         version_tokens=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
         lengths=tuple(columns.lengths.tolist()),
         generated=tuple(np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist()),
-        rewards=tuple(columns.rewards.tolist()),
+        rewards=tuple(columns.total_rewards.tolist()),
         truncated=tuple(columns.truncated.astype(bool).tolist()),
+        episodes=tuple(columns.episodes.tolist()),
         metrics=trajectory.metrics,
     )

@@ -18,6 +18,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         oldest_version: policy version of the oldest generated token of the group; -1 if nothing was generated.
         version_tokens: generated tokens by policy version.
         lengths: `[S]` tokens of each sample, prompt included; `generated`, `rewards`, `truncated` likewise.
+        rewards: with the rewards of turns.
+        episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
     """
 
@@ -31,6 +33,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated: tuple[int, ...]
     rewards: tuple[float, ...]
     truncated: tuple[bool, ...]
+    episodes: tuple[int, ...]
     metrics: dict[str, float] = {}  # msgspec makes a new one for each record
 
     @property
@@ -42,6 +45,14 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def generated_tokens(self) -> int:
         """Tokens that the policy generated."""
         return sum(self.generated)
+
+    @property
+    def episode_rewards(self) -> tuple[float, ...]:
+        """The reward of each episode: the mean of its samples', which are mostly equal."""
+        by_episode: dict[int, list[float]] = {}
+        for episode, reward in zip(self.episodes, self.rewards, strict=True):
+            by_episode.setdefault(episode, []).append(reward)
+        return tuple(sum(rewards) / len(rewards) for rewards in by_episode.values())
 
     @property
     def newest_version(self) -> int:

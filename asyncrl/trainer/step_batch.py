@@ -7,9 +7,11 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
     behave_logprobs   [T] float32   under the distribution sampled from; 0 where not generated
     versions          [T] int64     policy version that produced the token; -1 where not generated
     rewards           [S] float64
+    token_rewards     [T] float32   rewards of turns, each at the turn's last generated token; they add to `rewards`
     truncated         [S] bool
     lengths           [S] int64     tokens of each sample
     group_ids         [S] int64     position of the sample's rollout in this rank's batch
+    episodes          [S] int64     which of its group's episodes the sample is of; an episode may have several
     minibatches       [S] int64     the optimizer step of this train step that the sample belongs to
 
 A call adds keys with `batch[key] = tensor`. `defer` adds one whose tensor is computed when it is first read: proximal
@@ -166,9 +168,11 @@ def build_step_batch(
         "behave_logprobs": _join([group.behave_logprobs for group in groups], np.float32),
         "versions": versions,
         "rewards": _join([group.rewards for group in groups], np.float64),
+        "token_rewards": _join([_token_rewards(group) for group in groups], np.float32),
         "truncated": _join([group.truncated for group in groups], np.bool_),
         "lengths": _join([group.lengths for group in groups], np.int64),
         "group_ids": np.repeat(np.arange(len(sizes)), sizes),
+        "episodes": _join([group.episodes for group in groups], np.int64),
         "minibatches": np.repeat(np.array(minibatches, dtype=np.int64), sizes),
     }
     return StepBatch(
@@ -178,6 +182,10 @@ def build_step_batch(
         rollout_ids=[trajectory.rollout_id for trajectory in trajectories],
         metrics=[trajectory.metrics for trajectory in trajectories],
     )
+
+
+def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:
+    return np.zeros(len(group.tokens), np.float32) if group.token_rewards is None else group.token_rewards
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[_Scalar]) -> NDArray[_Scalar]:

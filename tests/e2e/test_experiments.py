@@ -187,3 +187,44 @@ def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a
     )
     run = finished(start_run, f"my_grpo --config-dir {folder}", experiment_name="my_grpo")
     assert {row["grad_norm"] for row in run.rows()} == {0.0}
+
+
+def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_run: Any) -> None:
+    run = finished(start_run, "gymnasium_frozen_lake", total_train_steps=STEPS)
+    rows = run.rows()
+    assert all(1 <= row["agent/turns"] <= 12 for row in rows)
+    assert all(row["reward/mean"] == pytest.approx(row["agent/return"]) for row in rows)
+    assert all(row["rollout/env_s"] > 0 for row in rows)
+    assert len({row["agent/turns"] for row in rows}) > 1
+
+
+OWN_EPISODES = """
+from asyncrl.api import GenerationRequest
+
+
+async def run(prompt, env, client, *, tokenizer):
+    "Asks once or twice from the beginning, which makes a conversation of its own each time, or not at all."
+    if prompt.order % 4 == 0 and prompt.member == 0:
+        return None
+    reward = 0.0
+    for number in range(1 + prompt.member % 3):
+        request = GenerationRequest(f"{prompt.member}/{number}", prompt.input_ids, 1, prompt.sampling)
+        (answer,) = (await client.generate(request)).completions
+        await env.reset(options={"data": prompt.data})
+        reward += (await env.step(tokenizer.decode(answer.token_ids)))[1]
+    return reward
+"""
+
+
+def test_an_agents_function_may_give_any_number_of_samples_for_an_episode(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_EPISODES)
+    run = finished(start_run, "async_ppo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
+    rows = run.rows()
+    assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
+    assert len({row["rollout/samples_per_episode"] for row in rows}) > 1
+
+
+def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
+    run = finished(start_run, "openai_agent")
+    assert "failed" not in run.summary()["books"]["dropped"], run.logs()
+    assert all(row["reward/mean"] > 0 for row in run.rows())

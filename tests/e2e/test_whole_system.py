@@ -109,8 +109,8 @@ class NotingAgent(SingleTurnAgent):
         super().__init__(tokenizer=tokenizer)
         self._file = Path(file)
 
-    async def run(self, prompt, env, client):
-        samples = await super().run(prompt, env, client)
+    async def run_group(self, prompt, make_env, client):
+        samples = await super().run_group(prompt, make_env, client)
         with self._file.open("a") as file:
             for sample in samples:
                 file.write(json.dumps([int(v) for v, m in zip(sample.versions, sample.loss_mask) if m]) + "\\n")

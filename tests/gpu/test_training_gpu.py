@@ -45,13 +45,13 @@ def trajectories() -> list[Trajectory]:
     made = []
     for order in range(4):
         samples = []
-        for _ in range(4):
+        for episode in range(4):
             length = int(rng.integers(8, 60))
             mask = (np.arange(length) >= 4).astype(np.uint8)
             tokens = rng.integers(0, 997, length).astype(np.int32)
             logprobs = (-6.9 * mask).astype(np.float32)
             versions = np.where(mask, 0, -1).astype(np.int32)
-            samples.append(Sample(tokens, mask, logprobs, versions, float(rng.random() < 0.5)))
+            samples.append(Sample(tokens, mask, logprobs, versions, float(rng.random() < 0.5), episode=episode))
         made.append(Trajectory(f"r{order}", f"p{order}", order, tuple(samples)))
     return made
 

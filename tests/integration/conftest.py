@@ -27,6 +27,7 @@ class FakeGenerationServer:
     What it does is set by its fields, at any time:
 
     - `hold_after`: samples stop after so many tokens of a call until `release()`, an abort or a pause.
+    - `early_stop_after`: samples with stop strings end after so many tokens of a call, as if one were there.
     - `busy`: new requests wait in the queue instead of running.
     - `update`: "ok", "refuse" (400, although the weights are replaced), "lie" (200 with the old label), "hang".
     - `hang`: nothing is answered any more. `deaf`: an abort changes nothing.
@@ -41,6 +42,7 @@ class FakeGenerationServer:
         self.spans = True
         self.has_ready = True
         self.hold_after: int | None = None
+        self.early_stop_after: int | None = None
         self.busy = False
         self.update = "ok"
         self.hang = self.deaf = False
@@ -212,6 +214,9 @@ class FakeGenerationServer:
             self.generated_tokens += 1
             if self.hold_after is not None:
                 await self._notify()
+            if params.get("stop") and self.early_stop_after == len(output):
+                finish = {"type": "stop", "matched": params["stop"][0]}
+                break
             if output[-1] in params.get("stop_token_ids", ()):
                 finish = {"type": "stop", "matched": output[-1]}
                 break

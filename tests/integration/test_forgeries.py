@@ -40,7 +40,14 @@ RUN = RunSecret(b"r" * 32).sockets()
 def trajectory(name: str = "r", reward: float = 1.0) -> Trajectory:
     tokens = np.arange(4, dtype=np.int32)
     versions = np.zeros(4, np.int32)
-    return Trajectory(name, "p", 0, (Sample(tokens, np.ones(4, np.uint8), np.zeros(4, np.float32), versions, reward),))
+    mask, rewards = np.array([0, 1, 1, 1], np.uint8), np.array([0, 0, 0.5, 0], np.float32)
+    sample = Sample(
+        *(tokens, mask, np.zeros(4, np.float32), versions, reward),
+        token_rewards=rewards,
+        reward_parts={"format": 1.0},
+        metrics={"turns": 2.0},
+    )
+    return Trajectory(name, "p", 0, (sample,))
 
 
 class Received:
@@ -117,6 +124,20 @@ FORGED = {
     "negative length": lambda: forged_array("lengths", 0, -4),
     "more samples than there are": lambda: forged_array("sizes", 0, 2),
     "a prompt that is not there": lambda: forged_array("prompt_lengths", 0, 1),
+    "negative episode": lambda: forged_array("episodes", 0, -1),
+    "NaN reward of a turn": lambda: forged_array("token_rewards", 1, math.nan),
+    "infinite reward of a turn": lambda: forged_array("token_rewards", 1, -math.inf),
+    "rewarded prompt": lambda: forged_array("token_rewards", 0, 1.0),
+    "rewards of turns that are not there": lambda: forged_array("rewarded", 0, 0),
+    "a flag of 2": lambda: forged_array("rewarded", 0, 2),
+    "NaN reward part": lambda: forged_header(lambda content: entry(content)["reward_parts"].update(x=[math.nan])),
+    "infinite metric": lambda: forged_header(lambda content: entry(content)["sample_metrics"].update(x=[math.inf])),
+    "a reward part too many": lambda: forged_header(
+        lambda content: entry(content)["reward_parts"].update(x=[1.0, 2.0])
+    ),
+    "a metric of no sample": lambda: forged_header(lambda content: entry(content)["sample_metrics"].update(x=[])),
+    "a metric that is text": lambda: forged_header(lambda content: entry(content)["sample_metrics"].update(x=["1"])),
+    "metrics without names": lambda: forged_header(lambda content: entry(content).update(sample_metrics=[1.0])),
     "empty id": lambda: forged_header(lambda content: entry(content).update(rollout_id="")),
     "long id": lambda: forged_header(lambda content: entry(content).update(rollout_id="r" * 300)),
     "order of a wrong type": lambda: forged_header(lambda content: entry(content).update(order="0")),

@@ -547,6 +547,32 @@ async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
         assert [made.token_ids for made in whole[short_s]] == [made.token_ids for made in whole[whole_s]]
 
 
+async def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(
+    server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
+) -> None:
+    """By the client, in rounds: these servers have no tokenizer. The string lies across tokens."""
+
+    def letters(token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+    stop = tuple(letters([one, other]) for one in range(3, VOCAB, 4) for other in range(3, VOCAB, 3))
+    sampling = SamplingParams(max_new_tokens=400, seed=5, stop=stop)
+    made: dict[int, tuple[Completion, ...]] = {}
+    for chunk in (0, 3):
+        manager = cast("ManagerClient", OneServer(server.backend.url))
+        settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": 600.0}
+        async with RolloutClient(manager, decode=letters, new_tokens_per_chunk=chunk, **settings) as client:
+            made[chunk] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
+        for completion in made[chunk]:
+            ids = completion.token_ids
+            assert completion.finish_reason == "stop"
+            assert letters(ids[-2:]) in stop or ids[-1] == EOS
+            assert not any(each in letters(ids[:-1]) for each in stop)
+            assert_close(completion.logprobs, reference(models, "base", ids, sampling))
+    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+        assert [one.token_ids for one in made[0]] == [one.token_ids for one in made[3]]
+
+
 # ---- aborts
 
 

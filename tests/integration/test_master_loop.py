@@ -316,6 +316,7 @@ def rollout(order: int, oldest: int, tag: str = "r", worker: int = 0) -> Rollout
         generated=(9, 11),
         rewards=(1.0, 0.0),
         truncated=(False, False),
+        episodes=(0, 1),
     )
 
 

@@ -58,7 +58,7 @@ def trajectories(step: int) -> list[Trajectory]:
     made = []
     for order in range(GROUPS):
         samples = []
-        for _ in range(4):
+        for episode in range(4):
             length = int(rng.integers(6, 30))
             mask = (np.arange(length) >= 4).astype(np.uint8)
             samples.append(
@@ -68,6 +68,7 @@ def trajectories(step: int) -> list[Trajectory]:
                     behave_logprobs=(-2.8 * mask).astype(np.float32),
                     versions=np.where(mask, step, -1).astype(np.int32),
                     reward=float(rng.random() < 0.5),
+                    episode=episode,
                 )
             )
         made.append(Trajectory(f"step{step}-{order}", f"e0-{step * GROUPS + order}", order, tuple(samples)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation_client import GenerationFailed, RolloutClient
+from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
 
 
 class FixedManager:
@@ -163,6 +164,72 @@ async def test_a_stop_token_after_the_interruption_ends_the_sample(start_fake_se
         (completion,) = (await call).completions
     assert completion.token_ids == expected[:5]
     assert completion.finish_reason == "stop"
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(33 + token) for token in token_ids)
+
+
+async def test_a_stop_string_is_found_across_rounds_and_interruptions(start_fake_server: Any) -> None:
+    """The same token ends the answer however it is cut into rounds, and whoever looks."""
+    server = await start_fake_server()
+    (expected,) = await answers(server, request_of(n=1, tokens=20))
+    text = letters(expected)
+    stop = text[7:10]
+    assert text.find(stop) == 7
+    request = request_of(n=1, tokens=20)
+    request = replace(request, sampling=replace(request.sampling, stop=("not this", stop)))
+    for settings in ({}, {"new_tokens_per_chunk": 1}, {"new_tokens_per_chunk": 8}, {"servers_stop": True}):
+        server.requests.clear()
+        async with client_of(FixedManager(server), decode=letters, **settings) as client:
+            (completion,) = (await client.generate(request)).completions
+        assert completion.token_ids == expected[:10]
+        assert len(completion.logprobs) == len(completion.versions) == 10
+        assert completion.finish_reason == "stop"
+        told = [params.get("stop") for sent in server.requests for params in sent["sampling_params"]]
+        assert set(map(str, told)) == {str(["not this", stop] if settings.get("servers_stop") else None)}
+    server.generated_tokens, server.hold_after = 0, 9  # within the string
+    async with client_of(FixedManager(server), decode=letters) as client:
+        call = asyncio.create_task(client.generate(request))
+        await server.until(lambda: server.generated_tokens == 9)
+        await server.abort_running()
+        await server.release()
+        (completion,) = (await call).completions
+    assert (completion.token_ids, completion.finish_reason) == (expected[:10], "stop")
+
+
+async def test_where_a_server_ends_at_a_stop_string_the_client_looks_itself(start_fake_server: Any) -> None:
+    """A server that ends too early, by another rule, is asked on; one that cannot look generates little in vain."""
+    server = await start_fake_server()
+    (expected,) = await answers(server, request_of(n=1, tokens=200))
+    text = letters(expected)
+    server.requests.clear()
+    server.early_stop_after = 5
+    request = request_of(n=1, tokens=200)
+    stop = text[20:23]
+    request = replace(request, sampling=replace(request.sampling, stop=(stop,)))
+    kept = text.find(stop) + 3
+    async with client_of(FixedManager(server), decode=letters, servers_stop=True) as client:
+        (completion,) = (await client.generate(request)).completions
+    assert (completion.token_ids, completion.finish_reason) == (expected[:kept], "stop")
+    assert len(server.requests) == -(-kept // 5)
+    server.early_stop_after = None
+    server.requests.clear()
+    async with client_of(FixedManager(server), decode=letters) as client:
+        (completion,) = (await client.generate(request)).completions
+    assert completion.token_ids == expected[:kept]
+    assert [params["max_new_tokens"] for params in server.requests[0]["sampling_params"]] == [STOP_CHUNK]
+    assert len(server.requests) == 1
+
+
+async def test_stop_strings_without_a_tokenizer_are_refused_by_name(start_fake_server: Any) -> None:
+    server = await start_fake_server()
+    request = request_of(n=1)
+    for stop, settings, message in ((("x",), {}, "tokenizer"), (("",), {"decode": letters}, "stop string ''")):
+        async with client_of(FixedManager(server), **settings) as client:
+            with pytest.raises(ValueError, match=message):
+                await client.generate(replace(request, sampling=replace(request.sampling, stop=stop)))
+    assert server.requests == []
 
 
 async def test_a_request_aborted_in_the_queue_is_sent_again_whole(start_fake_server: Any) -> None:

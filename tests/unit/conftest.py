@@ -90,7 +90,7 @@ def make_trajectories() -> MakeTrajectories:
         for group in range(groups):
             prompt = int(rng.integers(2, 6))
             samples = []
-            for _ in range(group_size):
+            for episode in range(group_size):
                 length = prompt + int(rng.integers(2, 20))
                 mask = np.zeros(length, np.uint8)
                 mask[prompt:] = 1
@@ -106,6 +106,7 @@ def make_trajectories() -> MakeTrajectories:
                         versions=versions.astype(np.int32),
                         reward=float(rng.choice(rewards)),
                         truncated=bool(rng.random() < 0.2),
+                        episode=episode,
                     )
                 )
             made.append(Trajectory(f"r{seed}-{group}", f"p{seed}-{group}", group, tuple(samples)))

@@ -12,7 +12,7 @@ from asyncrl.algorithms.generalised import (
     token_rewards,
 )
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import segment_sum
+from asyncrl.algorithms.packing import segment_sum, turn_starts
 from asyncrl.algorithms.registry import advantage
 from asyncrl.algorithms.whitening import whiten as whiten_tokens
 
@@ -29,8 +29,7 @@ def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, 
     """
     check_discounts(gamma, lam)
     values_T, mask_T, seq_ids_T = required_values(inputs), inputs.mask_T, inputs.seq_ids_T
-    starts_T = mask_T.clone()
-    starts_T[1:] &= ~(mask_T[:-1] & (seq_ids_T[1:] == seq_ids_T[:-1]))
+    starts_T = turn_starts(mask_T, seq_ids_T)
     start_K = starts_T.nonzero().squeeze(-1)
     action_T = mask_T.nonzero().squeeze(-1)
     turn_N = starts_T.cumsum(0)[action_T] - 1

@@ -49,7 +49,7 @@ async def run(options: argparse.Namespace) -> None:
         max_total_tokens=options.max_total_tokens,
         weight_version=options.weight_version,
         model_path=str(Path(options.model_path)),
-        detokenize=None if tokenizer is None else tokenizer.decode,
+        detokenize=None if tokenizer is None else tokenizer.decode_all,
     )
     engine.start()
     server = await serve(engine, host=options.host, port=options.port, token=options.api_key, tokenizer=tokenizer)

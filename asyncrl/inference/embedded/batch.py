@@ -15,13 +15,14 @@ from collections.abc import Callable
 import torch
 
 from asyncrl.api.generation import FinishReason
+from asyncrl.chat.stop_strings import Decode, completed_by_last
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.model_io import ModelRunner
 from asyncrl.inference.embedded.sequence import Sequence
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 
-Detokenize = Callable[[list[int]], str]
+Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
 
 CHANGE_SHARE = 16
@@ -256,21 +257,14 @@ class DecodeBatch:
         watched = [sequence for sequence in self._watched if sequence.row >= 0]
         stopped: list[tuple[Sequence, str]] = []
         for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
-            text = self._stop_string(sequence, tokens)
+            strings, decode = sequence.request.sampling.stop, self._detokenize
+            text = None if decode is None else completed_by_last(tokens, strings, decode)
             if text is not None:
                 stopped.append((sequence, text))
             elif sequence.job.on_progress is not None:
                 sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
         for sequence, text in stopped:
             self._leave([sequence], Finish(FinishReason.stop, matched=text))
-
-    def _stop_string(self, sequence: Sequence, tokens: list[int]) -> str | None:
-        strings = sequence.request.sampling.stop_strings
-        if not strings or self._detokenize is None:
-            return None
-        window = max(len(string) for string in strings) + 4
-        tail = self._detokenize(tokens[-window:])
-        return next((string for string in strings if string in tail), None)
 
     @torch.inference_mode()
     def abort(self, matches: Callable[[Sequence], bool]) -> int:

@@ -14,6 +14,8 @@ from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
+from asyncrl.inference.embedded.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
@@ -32,6 +34,13 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=str(dtype), local_files_only=True)
     torch.nn.Module.to(model, device=torch.device(device))
     return model
+
+
+def _detokenizer(folder: Path) -> Detokenize | None:
+    """Token ids to text, special tokens included, by the tokenizer in `folder`; None where it has none."""
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, TOKENIZER_FILE)):
+        return None
+    return load_tokenizer(folder).decode_all
 
 
 class EmbeddedHost:
@@ -80,6 +89,7 @@ class EmbeddedHost:
             max_total_tokens=generation.max_total_tokens,
             weight_version=BASE_VERSION,
             model_path=str(path),
+            detokenize=_detokenizer(path),
         )
 
     async def failed(self) -> str:

@@ -43,5 +43,5 @@ class RequestLimits:
                 f"logprob_start_len is {request.prompt_logprobs_from}; use a position of the prompt's {len(prompt)} "
                 "tokens, or -1 for none"
             )
-        if spec.stop_strings and not self.reads_text:
+        if spec.stop and not self.reads_text:
             raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")

@@ -180,7 +180,7 @@ def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
         min_p=params.min_p,
         min_new_tokens=params.min_new_tokens,
         stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        stop_strings=tuple(item for item in strings if item),
+        stop=tuple(item for item in strings if item),
         seed=params.sampling_seed,
         seed_offset=params.custom_params.seed_offset,
     )

@@ -56,7 +56,7 @@ class Sequence:
     @property
     def watched(self) -> bool:
         """True where Python has to look at it after every step: it is streamed, or stops at a string."""
-        return self.job.on_progress is not None or bool(self.request.sampling.stop_strings)
+        return self.job.on_progress is not None or bool(self.request.sampling.stop)
 
     def set_prefix(self) -> None:
         """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last

@@ -28,7 +28,7 @@ class SamplingSpec:
     min_p: float = 0.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
     """Stream of the sample; None draws a fresh one."""
     seed_offset: int = 0

@@ -20,6 +20,9 @@ from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 
+_INPUT_MARGIN = 8
+"""SGLang refuses inputs that come within 6 tokens of its context length (`max_req_input_len`), as the last tokens of an
+interrupted answer do, and the last turn of a conversation."""
 _KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 
 
@@ -97,7 +100,7 @@ def build_command(
         "nccl_port": ports.nccl,
         "tp_size": generation.sglang.tensor_parallel,
         "dtype": generation.dtype,
-        "context_length": context_length(config, model_config),
+        "context_length": _served_context(config, model_config),
         "weight_version": BASE_VERSION,
         "skip_tokenizer_init": True,  # token ids go in and come out; detokenizing them would cost a process its CPU
         "random_seed": config.seed,
@@ -120,6 +123,13 @@ def build_command(
     env = _environment(device, generation.threads, scratch) | dict(generation.sglang.env)
     scheme = "http" if secrets_file is None else "https"
     return ServerCommand(tuple(argv), env, f"{scheme}://{config.system.host}:{ports.http}")
+
+
+def _served_context(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
+    """The context with room for what SGLang keeps for itself, where the model has positions for it."""
+    text_config = model_config.get("text_config", model_config)
+    context = context_length(config, model_config)
+    return min(context + _INPUT_MARGIN, int(text_config.get("max_position_embeddings", context + _INPUT_MARGIN)))
 
 
 def render_flags(flags: Mapping[str, Any]) -> list[str]:

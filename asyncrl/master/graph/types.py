@@ -27,9 +27,11 @@ BATCH_KEYS: tuple[str, ...] = (
     "behave_logprobs",
     "versions",
     "rewards",
+    "token_rewards",
     "truncated",
     "lengths",
     "group_ids",
+    "episodes",
     "minibatches",
 )
 """Keys that every step's batch has before its first call; see `asyncrl.trainer.step_batch`."""

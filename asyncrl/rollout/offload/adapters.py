@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, Sample, StepResult
+from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
@@ -28,14 +28,16 @@ def adapted_agent(agent: Agent, offloader: Offloader) -> Agent:
     Raises:
         TypeError: its `collect_trajectory` is a plain function: its queues are those of an event loop.
     """
-    name = type(agent).__name__
-    if type(agent).run is Agent.run and not is_async(agent.collect_trajectory):
+    name, form = type(agent).__name__, type(agent).form()
+    assert form is not None, "an agent that implements nothing cannot be made"
+    plain = not is_async(getattr(agent, form))
+    if plain and form == "collect_trajectory":
         raise TypeError(
             f"agent {name}: `collect_trajectory` is a plain `def`, and its queues are awaited; write `async def "
             "collect_trajectory`, or a plain `run`, which calls client.generate(...)"
         )
-    if not is_async(agent.run):
-        kind: type[_AdaptedAgent] = _AgentInThread
+    if plain:
+        kind: type[Agent] = _EpisodeInThread if form == "run" else _GroupInThread
     elif is_built_in(agent):
         return agent
     else:
@@ -44,31 +46,56 @@ def adapted_agent(agent: Agent, offloader: Offloader) -> Agent:
     return adapted
 
 
-class _AdaptedAgent(Agent):
+class _AgentOnUsersLoop(Agent):
     def __init__(self, agent: Agent, offloader: Offloader) -> None:
         self._agent, self._offloader = agent, offloader
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        raise NotImplementedError
-
-
-class _AgentOnUsersLoop(_AdaptedAgent):
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        policy: Any = _AtHome(client, self._offloader)
-        samples: Sequence[Sample] = await self._offloader.on_users_loop(self._agent.run(prompt, env, policy))
+    async def roll_out(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        policy: Any = _GroupAtHome(client, self._offloader)
+        work = self._agent.roll_out(prompt, make_env, policy)
+        samples: Sequence[Sample] = await self._offloader.on_users_loop(work)
         return samples
 
 
-class _AgentInThread(_AdaptedAgent):
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+class _EpisodeInThread(Agent):
+    def __init__(self, agent: Agent, offloader: Offloader) -> None:
+        self._agent, self._offloader = agent, offloader
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         policy, world = _Blocking(client, self._offloader), _Blocking(env, self._offloader)
         run: Any = self._agent.run
         try:
-            samples: Sequence[Sample] = await self._offloader.in_thread(lambda: run(prompt, world, policy))
-            return samples
+            outcome: Outcome = await self._offloader.in_thread(lambda: run(prompt, world, policy))
+            return outcome
         finally:
             policy.end()
             world.end()
+
+
+class _GroupInThread(Agent):
+    def __init__(self, agent: Agent, offloader: Offloader) -> None:
+        self._agent, self._offloader = agent, offloader
+
+    async def run_group(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        policy, worlds = _BlockingGroup(client, self._offloader), list[_Blocking]()
+
+        def make_blocking() -> _Blocking:
+            worlds.append(_Blocking(make_env(), self._offloader))
+            return worlds[-1]
+
+        run_group: Any = self._agent.run_group
+        try:
+            samples: Sequence[Sample] = await self._offloader.in_thread(
+                lambda: run_group(prompt, make_blocking, policy)
+            )
+            return samples
+        finally:
+            for each in (policy, *worlds):
+                each.end()
 
 
 class _AtHome:
@@ -86,6 +113,12 @@ class _AtHome:
             return await self._offloader.at_home(found(*args, **kwargs))
 
         return call
+
+
+class _GroupAtHome(_AtHome):
+    def episode(self, prompt: Prompt) -> _AtHome:
+        inner: Any = self._inner
+        return _AtHome(inner.episode(prompt), self._offloader)
 
 
 class _Blocking:
@@ -125,6 +158,24 @@ class _Blocking:
             wait.cancel()
 
 
+class _BlockingGroup(_Blocking):
+    """A `GroupClient`, whose episodes' clients end with it."""
+
+    def __init__(self, inner: object, offloader: Offloader) -> None:
+        super().__init__(inner, offloader)
+        self._episodes: list[_Blocking] = []
+
+    def episode(self, prompt: Prompt) -> _Blocking:
+        inner: Any = self._inner
+        self._episodes.append(_Blocking(inner.episode(prompt), self._offloader))
+        return self._episodes[-1]
+
+    def end(self) -> None:
+        for each in self._episodes:
+            each.end()
+        super().end()
+
+
 class OffloadedEnvironment(Environment):
     """A user's environment, made at its first use: its plain methods run in threads, others on the users' loop.
 
@@ -140,7 +191,7 @@ class OffloadedEnvironment(Environment):
         self._make, self._label, self._timeout_s, self._offloader = make, label, timeout_s, offloader
         self._env: Environment | None = None
         self._in_turn = asyncio.Lock()
-        self._given_up = False
+        self._given_up = self._closed = False
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -151,8 +202,9 @@ class OffloadedEnvironment(Environment):
         return await self._call("step", action)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Unless it was never made, or a call of it still runs in a thread that cannot be ended."""
-        if self._env is not None and not self._given_up:
+        """Once; unless it was never made, or a call of it still runs in a thread that cannot be ended."""
+        if self._env is not None and not self._given_up and not self._closed:
+            self._closed = True
             await self._call("close")
 
     def blocking(self, name: str) -> Callable[..., Any] | None:

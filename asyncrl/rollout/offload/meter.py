@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from enum import StrEnum, auto
+
+from asyncrl.api.reward import note_reward_part
 
 
 class Activity(StrEnum):
@@ -21,6 +23,7 @@ class Activity(StrEnum):
     generate = auto()
     env = auto()
     reward = auto()
+    tool = auto()
 
 
 class Meter:
@@ -31,6 +34,7 @@ class Meter:
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._failures = 0
         self._verdicts: dict[str, bool] = {}
+        self._tools: list[Mapping[str, float]] = []
 
     def add_seconds(self, activity: Activity, seconds: float) -> None:
         """`activity` took `seconds`."""
@@ -39,6 +43,7 @@ class Meter:
     def add_reward(self, name: str, value: float) -> None:
         """The reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)
+        note_reward_part(name, value)
 
     def add_verdict(self, name: str, right: bool) -> None:
         """The reward `name`, a verdict, found an answer right or wrong; of several answers the last one counts."""
@@ -53,11 +58,19 @@ class Meter:
         """A reward failed and `failure_reward` stood in for it."""
         self._failures += 1
 
+    def add_tools(self, metrics: Mapping[str, float]) -> None:
+        """What one sample did with its tools: `tool/<name>/calls` and so on."""
+        self._tools.append(metrics)
+
     def metrics(self) -> dict[str, float]:
-        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward."""
+        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward, and
+        of each number of the tools over the samples that used any.
+        """
         found = {f"rollout/{activity}_s": sum(seconds) for activity, seconds in self._seconds.items() if seconds}
         if self._failures:
             found["rollout/failed_rewards"] = float(self._failures)
+        for name in sorted({name for metrics in self._tools for name in metrics}):
+            found[name] = sum(metrics.get(name, 0.0) for metrics in self._tools) / len(self._tools)
         return found | {f"reward/{name}": sum(values) / len(values) for name, values in self._rewards.items()}
 
 

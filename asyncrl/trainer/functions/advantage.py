@@ -14,23 +14,24 @@ from asyncrl.config.catalog import resolve
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.step_batch import StepBatch
 
-GREEDY_REWARD = "greedy_reward"
-"""`Trajectory.metrics` entry in which an agent reports the greedy answer's reward, ReMax's baseline."""
+GREEDY_REWARD = "agent/greedy_reward"
+"""The greedy answer's reward, ReMax's baseline; an agent gives it as `Sample.metrics["greedy_reward"]`."""
 
 
 @model_function("advantage")
 def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `advantages` [T]; where the estimator has a critic also `returns` [T] and `value_mask` [T].
 
-    `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. Samples that
-    `keep` leaves out have no advantage.
+    `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. The rewards of
+    turns add to them. Samples that `keep` leaves out have no advantage.
     """
     algorithm = ctx.config.algorithm
     estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
     mask_T = batch["loss_mask"]
     if "keep" in ctx.reads:
         mask_T = mask_T & batch["keep"][batch.seq_ids_T]
-    token_rewards_T, stats = _kl_penalty(ctx, batch, mask_T)
+    penalty_T, stats = _kl_penalty(ctx, batch, mask_T)
+    token_rewards_T = batch["token_rewards"] if penalty_T is None else batch["token_rewards"] + penalty_T
     values_T, bootstrap_S = (
         align_values(batch["values"], batch.seq_ids_T, batch.num_seqs) if "values" in ctx.reads else (None, None)
     )
@@ -46,6 +47,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
             truncated_S=batch["truncated"],
             token_rewards_T=token_rewards_T,
             greedy_rewards_S=_greedy_rewards(batch),
+            episodes_S=batch["episodes"],
             all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
         )
     )

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.group_view import GroupView
+from asyncrl.algorithms.packing import segment_sum
 from asyncrl.algorithms.stats import count_stat, mean_stat
 from asyncrl.config.catalog import resolve
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
@@ -32,13 +33,16 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     """
     plugins = ctx.config.algorithm.plugins
     decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}), plugins)
-    rewards_S, groups_S = batch[ctx.args.get("rewards", "rewards")].cpu().numpy(), batch["group_ids"].cpu().numpy()
+    turns_S = segment_sum(batch["token_rewards"].double(), batch.seq_ids_T, batch.num_seqs)
+    rewards_S = (batch[ctx.args.get("rewards", "rewards")].double() + turns_S).cpu().numpy()
+    groups_S, episodes_S = batch["group_ids"].cpu().numpy(), batch["episodes"].cpu().numpy()
     truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
     keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
     dropped = 0
     for group in range(len(batch.rollout_ids)):
         members = groups_S == group
-        verdict = decide(GroupView(rewards_S[members], generated_S[members], truncated_S[members]))
+        columns = (column[members] for column in (rewards_S, generated_S, truncated_S, episodes_S))
+        verdict = decide(GroupView.of_samples(*columns)[0])
         keep_S[torch.from_numpy(members)] = verdict.keep
         dropped += not verdict.keep
     batch[ctx.writes[0]] = keep_S.to(batch.device)

@@ -58,8 +58,16 @@ def described(config: SFTConfig) -> dict[str, Any]:
 
 def _name(config: SFTConfig) -> str:
     decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
+    if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # what is in the folder counts, not where it is
+        decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{config.experiment_name}-{digest}"
+
+
+def _content(folder: Path) -> dict[str, str]:
+    """The digest of each file in `folder`."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return {file.name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files}
 
 
 def _is_model(folder: Path) -> bool:

@@ -113,7 +113,8 @@ def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> Demonst
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
     """
-    folder = Path(str(config.model.path)).expanduser() if config.model.path else Path("a tokenizer of single letters")
+    named = config.model.path or config.model.tokenizer
+    folder = Path(named).expanduser() if named else Path("a tokenizer of single letters")
     return DemonstrationFormat(
         PromptFormat(tokenizer, load_chat_template(folder, config.dataset)), config.dataset.train_on
     )
@@ -142,7 +143,8 @@ def make_base_model(
     """
     phases = phases_of(config) if phases is None else phases
     initial = config.model.path
-    tokenizer = CharTokenizer() if initial is None else load_tokenizer(initial)
+    folder = initial if initial is not None else config.model.tokenizer
+    tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
     with _threads(config.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from pathlib import Path
 from typing import Any, Optional
 
 from asyncrl.config.setting import Device, setting
@@ -60,6 +61,11 @@ class SFTModelConfig:
     )
     architecture: dict[str, Any] = setting(
         help="transformers configuration of a model from scratch, with its model_type; empty: the demo's", factory=dict
+    )
+    tokenizer: Optional[str] = setting(
+        None,
+        "folder with the tokenizer of a model from scratch, its chat template included; needs "
+        "model.architecture.vocab_size; null: the characters of the arithmetic demo",
     )
 
 
@@ -145,6 +151,16 @@ def check(config: SFTConfig) -> Iterator[str]:
         yield from hugging_face_folder("model.path", config.model.path)
         if config.model.architecture:
             yield "model.architecture: a pretrained model has its own; set model.path or model.architecture, not both"
+        if config.model.tokenizer is not None:
+            yield "model.tokenizer: a pretrained model has its own; set model.path or model.tokenizer, not both"
+    elif config.model.tokenizer is not None:
+        if not (Path(config.model.tokenizer).expanduser() / "tokenizer_config.json").is_file():
+            yield (
+                f"model.tokenizer={config.model.tokenizer!r}: no folder with a tokenizer_config.json; give one "
+                "that has the tokenizer's files"
+            )
+        if "vocab_size" not in config.model.architecture:
+            yield "model.architecture.vocab_size: missing; a model with model.tokenizer needs the tokenizer's size"
 
 
 def _held_out(config: SFTConfig) -> Iterator[str]:

@@ -30,7 +30,7 @@ def advantage_inputs(batch, seed: int, *, truncated: bool = False, token_rewards
         values_T=torch.tensor(rng.standard_normal(len(batch.mask))),
         bootstrap_values_S=torch.tensor(rng.standard_normal(num)),
         truncated_S=torch.tensor(rng.random(num) < 0.5) if truncated else None,
-        token_rewards_T=torch.tensor(rng.standard_normal(len(batch.mask))) if token_rewards else None,
+        token_rewards_T=torch.tensor(rng.standard_normal(len(batch.mask)) * batch.mask) if token_rewards else None,
         greedy_rewards_S=torch.tensor(rng.standard_normal(num)),
     )
 

@@ -78,5 +78,5 @@ def test_an_impossible_overlong_band_is_refused(params):
 
 
 def test_a_view_with_uneven_arrays_is_refused():
-    with pytest.raises(ValueError, match="one value per sample"):
+    with pytest.raises(ValueError, match="one value per episode"):
         GroupView(np.zeros(2), np.zeros(3, dtype=np.int64), np.zeros(2, dtype=bool))

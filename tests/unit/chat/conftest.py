@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
-from asyncrl.chat.parsers import Parser, PlainParser
+from asyncrl.chat.parsers import Parser, parser
 from asyncrl.chat.template import ChatFormat
 from asyncrl.datasets.chat import ChatTemplate
 from asyncrl.datasets.prompts import PromptFormat
@@ -149,10 +149,10 @@ def tokenizer(tokenizer_folder: Path) -> ChatTokenizer:
 def chat_format(tokenizer_folder: Path, tokenizer: ChatTokenizer) -> Callable[..., ChatFormat]:
     """A chat format by the name or source of its template."""
 
-    def make(template: str, parser: Parser | None = None, system_prompt: str = "") -> ChatFormat:
+    def make(template: str, reader: Parser | None = None, system_prompt: str = "") -> ChatFormat:
         source = TEMPLATES.get(template, template)
         chat = ChatTemplate(source, special_tokens(tokenizer_folder), system_prompt=system_prompt)
-        return ChatFormat(PromptFormat(tokenizer, chat), parser or PlainParser())
+        return ChatFormat(PromptFormat(tokenizer, chat), reader or parser("hermes"))
 
     return make
 
@@ -169,6 +169,7 @@ class FakePolicy:
         self._end_id, self._vocab, self._encode, self._texts = end_id, vocab, encode, list(texts)
         self.asked: list[GenerationRequest] = []
         self.said: list[Completion] = []
+        self.answered: list[tuple[GenerationRequest, list[Completion]]] = []
         self.cut = False
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -189,6 +190,7 @@ class FakePolicy:
             versions = [chance.randrange(5) for _ in ids]
             completions.append(Completion(ids, logprobs, versions, finish))
         self.said += completions
+        self.answered.append((request, completions))
         return GenerationResult(request.request_id, tuple(completions))
 
 

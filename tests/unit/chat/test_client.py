@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,6 +154,55 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     assert client.metrics.get("chat/drift_text", 0) == 0
 
 
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
+    chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
+) -> None:
+    """Whatever an episode does: goes on, back, elsewhere, several times, in messages or ids."""
+    chat = chat_format(data.draw(st.sampled_from(list(TEMPLATES))))
+    policy = random_policy(chat)
+    rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=Limits(max_turns=4, max_context=400))
+    client = EpisodeClient(policy, prompt, 0, chat, rules)
+    said: list[list[Any]] = [[]]
+    seen: list[tuple[int, ...]] = []
+
+    async def act(number: int) -> None:
+        before = data.draw(st.sampled_from(said))
+        policy.cut = data.draw(st.booleans())
+        if data.draw(st.integers(0, 4)) == 0 and seen:
+            ids = (*data.draw(st.sampled_from(seen)), 5, 6)
+            await client.generate(GenerationRequest(str(number), ids, data.draw(st.integers(1, 2)), SamplingParams()))
+            return
+        if before and data.draw(st.integers(0, 4)) == 0:
+            before = [{**before[0], "content": "other"}, *before[1:]]
+        messages = [*before, user(data.draw(st.sampled_from("ab")))]
+        reply = await client.chat(messages, n=data.draw(st.integers(1, 2)))
+        for each in (reply, *reply.alternatives):
+            said.append([*messages, each.message])
+            seen.append((*each.prompt_ids, *each.completion.token_ids))
+
+    async def episode() -> None:
+        for number in range(data.draw(st.integers(1, 8))):
+            with contextlib.suppress(EpisodeOver):
+                await act(number)
+
+    asyncio.run(episode())
+    drawn = Counter(
+        (*request.input_ids, -1, *made.token_ids)
+        for request, made in ((asked, made) for asked, group in policy.answered for made in group)
+    )
+    learned: Counter[tuple[int, ...]] = Counter()
+    for sample in client.samples():
+        tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+        edges = [at for at in range(len(mask)) if mask[at] and (at == 0 or not mask[at - 1])]
+        ends = [next((at for at in range(start, len(mask)) if not mask[at]), len(mask)) for start in edges]
+        learned.update((*tokens[:start], -1, *tokens[start:end]) for start, end in zip(edges, ends, strict=True))
+        assert (sample.versions[sample.loss_mask == 0] == -1).all()
+        assert (sample.versions[sample.loss_mask == 1] >= 0).all()
+    assert learned == drawn
+
+
 async def test_an_answer_cut_off_is_closed_by_a_token_without_loss(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("qwen2.5")
     policy = random_policy(chat)
@@ -276,6 +327,22 @@ async def test_reasoning_that_the_template_keeps_does_not_branch(chat_format: Ma
     first, last = client.samples()
     assert_exact(first, policy.said[:2])
     assert_exact(last, policy.said[2:])
+
+
+async def test_what_is_rendered_anew_has_the_recorded_reasoning_back(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Clients drop it from the messages; a template that shows reasoning gets it from the records."""
+    showing = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    )
+    chat = chat_format(showing)
+    assert chat.findings.shows_reasoning
+    client = EpisodeClient(speaking(chat, "<think>hm</think>one"), prompt, 0, chat)
+    reply = await client.chat([user("a")])
+    said = {"role": "assistant", "content": reply.content}
+    later = [user("a"), said, {"role": "system", "content": "Be brief."}, user("b")]  # not a kind that is extended
+    assert "<think>hm</think>one<|im_end|>" in chat.tokenizer.decode_all(client.prompt_ids(later))
 
 
 async def test_drift_is_counted_or_refused(chat_format: MakeFormat, prompt: Prompt) -> None:

@@ -34,10 +34,28 @@ def make_trajectory(lengths: list[int], seed: int = 0) -> Trajectory:
             versions=generator.integers(-1, 9, length, np.int32),
             reward=float(generator.normal()),
             truncated=bool(generator.integers(2)),
+            episode=int(generator.integers(3)),
         )
         for length in lengths
     )
     return Trajectory("rollout-1", "prompt-1", 17, samples, {"turns": 2.0})
+
+
+def with_more(trajectory: Trajectory, seed: int = 0) -> Trajectory:
+    """`trajectory` with rewards of turns, reward parts and metrics in some of its samples."""
+    generator = np.random.default_rng(seed)
+    samples = [
+        dataclasses.replace(
+            sample,
+            token_rewards=(generator.normal(size=len(sample.tokens)) * sample.loss_mask).astype(np.float32)
+            if generator.integers(2)
+            else None,
+            reward_parts={"format": 0.5, "length": -1.0} if generator.integers(2) else {"format": 0.0},
+            metrics={"turns": float(generator.integers(9))} if generator.integers(2) else {},
+        )
+        for sample in trajectory.samples
+    ]
+    return dataclasses.replace(trajectory, samples=tuple(samples))
 
 
 def assert_same(one: Trajectory, other: Trajectory) -> None:
@@ -45,7 +63,13 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
         assert getattr(one, name) == getattr(other, name)
     assert len(one.samples) == len(other.samples)
     for a, b in zip(one.samples, other.samples, strict=True):
-        assert (a.reward, a.truncated) == (b.reward, b.truncated)
+        for name in ("reward", "truncated", "episode", "reward_parts", "metrics"):
+            assert getattr(a, name) == getattr(b, name), name
+        no_rewards = np.zeros(len(a.tokens), np.float32)
+        np.testing.assert_array_equal(
+            no_rewards if a.token_rewards is None else a.token_rewards,
+            no_rewards if b.token_rewards is None else b.token_rewards,
+        )
         for name in TOKEN_COLUMNS:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
 
@@ -71,6 +95,24 @@ def test_trajectories_survive_the_wire(lengths: list[list[int]], seed: int) -> N
     trajectories = [make_trajectory(each, seed + i) for i, each in enumerate(lengths)]
     for arrived, sent in zip(roundtrip(*trajectories), trajectories, strict=True):
         assert_same(arrived, sent)
+
+
+@given(st.lists(st.tuples(lengths_of_samples, st.booleans()), min_size=1, max_size=5), st.integers(0, 2**32))
+def test_rewards_of_turns_reward_parts_and_metrics_survive_the_wire(
+    drawn: list[tuple[list[int], bool]], seed: int
+) -> None:
+    sent = []
+    for number, (lengths, more) in enumerate(drawn):
+        trajectory = with_prompt(number, lengths, seed + number) if number % 2 else make_trajectory(lengths, seed)
+        sent.append(with_more(trajectory, seed) if more else trajectory)
+    for arrived, original in zip(roundtrip(*roundtrip(*sent)), sent, strict=True):
+        assert_same(arrived, original)
+
+
+def test_rewards_of_turns_are_sent_by_those_trajectories_that_have_them() -> None:
+    plain, rewarded = with_prompt(100, [5, 6]), with_more(with_prompt(100, [5, 6]), seed=2)
+    assert roundtrip(plain, rewarded)[0].columns.token_rewards is None
+    assert prepare(rewarded).nbytes - prepare(plain).nbytes == 4 * (5 + 6)
 
 
 def with_prompt(prompt: int, rests: list[int], seed: int = 0, name: str = "rollout-1") -> Trajectory:
@@ -187,7 +229,7 @@ def test_decoded_samples_are_in_columns() -> None:
     sent = [make_trajectory([5, 6, 7], seed=1), make_trajectory([8], seed=2), with_prompt(9, [1, 2])]
     for arrived, original in zip(roundtrip(*sent), sent, strict=True):
         joined = original.columns
-        for name in ("tokens", "loss_mask", "behave_logprobs", "versions", "lengths", "rewards", "truncated"):
+        for name in (*TOKEN_COLUMNS, "lengths", "rewards", "truncated", "episodes"):
             np.testing.assert_array_equal(getattr(arrived.columns, name), getattr(joined, name), strict=True)
 
 
@@ -343,7 +385,8 @@ def test_a_field_out_of_bounds_refuses_its_trajectory_alone(field: str, value: o
 
 
 @pytest.mark.parametrize(
-    ("array", "value"), [("rewards", np.inf), ("rewards", np.nan), ("truncated", 2), ("tokens", -1), ("versions", -2)]
+    ("array", "value"),
+    [("rewards", np.inf), ("rewards", np.nan), ("truncated", 2), ("episodes", -1), ("tokens", -1), ("versions", -2)],
 )
 def test_a_value_out_of_bounds_refuses_its_trajectory_alone(array: str, value: float) -> None:
     message = encoded([3], [3, 4], [5])
@@ -354,6 +397,34 @@ def test_a_value_out_of_bounds_refuses_its_trajectory_alone(array: str, value: f
     assert f"trajectory.{array}" in str(second)
     assert_same_samples(first, make_trajectory([3]))
     assert_same_samples(third, make_trajectory([5]))
+
+
+def test_a_wrong_reward_of_a_turn_refuses_its_trajectory_alone() -> None:
+    for value, mask, why in ((np.nan, 1, "NaN"), (np.inf, 1, "infinity"), (1.0, 0, "no policy generated")):
+        message = encoded([3], [3, 4], [5])
+        rewards = np.zeros(7, np.float32)
+        rewards[2] = value
+        mask_T = message.arrays["loss_mask"].copy()
+        mask_T[3 + 2] = mask
+        flags = np.array([0, 1, 0], np.uint8)
+        arrays = message.arrays | {"token_rewards": rewards, "rewarded": flags, "loss_mask": mask_T}
+        first, second, third = decode_each(again(Message(message.kind, message.meta, arrays)))
+        assert why in str(second)
+        assert isinstance(first, Trajectory)
+        assert isinstance(third, Trajectory)
+
+
+@pytest.mark.parametrize("field", ["reward_parts", "sample_metrics"])
+@pytest.mark.parametrize("numbers", [[1.0], [1.0, 2.0, 3.0], [1.0, np.nan], [np.inf, 1.0]])
+def test_named_numbers_that_do_not_fit_the_samples_refuse_their_trajectory_alone(
+    field: str, numbers: list[float]
+) -> None:
+    message = encoded([3], [3, 4], [5])
+    message.meta[1][field] = {"a": numbers}  # type: ignore[index]
+    first, second, third = decode_each(again(message))
+    assert f"trajectory.{field}['a']" in str(second)
+    assert isinstance(first, Trajectory)
+    assert isinstance(third, Trajectory)
 
 
 def assert_same_samples(arrived: Trajectory | CodecError, sent: Trajectory) -> None:
@@ -412,6 +483,10 @@ def test_a_missing_array_is_named() -> None:
         ("rewards", np.zeros(3)),
         ("rewards", np.zeros(2, np.float32)),
         ("truncated", np.zeros(2, bool)),
+        ("episodes", np.zeros(2, np.int64)),
+        ("token_rewards", np.zeros(7, np.float32)),
+        ("rewarded", np.ones(2, np.uint8)),
+        ("rewarded", np.full(1, 2, np.uint8)),
         ("extra", np.zeros(7, np.int32)),
     ],
 )

@@ -122,6 +122,10 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["trainer.buffer_capacity=79", "trainer.parallel=d2"], ["2 rank(s) hold 158", "= 160", "80 or more"]),
         (["group_size=1"], ["group_size=1", "group_size=2"]),
         (
+            ["on_stale=mask", "+algorithm.advantage.params.turn_discount=0.5"],
+            ["turn_discount=0.5", "use on_stale=drop or wait"],
+        ),
+        (
             ["checkpoint.keep_best=eval/held_out/acuracy"],
             ["keep_best='eval/held_out/acuracy'", "did you mean 'eval/held_out/accuracy'? use one of", "len_mean"],
         ),

@@ -123,7 +123,7 @@ def test_memory_stays_within_max_total_tokens() -> None:
         (sample("e", prompt=(-1,)), "outside the vocabulary"),
         (sample("e", 254), "exceed the context length of 256"),
         (sample("e", 140), "max_total_tokens is 100"),
-        (GenerationInput("e", (1,), SamplingSpec(max_new_tokens=5, stop_strings=("x",))), "need a tokenizer"),
+        (GenerationInput("e", (1,), SamplingSpec(max_new_tokens=5, stop=("x",))), "need a tokenizer"),
         (GenerationInput("e", (1,), SamplingSpec(max_new_tokens=1), prompt_logprobs_from=1), "logprob_start_len is 1"),
     ],
 )

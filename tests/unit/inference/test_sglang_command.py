@@ -118,6 +118,18 @@ def test_context_is_what_is_needed_or_set_within_the_models_positions(
     assert context_length(config, {"text_config": {"max_position_embeddings": positions}}) == expected
 
 
+@pytest.mark.parametrize(("positions", "served"), [(4096, 108), (104, 104)])
+def test_sglang_has_room_for_what_it_keeps_for_itself(
+    positions: int, served: int, tmp_path: Path, ports: PortBlock
+) -> None:
+    """It refuses inputs within a few tokens of its limit, as the end of an interrupted answer is."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    config = ExperimentConfig()
+    config.generation.context_length = 100
+    argv = command(config, tmp_path, ports).argv
+    assert argv[argv.index("--context-length") + 1] == str(served)
+
+
 def test_two_reservations_never_share_a_port() -> None:
     blocks = [reserve_ports("127.0.0.1") for _ in range(20)]
     taken = [port for block in blocks for port in range(block.base, block.base + BLOCK_SIZE)]

@@ -16,7 +16,7 @@ from asyncrl.trainer.messages import RolloutRecord
 
 def records(tokens: list[int], workers: list[int]) -> list[RolloutRecord]:
     return [
-        RolloutRecord(f"r{i}", f"e0-{i}", i, worker, 0, {0: count}, (count,), (count,), (1.0,), (False,))
+        RolloutRecord(f"r{i}", f"e0-{i}", i, worker, 0, {0: count}, (count,), (count,), (1.0,), (False,), (0,))
         for i, (count, worker) in enumerate(zip(tokens, workers, strict=True))
     ]
 

@@ -27,6 +27,7 @@ def record(order: int, oldest: int = 0, newest: int | None = None, *, tag: str =
         generated=(6,),
         rewards=(1.0,),
         truncated=(False,),
+        episodes=(0,),
     )
 
 
@@ -74,7 +75,7 @@ def test_mask_keeps_what_has_a_token_in_range_and_tells_from_where() -> None:
 
 def test_a_group_without_generated_tokens_never_expires() -> None:
     buffer = SampleBuffer(1, 0, "drop")
-    empty = RolloutRecord("r0", "e0-0", 0, 0, -1, {}, (5,), (0,), (0.0,), (False,))
+    empty = RolloutRecord("r0", "e0-0", 0, 0, -1, {}, (5,), (0,), (0.0,), (False,), (0,))
     buffer.add([empty])
     assert ids(buffer, 9) == ["r0"]
 

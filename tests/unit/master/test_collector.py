@@ -51,7 +51,7 @@ class Worker:
 
 def record(order: int, worker: int = 0) -> RolloutRecord:
     return RolloutRecord(
-        f"r{order}", f"e0-{order}", order, worker, 0, {0: 4}, (4, 4), (2, 2), (0.0, 1.0), (False, True)
+        f"r{order}", f"e0-{order}", order, worker, 0, {0: 4}, (4, 4), (2, 2), (0.0, 1.0), (False, True), (0, 1)
     )
 
 

@@ -41,13 +41,40 @@ def test_every_row_comes_out_once_and_in_order(data: st.DataObject) -> None:
     assert out == [(step, {"seen": 1} if step in evaluated else {}) for step in range(1, steps + 1)]
 
 
+def record(
+    name: str,
+    oldest: int,
+    versions: dict[int, int],
+    lengths: tuple[int, ...],
+    generated: tuple[int, ...],
+    rewards: tuple[float, ...],
+    truncated: tuple[bool, ...],
+    metrics: dict[str, float],
+    episodes: tuple[int, ...] = (0, 1),
+) -> RolloutRecord:
+    return RolloutRecord(
+        name, f"e0-{name}", 0, 0, oldest, versions, lengths, generated, rewards, truncated, episodes, metrics
+    )
+
+
+def test_an_episode_of_many_samples_counts_once_in_the_rewards() -> None:
+    lengths, cut = (4, 4, 4, 4), (False,) * 4
+    several = record("a", 1, {1: 8}, lengths, (2, 2, 2, 2), (1.0, 1.0, 1.0, 0.0), cut, {}, (0, 0, 0, 1))
+    flat = record("b", 1, {1: 8}, lengths, (2, 2, 2, 2), (0.0, 1.0, 1.0, 0.0), cut, {}, (0, 0, 1, 1))
+    row = batch_statistics(TrainBatch(1, 1, (several, flat)))
+    assert row["reward/mean"] == (1.0 + 0.0 + 0.5 + 0.5) / 4
+    assert row["reward/groups_without_variance"] == 0.5
+    assert row["rollout/samples_per_episode"] == 2.0
+    assert row["rollout/len_mean"] == 2.0
+
+
 def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
     batch = TrainBatch(
         version=5,
         min_version=3,
         records=(
-            RolloutRecord("a", "e0-0", 0, 0, 2, {2: 10, 4: 6}, (10, 12), (7, 9), (1.0, 0.0), (False, True), {"x": 1.0}),
-            RolloutRecord("b", "e0-1", 1, 0, 5, {5: 2}, (3, 3), (1, 1), (1.0, 1.0), (False, False), {"x": 2.0, "y": 5}),
+            record("a", 2, {2: 10, 4: 6}, (10, 12), (7, 9), (1.0, 0.0), (False, True), {"x": 1.0}),
+            record("b", 5, {5: 2}, (3, 3), (1, 1), (1.0, 1.0), (False, False), {"x": 2.0, "y": 5}),
         ),
     )
     row = batch_statistics(batch)

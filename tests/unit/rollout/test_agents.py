@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +15,15 @@ from asyncrl.api import (
     Agent,
     Completion,
     Environment,
+    GenerationClient,
     GenerationRequest,
     GenerationResult,
     Prompt,
     Sample,
     SamplingParams,
 )
+from asyncrl.chat.client import EpisodeClient
+from asyncrl.chat.template import ChatFormat
 from asyncrl.datasets.arithmetic import ArithmeticDataset, written_out
 from asyncrl.datasets.order import PromptStream, prompt_seed
 from asyncrl.datasets.prompts import PromptFormat, make_prompt
@@ -26,6 +31,7 @@ from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.retry import RetryEnv
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.rollout.episode import run_group
 
 TOKENIZER = CharTokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -63,9 +69,25 @@ class LatestFirst:
             answer.set_result(GenerationResult(request.request_id, tuple(self._policy(request))))
 
 
-async def roll_out(agent: Agent, env: Environment, group_size: int, policy: Policy) -> Sequence[Sample]:
+async def roll_out(
+    agent: Agent,
+    env: Callable[[], Environment],
+    group_size: int,
+    policy: Policy,
+    chat: ChatFormat | None = None,
+    data: dict[str, object] | None = None,
+) -> Sequence[Sample]:
+    made = prompt(group_size)
+    made = made if data is None else replace(made, data=data)
     async with asyncio.timeout(10):
-        return await agent.run(prompt(group_size), env, LatestFirst(policy))
+        samples, _ = await run_group(
+            agent, env, made, LatestFirst(policy), lambda client, own: EpisodeClient(client, own, own.member, chat)
+        )
+    return samples
+
+
+def single_turn() -> Environment:
+    return SingleTurnEnv(reward=arithmetic_reward)
 
 
 class QueueAgent(Agent):
@@ -96,8 +118,9 @@ async def test_an_agent_with_queues_is_answered_as_the_policy_does() -> None:
         asked.append(request.request_id)
         return [completion(RIGHT)]
 
-    samples = await roll_out(QueueAgent(), SingleTurnEnv(reward=arithmetic_reward), 3, policy)
+    samples = await roll_out(QueueAgent(), single_turn, 3, policy)
     assert [sample.reward for sample in samples] == [0.0, 1.0, 2.0]
+    assert [sample.episode for sample in samples] == [0, 1, 2]
     assert asked == ["2", "1", "0"], "all were under way at the same time"
 
 
@@ -107,9 +130,8 @@ async def test_a_policy_that_fails_an_agent_with_queues_ends_its_wait() -> None:
             raise ConnectionError("no server")
 
     async with asyncio.timeout(10):
-        with pytest.raises(ExceptionGroup) as caught:
-            await QueueAgent().run(prompt(2), SingleTurnEnv(reward=arithmetic_reward), Failing())
-    assert caught.group_contains(ConnectionError, match="no server")
+        with pytest.raises(ConnectionError, match="no server"):
+            await run_group(QueueAgent(), single_turn, prompt(2), Failing(), Any)
 
 
 def test_an_agent_that_implements_neither_form_cannot_be_made() -> None:
@@ -121,16 +143,24 @@ def test_an_agent_that_implements_neither_form_cannot_be_made() -> None:
         Idle(tokenizer=TOKENIZER)
 
 
-def test_an_override_that_would_never_be_called_is_refused() -> None:
-    class Hidden(SingleTurnAgent):
+async def test_the_form_that_was_overridden_last_is_the_one_that_is_called() -> None:
+    class Queues(SingleTurnAgent):
         collect_trajectory = QueueAgent.collect_trajectory
 
-    class Awaiting(QueueAgent):
-        run = SingleTurnAgent.run
+    class Episodes(SingleTurnAgent):
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
+            return replace(await super().run(prompt, env, client), reward=float(prompt.member))
 
-    with pytest.raises(TypeError, match=r"agent Hidden overrides `collect_trajectory`.*override `run`"):
-        Hidden(tokenizer=TOKENIZER)
-    assert isinstance(Awaiting(), QueueAgent)
+    asked: list[str] = []
+
+    def policy(request: GenerationRequest) -> list[Completion]:
+        asked.append(request.request_id)
+        return [completion(RIGHT)] * request.n
+
+    assert (SingleTurnAgent.form(), Queues.form()) == ("run_group", "collect_trajectory")
+    samples = await roll_out(Episodes(tokenizer=TOKENIZER), single_turn, 3, policy)
+    assert [sample.reward for sample in samples] == [0.0, 1.0, 2.0]
+    assert sorted(asked) == ["e0-0/0", "e0-0/1", "e0-0/2"]
 
 
 async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
@@ -140,8 +170,7 @@ async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
         requests.append(request)
         return [completion(RIGHT, version=3), completion(WRONG, version=4), completion(RIGHT[:-1], cut=True)]
 
-    env = SingleTurnEnv(reward=arithmetic_reward)
-    samples = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), env, 3, policy)
+    samples = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), single_turn, 3, policy)
     assert [(request.n, request.input_ids) for request in requests] == [(3, prompt(3).input_ids)]
     assert [sample.reward for sample in samples] == [1.0, 0.0, 0.0]
     assert [sample.truncated for sample in samples] == [False, False, True]
@@ -151,8 +180,7 @@ async def test_a_single_turn_asks_once_for_the_whole_group() -> None:
 async def test_prompt_tokens_carry_no_loss_and_answer_tokens_keep_what_the_policy_reported() -> None:
     ids = [*TOKENIZER.encode("#3"), EOS]
     answer = Completion(ids, [-0.1, -0.2, -0.3], [1, 1, 2], "stop")
-    env = SingleTurnEnv(reward=arithmetic_reward)
-    (sample,) = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), env, 1, lambda _: [answer])
+    (sample,) = await roll_out(SingleTurnAgent(tokenizer=TOKENIZER), single_turn, 1, lambda _: [answer])
     assert sample.tokens.tolist() == [*TOKENIZER.encode("1+2="), *ids]
     assert sample.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert sample.versions.tolist() == [-1, -1, -1, -1, 1, 1, 2]
@@ -169,7 +197,9 @@ async def test_a_retry_follows_the_feedback_and_is_worth_less() -> None:
         turn, member = (int(part) for part in request.request_id.split("/")[1:])
         return [completion(WRONG, cut=True) if member == 3 else completion(script[member][turn], version=turn)]
 
-    env = RetryEnv(reward=arithmetic_reward, feedback="{prompt}")
+    def env() -> Environment:
+        return RetryEnv(reward=arithmetic_reward, feedback="{prompt}")
+
     agent = RetryAgent(tokenizer=TOKENIZER, max_turns=2, turn_discount=0.5)
     samples = await roll_out(agent, env, 4, policy)
     assert [sample.reward for sample in samples] == [1.0, 0.5, 0.0, 0.0]

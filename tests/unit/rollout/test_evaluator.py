@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from asyncrl.api import (
     Prompt,
     SamplingParams,
 )
+from asyncrl.chat.client import EpisodeClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.datasets.tokenizers import CharTokenizer
@@ -66,8 +67,11 @@ class FakePlugins:
     def eval_sets(self) -> dict[str, Any]:
         return {each.name: (replace(each, n_samples=self.n_samples), range(5)) for each in SETS}
 
-    def make_env(self) -> Environment:
-        return SingleTurnEnv(reward=score)
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        return lambda: SingleTurnEnv(reward=score)
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
+        return EpisodeClient(policy, prompt, prompt.member, None)
 
     def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
         if row == 3:

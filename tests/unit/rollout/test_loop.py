@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.api import (
     Agent,
+    ChatClient,
     Environment,
     GenerationClient,
     GenerationRequest,
@@ -66,7 +67,7 @@ class EchoAgent(Agent):
     def __init__(self, rewards: Callable[[str], Sequence[float]]) -> None:
         self._rewards = rewards
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
         request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
         result = await client.generate(request)
         return [
@@ -89,8 +90,11 @@ def sample(reward: float, completion: Completion) -> Sample:
 class FakePlugins:
     agent: Agent
 
-    def make_env(self) -> Environment:
-        return NoEnv()
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        return lambda: NoEnv()
+
+    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
+        return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={"chat/calls": 1.0}))
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
@@ -265,7 +269,7 @@ class Judged(Agent):
     def __init__(self, flat: Callable[[int], bool]) -> None:
         self._flat = flat
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
         assert prompt.sampling.seed is not None
         rewards = (0.0, 0.0) if self._flat(prompt.sampling.seed) else (0.0, 1.0)
         return [sample(reward, Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")) for reward in rewards]
@@ -333,9 +337,9 @@ async def test_shaping_changes_the_rewards_that_are_trained() -> None:
 class AskingTwice(EchoAgent):
     """Asks the policy twice, the second time once it has the first answer."""
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
-        await super().run(prompt, env, client)
-        return await super().run(prompt, env, client)
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
+        await super().run_group(prompt, make_env, client)
+        return await super().run_group(prompt, make_env, client)
 
 
 async def test_the_first_request_of_a_rollout_goes_where_its_admission_says() -> None:
@@ -410,10 +414,10 @@ async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
 
 async def test_a_reward_that_raises_is_told_from_other_failures() -> None:
     class Scoring(EchoAgent):
-        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
             if prompt.order == 0:
                 raise UserCodeError("reward my.py:score", "raised KeyError: 'answer'")
-            return await super().run(prompt, env, client)
+            return await super().run_group(prompt, make_env, client)
 
     gate = FakeGate(admit=2)
     await run(gate, Scoring(lambda _: [1.0, 0.0]))
@@ -489,7 +493,7 @@ async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts(
 
 async def test_when_every_rollout_fails_the_loop_fails_with_the_agents_own_error() -> None:
     class Broken(Agent):
-        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+        async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
             raise KeyError("no such field")
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -497,11 +501,71 @@ async def test_when_every_rollout_fails_the_loop_fails_with_the_agents_own_error
     assert caught.group_contains(KeyError, match="no such field")
 
 
-async def test_a_wrong_number_of_samples_names_the_agent_and_the_number() -> None:
+def answered(reward: float, episode: int = 0, **others: Any) -> Sample:
+    made = sample(reward, Completion([2, 3], [-0.5, -0.5], [0, 0], "stop"))
+    return replace(made, episode=episode, **others)
+
+
+class Returning(Agent):
+    """A group of these samples, or whatever they are."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Any:
+        return self._samples
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([answered(1.0)] * 3, r"returned 3 samples for a group of group_size=2 and says of none which episode"),
+        ([answered(1.0), answered(0.0, 2)], r"a sample of episode 2; a group of 2 has episodes 0 to 1"),
+        ([answered(1.0), "a text"], r"returned \[.*; return a Sample, several, or none"),
+        (1.0, r"returned 1.0; return a Sample"),
+    ],
+)
+async def test_what_is_no_group_names_the_agent_and_what_it_did(samples: Any, message: str) -> None:
     gate = FakeGate(admit=MAX_FAILURES_IN_A_ROW)
     with pytest.raises(ExceptionGroup) as caught:
-        await run(gate, always(1.0))
-    assert caught.group_contains(EpisodeError, match=r"EchoAgent returned 1 samples .* group_size=2")
+        await run(gate, Returning(samples))
+    assert caught.group_contains(EpisodeError, match=f"agent Returning .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("samples", "episodes"),
+    [
+        ([answered(1.0), answered(0.0)], [0, 1]),
+        ([answered(1.0)], [0]),
+        ([answered(1.0, 1), answered(0.0, 0), answered(1.0, 1)], [1, 0, 1]),
+        ([answered(1.0, 1), answered(1.0, 1)], [1, 1]),
+    ],
+)
+async def test_a_group_may_have_any_number_of_samples_of_its_episodes(
+    samples: list[Sample], episodes: list[int]
+) -> None:
+    (trajectory,) = await run(FakeGate(admit=1), Returning(samples))
+    assert [made.episode for made in trajectory.samples] == episodes
+
+
+async def test_filters_and_shaping_see_an_episode_once_and_its_samples_share_what_it_gains() -> None:
+    """Episode 0 has two samples of 2 tokens each and is 2 tokens too long; episode 1 has one, 2 below the limit."""
+    samples = [answered(1.0), answered(0.5), answered(0.0, 1)]
+    config = RolloutConfig(
+        shaping=[ChoiceConfig(name="overlong", params={"max_length": 4, "margin": 2, "penalty": 0.25})],
+        filters=[ChoiceConfig(name="success_rate", params={"low": 0.5, "high": 0.5})],
+    )
+    (trajectory,) = await run(FakeGate(admit=1), Returning(samples), config=config)
+    assert [made.reward for made in trajectory.samples] == [0.75, 0.25, 0.0]
+
+
+async def test_reward_parts_and_the_agents_own_metrics_are_means_over_the_samples_that_have_them() -> None:
+    samples = [
+        answered(1.0, reward_parts={"format": 1.0}, metrics={"turns": 2.0}),
+        answered(0.0, 1, reward_parts={"format": 0.0, "length": -1.0}),
+    ]
+    (trajectory,) = await run(FakeGate(admit=1), Returning(samples))
+    assert trajectory.metrics == {"agent/turns": 2.0, "reward/format": 0.5, "reward/length": -1.0}
 
 
 async def test_a_rollout_beyond_its_time_limit_is_dropped_as_timeout() -> None:
@@ -521,10 +585,10 @@ class Raising(EchoAgent):
         super().__init__(lambda _: [1.0, 0.0])
         self._fail = fail
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
         if prompt.order == 0:
             await self._fail()
-        return await super().run(prompt, env, client)
+        return await super().run_group(prompt, make_env, client)
 
 
 async def await_a_cancelled_task() -> None:
@@ -601,9 +665,9 @@ async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filte
 
 
 class Measured(EchoAgent):
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sequence[Sample]:
+    async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
         current_meter().add_reward("right", float(prompt.order))
-        return await super().run(prompt, env, client)
+        return await super().run_group(prompt, make_env, client)
 
 
 async def test_a_trajectory_carries_the_times_and_rewards_of_its_own_rollout() -> None:

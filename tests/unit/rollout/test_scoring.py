@@ -25,7 +25,7 @@ from asyncrl.api import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.scoring import episode_of
@@ -120,21 +120,51 @@ class PlainAgent(Agent):
 
     def run(self, prompt, env, client):
         home.append(threading.get_ident())
-        result = client.generate(GenerationRequest("r", prompt.input_ids, prompt.group_size, prompt.sampling))
-        samples = []
-        for completion in result.completions:
-            env.reset(options={"data": prompt.data})
-            _, reward, *_ = env.step(self.tokenizer.decode(completion.token_ids))
-            builder = SampleBuilder(prompt.input_ids)
-            builder.generate(completion)
-            samples.append(builder.build(reward, truncated=False))
-        return samples
+        result = client.generate(GenerationRequest(f"r{prompt.member}", prompt.input_ids, 1, prompt.sampling))
+        (completion,) = result.completions
+        env.reset(options={"data": prompt.data})
+        _, reward, *_ = env.step(self.tokenizer.decode(completion.token_ids))
+        builder = SampleBuilder(prompt.input_ids)
+        builder.generate(completion)
+        return builder.build(reward, truncated=False)
+
+
+class PlainGroup(PlainAgent):
+    def run_group(self, prompt, make_env, client):
+        return [super(PlainGroup, self).run(own, make_env(), client.episode(own))
+                for own in map(prompt.of_member, range(prompt.group_size))]
 
 
 class OwnAgent(SingleTurnAgent):
+    async def run_group(self, prompt, make_env, client):
+        home.append(threading.get_ident())
+        return await super().run_group(prompt, make_env, client)
+
+
+class OwnEpisode(SingleTurnAgent):
     async def run(self, prompt, env, client):
         home.append(threading.get_ident())
         return await super().run(prompt, env, client)
+
+
+def plain_function(prompt, env, client, *, tokenizer, least=0):
+    home.append(threading.get_ident())
+    env.reset(options={"data": prompt.data})
+    request = GenerationRequest(f"r{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+    (completion,) = client.generate(request).completions
+    return max(least, env.step(tokenizer.decode(completion.token_ids))[1])
+
+
+async def function(prompt, env, client, tokenizer):
+    home.append(threading.get_ident())
+    await env.reset(options={"data": prompt.data})
+    request = GenerationRequest(f"r{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+    (completion,) = (await client.generate(request)).completions
+    return (await env.step(tokenizer.decode(completion.token_ids)))[1]
+
+
+async def two_arguments(prompt, env):
+    return None
 
 
 class PlainQueues(Agent):
@@ -155,6 +185,8 @@ class Policy:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         assert asyncio.get_running_loop() is self._loop
         texts = ("1222", "12", "122")[: request.n]
+        if request.request_id.startswith(("r", "p/")):  # an episode's own
+            texts = (("1222", "12", "122")[int(request.request_id[-1])],)
         ids = [TOKENIZER.encode(text) for text in texts]
         return GenerationResult(
             request.request_id,
@@ -188,7 +220,9 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with plugins.offloader, asyncio.timeout(60):
         with metered() as meter:
-            samples = await run_episode(plugins.agent, plugins.make_env(), prompt, Policy())
+            samples, _ = await run_group(
+                plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
+            )
     return samples, meter.metrics(), called_in()
 
 
@@ -205,6 +239,8 @@ async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: 
     # twos + later, then 0.1 for the one turn, 1 a token, and -0.25 a rank by what the environment gave
     expected = [3 + 1 + 0.1 + 4 - 0.5, 1 + 1 + 0.1 + 2, 2 + 1 + 0.1 + 3 - 0.25]
     assert [sample.reward for sample in samples] == pytest.approx(expected)
+    assert samples[0].reward_parts == pytest.approx({"twos": 6.0, "later": 10.0, "in_process": 4100.0, "Ranks": 0.5})
+    assert samples[1].reward_parts["twos"] == 2.0, "each sample has its own"
     assert metrics["reward/twos"] == 4.0
     assert metrics["reward/later"] == 10.0
     assert metrics["reward/in_process"] == 3100.0
@@ -213,7 +249,9 @@ async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: 
 
 
 @pytest.mark.parametrize("env", ["PlainEnv", "AwaitingEnv"])
-@pytest.mark.parametrize("agent", ["PlainAgent", "OwnAgent", ""])
+@pytest.mark.parametrize(
+    "agent", ["PlainAgent", "PlainGroup", "OwnAgent", "OwnEpisode", "plain_function", "function", ""]
+)
 async def test_agents_and_environments_in_either_form_get_the_same_rewards_off_the_loop(
     config: ExperimentConfig, agent: str, env: str
 ) -> None:
@@ -221,7 +259,7 @@ async def test_agents_and_environments_in_either_form_get_the_same_rewards_off_t
     if agent:
         config.agent.path = config.reward.path.replace(":twos", f":{agent}")
     samples, metrics, homes = await roll_out(config)
-    assert [sample.reward for sample in samples] == [3.0, 1.0, 2.0]
+    assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (1.0, 1), (2.0, 2)]
     assert homes
     assert threading.get_ident() not in homes
     assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0

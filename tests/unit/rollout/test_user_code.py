@@ -9,6 +9,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.settings import check
 from asyncrl.rollout.user_code import Plugins
 
 MINE = """
@@ -60,3 +61,38 @@ async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, 
     async with plugins.offloader:
         with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
             await plugins.make_env().reset()
+
+
+FUNCTIONS = """
+async def run(prompt, env, client, *, tokenizer, least: float = 0.0): ...
+def plain(prompt, env, client): ...
+def two(prompt, env): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("run", {"least": 0.5}, ""),
+        ("plain", {}, ""),
+        ("two", {}, "an episode is run(prompt, env, client); have it take these three"),
+        ("run", {"lest": 0.5}, "has no parameter 'lest'"),
+        ("plain", {"tokenizer": 1}, "has no parameter 'tokenizer'"),
+    ],
+)
+def test_a_function_as_an_agent_is_checked_before_anything_starts(
+    tmp_path: Path, tiny_model: Path, name: str, args: dict[str, object], message: str
+) -> None:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    config = ExperimentConfig()
+    config.model.path, config.agent.path = str(tiny_model), f"{tmp_path / 'functions.py'}:{name}"
+    config.agent.args = args
+    found = [problem for problem in check(config) if problem.startswith("agent.")]
+    if message:
+        (problem,) = found
+        assert message in problem
+        with pytest.raises(ConfigError, match=r"^agent\.path="):
+            Plugins(config)
+    else:
+        assert found == []
+        assert type(Plugins(config).agent).__name__ == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
@@ -283,12 +284,59 @@ def test_remax_takes_its_baseline_from_the_trajectory(
 ) -> None:
     config.algorithm.advantage = ChoiceConfig("remax")
     (plain,) = make_trajectories(groups=1)
-    greedy = Trajectory(plain.rollout_id, plain.prompt_id, 0, plain.samples, {"greedy_reward": 0.25})
+    greedy = Trajectory(plain.rollout_id, plain.prompt_id, 0, plain.samples, {"agent/greedy_reward": 0.25})
     batch = build_step_batch([greedy], [0], version=0, num_minibatches=1)
     call = context(config, make_rank(config), "advantage", reads=("rewards",), writes=("advantages",))
     run_call(find_function("advantage"), call, batch)
     expected = (batch["rewards"].float() - 0.25)[batch.seq_ids_T] * batch["loss_mask"]
     torch.testing.assert_close(batch["advantages"], expected)
+
+
+def test_groups_of_any_number_of_samples_train_with_the_rewards_of_their_turns(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    """An episode of the first group gives its sample twice, one of the second none; the third's turns are rewarded."""
+    config.algorithm.advantage = ChoiceConfig("grpo", {"divide_by_std": False})
+    first, second, third, fourth = make_trajectories(groups=4, rewards=(0.0, 1.0, 2.0))
+    first = dataclasses.replace(first, samples=(*first.samples, first.samples[1]))
+    second = dataclasses.replace(second, samples=second.samples[:-1])
+    rewarded = [
+        dataclasses.replace(sample, token_rewards=0.25 * sample.loss_mask.astype(np.float32))
+        for sample in third.samples
+    ]
+    third = dataclasses.replace(third, samples=tuple(rewarded))
+    groups = [first, second, third, fourth]
+    batch = build_step_batch(groups, [0, 1, 0, 1], version=0, num_minibatches=2)
+    assert torch.bincount(batch["group_ids"]).tolist() == [5, 3, 4, 4]
+    stats = run_step(config, make_rank(config), batch)["actor_train"]
+    assert stats["optimizer/steps"] == 2.0
+    expected = []
+    for group in groups:
+        episodes = {sample.episode: sample.total_reward for sample in group.samples}
+        mean = sum(episodes.values()) / len(episodes)
+        expected += [(sample.total_reward - mean) * sample.loss_mask for sample in group.samples]
+    np.testing.assert_allclose(batch["advantages"].numpy(), np.concatenate(expected), atol=1e-5)
+
+
+def test_a_filter_sees_episodes_with_the_rewards_of_their_turns(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]]
+) -> None:
+    (flat,) = make_trajectories(groups=1, rewards=(1.0,))
+    turns = np.zeros(len(flat.samples[0].tokens), np.float32)
+    turns[np.flatnonzero(flat.samples[0].loss_mask)[-1]] = 0.5
+    turned = dataclasses.replace(flat.samples[0], token_rewards=turns)
+    several = [
+        dataclasses.replace(sample, episode=0, reward=float(number)) for number, sample in enumerate(flat.samples)
+    ]
+    groups = [
+        flat,
+        dataclasses.replace(flat, samples=(turned, *flat.samples[1:])),
+        dataclasses.replace(flat, samples=several),
+    ]
+    batch = build_step_batch(groups, [0, 0, 0], version=0, num_minibatches=1)
+    call = context(config, make_rank(config), "filter", reads=("rewards", "loss_mask"), writes=("keep",))
+    run_call(find_function("filter"), call, batch)
+    assert batch["keep"].tolist() == [False] * 4 + [True] * 4 + [False] * 4, "one episode has nothing to compare with"
 
 
 def test_rewards_of_several_keys_add_up(config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch) -> None:
@@ -343,9 +391,7 @@ def test_a_single_masked_token_changes_nothing_else(
         for sample in trajectory.samples:
             logprobs = sample.behave_logprobs.copy()
             logprobs[sample.loss_mask == 0] = -30.0
-            samples.append(
-                Sample(sample.tokens, sample.loss_mask, logprobs, sample.versions, sample.reward, sample.truncated)
-            )
+            samples.append(dataclasses.replace(sample, behave_logprobs=logprobs))
         changed.append(Trajectory(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, tuple(samples)))
     results = []
     for group in (trajectories, changed):

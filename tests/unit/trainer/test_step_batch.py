@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.master.graph.types import BATCH_KEYS
+from asyncrl.trainer.inbox import record_of
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
 MakeBatch = Callable[..., StepBatch]
@@ -48,6 +50,22 @@ def test_a_prompt_that_was_sent_once_is_in_every_sample_again() -> None:
     batches = [build_step_batch(each, [0, 1], version=4, num_minibatches=2) for each in (made, arrived)]
     for key in sorted(BATCH_KEYS):
         assert torch.equal(batches[0][key], batches[1][key]), key
+
+
+def test_episodes_and_rewards_of_turns_come_with_the_samples() -> None:
+    turns = np.array([0, 0, 0.5, 0], np.float32)
+    rewarded = dataclasses.replace(sample([0, 0, 1, 1], [-1, -1, 3, 4]), episode=1, token_rewards=turns)
+    groups = [
+        Trajectory("a", "p0", 0, (sample([0, 0, 1], [-1, -1, 3]), rewarded, dataclasses.replace(rewarded, reward=0.0))),
+        Trajectory("b", "p1", 1, (sample([0, 1], [-1, 3]),)),
+    ]
+    for made in (groups, decode_trajectories(encode_trajectories(groups))):
+        batch = build_step_batch(made, [0, 1], version=4, num_minibatches=2)
+        assert batch["group_ids"].tolist() == [0, 0, 0, 1]
+        assert batch["episodes"].tolist() == [0, 1, 1, 0]
+        assert batch["token_rewards"].tolist() == [0, 0, 0, *turns.tolist(), *turns.tolist(), 0, 0]
+        assert record_of(made[0], 0).episodes == (0, 1, 1)
+        assert record_of(made[0], 0).episode_rewards == (1.0, (1.5 + 0.5) / 2)
 
 
 def test_tokens_older_than_the_bound_lose_their_loss() -> None:

@@ -1,0 +1,98 @@
+"""An agent for games: the environment's observation is the user's turn, the policy's answer the action."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.api import (
+    Agent,
+    ChatClient,
+    Completion,
+    Environment,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    Tokenizer,
+    messages_of,
+)
+from asyncrl.api.trajectory import with_turn_rewards
+
+
+class GameAgent(Agent):
+    """Plays one game in up to `max_turns` actions; each turn has the reward of its action. One that is cut off counts.
+
+    The prompt says what the game is; the first observation follows it. The row's `seed`, where there is one, begins the
+    games of all members alike.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        chat: whether it has a chat template: then observations are the user's messages, otherwise text that goes on.
+        max_turns: actions, at least 1.
+        separator: between prompt, observation and action, without a chat template.
+    """
+
+    def __init__(self, *, tokenizer: Tokenizer, chat: bool = False, max_turns: int = 16, separator: str = "\n") -> None:
+        if max_turns < 1:
+            raise ValueError(f"agent max_turns is {max_turns}: give at least 1")
+        self._tokenizer, self._chat, self._max_turns, self._separator = tokenizer, chat, max_turns, separator
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
+        """The episode's conversations, mostly one."""
+        observation, _ = await env.reset(seed=prompt.data.get("seed"), options={"data": prompt.data})
+        talk: _Talk = (
+            _Messages(prompt, client) if self._chat else _Tokens(prompt, client, self._tokenizer, self._separator)
+        )
+        rewards: list[float] = []
+        ended = False
+        while not ended and len(rewards) < self._max_turns:
+            action, answer = await talk.answer(str(observation))
+            if not answer.token_ids:
+                break  # the context is full
+            observation, reward, terminated, truncated, _ = await env.step(action)
+            rewards.append(float(reward))
+            ended = terminated or truncated
+        if not rewards:
+            return []
+        cut_off = not terminated
+        metrics = {"turns": float(len(rewards)), "return": sum(rewards)}
+        samples = with_turn_rewards(client.samples(), rewards)
+        return [replace(sample, truncated=cut_off, metrics=metrics) for sample in samples]
+
+
+class _Talk:
+    """A conversation: an observation goes in, the policy's answer comes out."""
+
+    async def answer(self, observation: str) -> tuple[str, Completion]:
+        raise NotImplementedError
+
+
+class _Messages(_Talk):
+    def __init__(self, prompt: Prompt, client: ChatClient) -> None:
+        self._client, self._messages = client, messages_of(prompt)
+
+    async def answer(self, observation: str) -> tuple[str, Completion]:
+        last: dict[str, Any] = self._messages[-1]
+        if last["role"] == "user":  # the prompt's own
+            self._messages[-1] = {**last, "content": f"{last['content']}\n\n{observation}"}
+        else:
+            self._messages.append({"role": "user", "content": observation})
+        reply = await self._client.chat(self._messages)
+        self._messages.append(reply.message)
+        return reply.content, reply.completion
+
+
+class _Tokens(_Talk):
+    def __init__(self, prompt: Prompt, client: ChatClient, tokenizer: Tokenizer, separator: str) -> None:
+        self._prompt, self._client, self._tokenizer, self._separator = prompt, client, tokenizer, separator
+        self._ids, self._turn = prompt.input_ids, 0
+
+    async def answer(self, observation: str) -> tuple[str, Completion]:
+        shown = self._tokenizer.encode(f"{self._separator}{observation}{self._separator}")
+        self._ids = (*self._ids, *shown)
+        name = f"{self._prompt.prompt_id}/{self._turn}/{self._prompt.member}"
+        request = GenerationRequest(name, self._ids, 1, self._prompt.sampling)
+        (answer,) = (await self._client.generate(request)).completions
+        self._ids, self._turn = (*self._ids, *answer.token_ids), self._turn + 1
+        return self._tokenizer.decode(answer.token_ids), answer

@@ -1,0 +1,372 @@
+"""Tools: what a model may call while it answers, and how a plain function becomes one.
+
+    def weather(city: str, days: int = 1) -> str:
+        \"\"\"The weather forecast of a city.
+
+        Args:
+            city: its name, in English.
+            days: how many days ahead.
+        \"\"\"
+
+`as_tool(weather)` is a `Tool` whose schema says all of this. Name it in the setting `tools`:
+`tools: [{path: my_tools.py:weather}]`. What stands after a `*` in the signature is not shown to the model: it comes
+from the setting's `args`, or from the sample's row, `{"tool_args": {"weather": {"units": "metric"}}}`.
+
+A tool that keeps something between the calls of a sample, or gives rewards of its own, is a class derived from `Tool`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union
+
+from asyncrl.api.chat import ToolSchema
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What OpenAI's API takes for the name of a function."""
+_ENTRY = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_SPHINX = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
+
+
+class ToolSchemaError(ValueError):
+    """A function whose signature cannot be told to a model; the message names it and says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call gives.
+
+    Attributes:
+        text: what the model reads.
+        reward: added to the sample's reward, as the part `tool/<name>`.
+        metrics: finite numbers of the tool's own, logged as `tool/<name>/<metric>`.
+        is_error: the call failed, and `text` says why; counted as `tool/<name>/errors`.
+    """
+
+    text: str
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_error: bool = False
+
+
+class Tool:
+    """Subclass, set `name`, implement `schema` and `execute`, and name the class in the setting `tools`.
+
+    One instance serves all samples of its worker, many at the same time; an `instance_id` names the sample. For each
+    sample that calls the tool, `create` is called once before the first call, `calc_reward` once when the sample is
+    complete, and `release` once, however it ends. The calls of one turn run at the same time.
+
+    The methods may be plain `def`s: each call then runs in a thread. One that raises or takes longer than the
+    setting's `timeout_s` gives the model an error text, and is counted.
+    """
+
+    name: str = ""
+
+    def schema(self) -> ToolSchema:
+        """What the model is told: the function's name, description and parameters, as OpenAI's API writes it."""
+        raise NotImplementedError(f"tool {type(self).__name__} implements no `schema`")
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Begin with a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and takes none."""
+        if kwargs:
+            raise TypeError(f"tool {self.name!r} takes no arguments per sample; the row gives {', '.join(kwargs)}")
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Answer one call; `arguments` fit the schema."""
+        raise NotImplementedError(f"tool {type(self).__name__} implements no `execute`")
+
+    async def calc_reward(self, instance_id: str) -> float:
+        """What the sample earns when it is complete, beside its results' rewards; the default is 0."""
+        return 0.0
+
+    async def release(self, instance_id: str) -> None:
+        """Let go of what `create` acquired. The default holds nothing."""
+        return None
+
+
+class FunctionTool(Tool):
+    """A plain function as a tool; see `as_tool`."""
+
+    def __init__(self, function: Callable[..., Any], name: str, hidden: Mapping[str, Any]) -> None:
+        self.function, self.name = function, name
+        self._schema, self.per_sample = _schema_of(function, name)
+        unknown = [key for key in hidden if key not in self.per_sample]
+        if unknown:
+            takes = ", ".join(self.per_sample) or "none"
+            raise ToolSchemaError(
+                f"tool {name!r}: argument {unknown[0]!r} is not one of those after `*` in its signature ({takes}); the "
+                "others are the model's to give"
+            )
+        self.hidden = dict(hidden)
+        self._of_instance: dict[str, dict[str, Any]] = {}
+
+    def schema(self) -> ToolSchema:
+        """Derived from the function's signature and docstring."""
+        return self._schema
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Keep the sample's arguments for its calls."""
+        unknown = [key for key in kwargs if key not in self.per_sample]
+        if unknown:
+            raise TypeError(f"tool {self.name!r} has no argument {unknown[0]!r} after `*` in its signature")
+        self._of_instance[instance_id] = kwargs
+
+    def arguments_of(self, instance_id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """All keyword arguments of a call: the model's, the setting's and the sample's.
+
+        Raises:
+            TypeError: one that is required is given by nobody.
+        """
+        given = {**self.hidden, **self._of_instance.get(instance_id, {})}
+        missing = [name for name, required in self.per_sample.items() if required and name not in given]
+        if missing:
+            raise TypeError(
+                f"nobody gives the argument {missing[0]!r}: set it in the tool's args, or in the row's "
+                f"tool_args[{self.name!r}]"
+            )
+        return {**arguments, **given}
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call the function."""
+        value = self.function(**self.arguments_of(instance_id, arguments))
+        return as_result(await value if inspect.isawaitable(value) else value)
+
+    async def release(self, instance_id: str) -> None:
+        """Forget the sample's arguments."""
+        self._of_instance.pop(instance_id, None)
+
+
+def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> FunctionTool:
+    """A tool that calls `function`, plain or `async`.
+
+    Args:
+        function: what it returns is told to the model: text as it is, anything else as JSON; a `ToolResult` may carry a
+            reward.
+        name: what the model calls it; by default the function's own name.
+        hidden: values of keyword-only parameters, for all samples.
+
+    Raises:
+        ToolSchemaError: its signature cannot be told to a model.
+    """
+    return FunctionTool(function, name or getattr(function, "__name__", type(function).__name__), hidden)
+
+
+def as_result(value: object) -> ToolResult:
+    """What a function returned, as a result."""
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, str):
+        return ToolResult(value)
+    return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def wrong_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
+    """Why `arguments` do not fit the tool `schema`, for the model to read; None where they do.
+
+    Checked are names, required ones, and of JSON schema `type`, `enum`, `const`, `anyOf`, `items`, `properties`.
+    """
+    parameters = schema["function"].get("parameters") or {}
+    return _wrong_object(parameters, arguments, "")
+
+
+def _wrong_object(schema: Mapping[str, Any], value: Mapping[str, Any], where: str) -> str | None:
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            return f"missing argument {where + name!r}"
+    for name, given in value.items():
+        if name in properties:
+            wrong = _wrong_value(properties[name], given, where + name)
+        elif schema.get("additionalProperties", True) is False:
+            wrong = f"unknown argument {where + name!r}; it takes: {', '.join(properties) or 'none'}"
+        else:
+            wrong = None
+        if wrong is not None:
+            return wrong
+    return None
+
+
+_OF_JSON: Mapping[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, Mapping),
+    "null": lambda value: value is None,
+}
+
+
+def _wrong_value(schema: Any, value: Any, where: str) -> str | None:
+    if not isinstance(schema, Mapping):
+        return None
+    if "anyOf" in schema:
+        reasons = [_wrong_value(option, value, where) for option in schema["anyOf"]]
+        return None if None in reasons else _expected(schema, value, where)
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    if kinds and not any(_OF_JSON.get(kind, _anything)(value) for kind in kinds):
+        return _expected(schema, value, where)
+    if not any(value == choice and type(value) is type(choice) for choice in schema.get("enum", [value])):
+        return f"argument {where!r} is {_short(value)}; choose one of {json.dumps(schema['enum'])}"
+    if isinstance(value, list) and "items" in schema:
+        wrong = (_wrong_value(schema["items"], item, f"{where}[{number}]") for number, item in enumerate(value))
+        return next(filter(None, wrong), None)
+    if isinstance(value, Mapping) and "properties" in schema:
+        return _wrong_object(schema, value, f"{where}.")
+    return None
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _expected(schema: Mapping[str, Any], value: Any, where: str) -> str:
+    options = [option.get("type", "anything") for option in schema.get("anyOf", [schema])]
+    names = [name for option in options for name in ([option] if isinstance(option, str) else option)]
+    return f"argument {where!r} is {_short(value)}, expected {' or '.join(names)}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dict[str, bool]]:
+    """The schema of `function`, and which keyword-only parameters it has: name to whether it is required."""
+    if not TOOL_NAME.fullmatch(name):
+        raise ToolSchemaError(f"tool {name!r}: a name has 1 to 64 letters, digits, '_' and '-'; give another `name`")
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain = inspect.isroutine(function) or inspect.isclass(function)
+    called: Any = function if plain else vars(type(function)).get("__call__")
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(called, include_extras=True)
+    except (TypeError, ValueError, NameError, AttributeError) as error:
+        raise ToolSchemaError(f"tool {name!r}: its signature cannot be read ({error})") from error
+    summary, described = _documented(inspect.getdoc(function) or inspect.getdoc(called) or "")
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    hidden: dict[str, bool] = {}
+    for parameter in signature.parameters.values():
+        has_default = parameter.default is not parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            hidden[parameter.name] = not has_default
+            continue
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise ToolSchemaError(
+                f"tool {name!r}: parameter {parameter} has no name that a model could give it by; write each parameter "
+                "out, without `*args`, `**kwargs` and `/`"
+            )
+        told = dict(_type_schema(hints.get(parameter.name, Any), f"tool {name!r}: parameter {parameter.name!r}"))
+        if text := described.get(parameter.name):
+            told["description"] = text
+        if not has_default:
+            required.append(parameter.name)
+        elif _is_json(parameter.default):
+            told["default"] = json.loads(json.dumps(parameter.default))
+        properties[parameter.name] = told
+    parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    parameters["additionalProperties"] = False
+    return {
+        "type": "function",
+        "function": {"name": name, "description": summary, "parameters": parameters},
+    }, hidden
+
+
+_SIMPLE: Mapping[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+
+
+def _type_schema(hint: Any, where: str) -> Mapping[str, Any]:
+    """JSON schema of the annotation `hint`.
+
+    Raises:
+        ToolSchemaError: JSON has no such values.
+    """
+    if hint is Any or hint is object:
+        return {}
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        told = dict(_type_schema(arguments[0], where))
+        notes = [note for note in arguments[1:] if isinstance(note, str)]
+        return told | ({"description": notes[0]} if notes else {})
+    if origin is Literal:
+        return _choices(arguments)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [dict(_type_schema(option, where)) for option in arguments]}
+    if origin in (list, Sequence):
+        return {"type": "array", "items": dict(_type_schema(arguments[0], where))}
+    if origin in (dict, Mapping) and arguments[0] is str:
+        return {"type": "object", "additionalProperties": dict(_type_schema(arguments[1], where))}
+    if inspect.isclass(hint) and issubclass(hint, enum.StrEnum):
+        return _choices([member.value for member in hint])
+    if typing.is_typeddict(hint):
+        fields = typing.get_type_hints(hint)
+        properties = {key: dict(_type_schema(kind, f"{where}.{key}")) for key, kind in fields.items()}
+        needed = [key for key in fields if key in hint.__required_keys__]
+        return {"type": "object", "properties": properties, "required": needed}
+    raise ToolSchemaError(
+        f"{where} is annotated {hint!r}, which a model cannot write as JSON; use str, int, float, bool, list[...], "
+        "dict[str, ...], Literal[...], a StrEnum, a TypedDict, or unions of these"
+    )
+
+
+def _choices(values: Sequence[Any]) -> Mapping[str, Any]:
+    kinds = {_SIMPLE.get(type(value)) for value in values}
+    told: dict[str, Any] = {"enum": list(values)}
+    return {"type": kinds.pop(), **told} if len(kinds) == 1 and None not in kinds else told
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _documented(docstring: str) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the whole, and of each parameter: in an `Args:` section, or as `:param name:`."""
+    summary: list[str] = []
+    described: dict[str, list[str]] = {}
+    section, indent, current = "", 0, ""
+    for line in docstring.splitlines():
+        if (head := _SECTION.match(line)) is not None:
+            section, indent, current = head[1], 0, ""
+            continue
+        if (param := _SPHINX.match(line)) is not None:
+            section, current = "Args", param[1]
+            described[current] = [param[2]]
+            indent = -1
+            continue
+        if section in ("Args", "Arguments", "Parameters"):
+            entry = _ENTRY.match(line)
+            if entry is not None and indent >= 0 and (not indent or len(entry[1]) <= indent):
+                indent, current = len(entry[1]) or 1, entry[2].lstrip("*")
+                described[current] = [entry[3]]
+            elif current and line.strip():
+                described[current].append(line.strip())
+        elif not section:
+            summary.append(line)
+    text = "\n".join(summary).strip()
+    return text, {name: " ".join(filter(None, lines)).strip() for name, lines in described.items()}

@@ -1,0 +1,241 @@
+"""What all formats of tool calls share: one walk over the text, for reasoning and calls; exact JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from asyncrl.api.chat import ToolCall, ToolSchema
+
+_THINK = re.compile(r"<think>|</think>")
+_BLANKS = re.compile(r"\s*")
+MAX_CHARS = 4_000_000
+"""Longer texts are content: no answer is so long, and a walk over it would hold the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a model wrote.
+
+    Attributes:
+        content: its text without reasoning and calls; malformed calls are in it.
+        reasoning: what stands within `<think>`; None where there is none.
+        calls: in the order written, with ids `call_0`, `call_1`, ...: unique here, not in a conversation.
+        malformed: what began as a call and is none.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    malformed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RawCall:
+    """A call as written: its name, and its arguments typed."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Calls that end before position `end` of the text."""
+
+    end: int
+    calls: tuple[RawCall, ...]
+
+
+class CallFormat(ABC):
+    """How one family of models writes calls."""
+
+    opening: re.Pattern[str]
+    """What a call begins with."""
+    only_at_start = False
+    """A call is one only where nothing but blanks and reasoning stands before it."""
+
+    @abstractmethod
+    def read(self, text: str, begin: re.Match[str], tools: Mapping[str, Mapping[str, Any]]) -> Found | None:
+        """The calls that begin at `begin`, a match of `opening`; None where they are malformed.
+
+        Args:
+            tools: the JSON schema of each tool's parameters, by name.
+        """
+
+    def is_meant(self, text: str, begin: re.Match[str]) -> bool:
+        """Whether what begins at `begin` and is no call was meant as one, or is ordinary text."""
+        return True
+
+    @abstractmethod
+    def render(self, calls: Sequence[RawCall | ToolCall]) -> str:
+        """`calls` as a model of the family writes them."""
+
+
+class Parser:
+    """Reads one format. `name` is that of the format; `call_format` None: there are no calls."""
+
+    def __init__(self, name: str, call_format: CallFormat | None) -> None:
+        self.name, self._format = name, call_format
+
+    def parse(self, text: str, tools: Sequence[ToolSchema] = (), *, reasoning_open: bool = False) -> Parsed:
+        """What the model said in `text`; see `Parsed`. Nothing raises.
+
+        Args:
+            tools: those that the model was told of: formats without types take the types from them.
+            reasoning_open: the prompt ended within `<think>`, so that the text begins as reasoning.
+        """
+        walk = _Walk(text, self._format, _parameters(tools))
+        if len(text) > MAX_CHARS:
+            return Parsed(text)
+        walk.run(reasoning_open)
+        calls = tuple(ToolCall(f"call_{number}", call.name, call.arguments) for number, call in enumerate(walk.calls))
+        content = "".join(walk.content)
+        thoughts = "\n".join(filter(None, (part.strip() for part in walk.reasoning)))
+        if calls or walk.reasoning:
+            content = content.strip()
+        return Parsed(content, thoughts if walk.reasoning else None, calls, walk.malformed)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """`calls` as a model of this format writes them: `parse` reads the same calls from it.
+
+        Raises:
+            ValueError: the format has no calls.
+        """
+        if self._format is None:
+            raise ValueError("the format 'none' has no tool calls")
+        return self._format.render(calls)
+
+
+class _Walk:
+    """One pass over a text, from each mark to the next: `<think>`, `</think>`, or what a call begins with."""
+
+    def __init__(self, text: str, call_format: CallFormat | None, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._text, self._format, self._tools = text, call_format, tools
+        self._reset()
+        self.reasoning: list[str] = []
+
+    def _reset(self) -> None:
+        self.content: list[str] = []
+        self.calls: list[RawCall] = []
+        self.malformed = 0
+        self._refused = False
+
+    def run(self, reasoning_open: bool) -> None:
+        text, at = self._text, 0
+        if reasoning_open and not text.lstrip().startswith("<think>"):
+            at = self._think(0)
+        mark = _THINK.search(text, at)
+        while at < len(text):
+            if mark is not None and mark.start() < at:
+                mark = _THINK.search(text, at)
+            begin = self._call_from(at)
+            first = min((match.start() for match in (mark, begin) if match is not None), default=len(text))
+            self.content.append(text[at:first])
+            if begin is not None and begin.start() == first:
+                at = self._call(begin)
+            elif mark is not None and mark[0] == "<think>":
+                at = self._think(mark.end())
+            elif mark is not None and not self.reasoning:  # its beginning was in the prompt: all so far was thought
+                self.reasoning.append(text[: mark.start()])
+                self._reset()
+                at = mark.end()
+            elif mark is not None:
+                self.content.append(mark[0])
+                at = mark.end()
+            else:
+                at = len(text)
+
+    def _think(self, at: int) -> int:
+        end = self._text.find("</think>", at)
+        self.reasoning.append(self._text[at:] if end < 0 else self._text[at:end])
+        return len(self._text) if end < 0 else end + len("</think>")
+
+    def _call_from(self, at: int) -> re.Match[str] | None:
+        if self._format is None:
+            return None
+        if not self._format.only_at_start:
+            return self._format.opening.search(self._text, at)
+        if self.calls or self._refused or any(part.strip() for part in self.content):
+            return None
+        blanks = _BLANKS.match(self._text, at)
+        return self._format.opening.match(self._text, blanks.end() if blanks else at)
+
+    def _call(self, begin: re.Match[str]) -> int:
+        assert self._format is not None
+        found = self._format.read(self._text, begin, self._tools)
+        if found is not None:
+            self.calls += found.calls
+            return found.end
+        self._refused = True
+        self.malformed += self._format.is_meant(self._text, begin)
+        self.content.append(begin[0])
+        return begin.end()
+
+
+def _parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", {})
+        found[str(function.get("name"))] = function.get("parameters") or {}
+    return found
+
+
+def json_at(text: str, at: int) -> tuple[Any, int] | None:
+    """The JSON value that begins at `at`, blanks before it skipped, and where it ends; None where there is none.
+
+    Strict: no NaN, no half of a surrogate pair, no number or nesting beyond Python's limits, no key twice.
+    """
+    blanks = _BLANKS.match(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, blanks.end() if blanks else at)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value, end
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{digits} is beyond what a float holds")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite, object_pairs_hook=_once)
+
+
+def call_of(value: Any, *keys: str, arguments_needed: bool = False) -> RawCall | None:
+    """The call that the JSON `value` is, with its arguments under one of `keys`; None where it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    given = [key for key in keys if key in value]
+    if len(given) > 1 or (arguments_needed and not given):
+        return None
+    arguments = value[given[0]] if given else {}
+    return RawCall(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def after_blanks(text: str, at: int) -> int:
+    """The position of the first character from `at` on that is no blank."""
+    blanks = _BLANKS.match(text, at)
+    return blanks.end() if blanks else at
+
+
+def as_json(call: RawCall | ToolCall, arguments_key: str) -> str:
+    """The call as a JSON object."""
+    return json.dumps({"name": call.name, arguments_key: dict(call.arguments)}, ensure_ascii=False)

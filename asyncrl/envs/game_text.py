@@ -1,0 +1,133 @@
+"""A gymnasium game in text: what the policy reads of an observation, and which action its answer is.
+
+Defaults by space; for others, or for words of your own, name functions: `observe(observation, env) -> str` and
+`act(text, env) -> action`, which raises ValueError for a text that is no action.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from asyncrl.config.import_paths import load_plugin
+
+_NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
+_COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m")
+_SHOWN = (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Text)
+
+
+class Game(Protocol):
+    """What words for a game are made from."""
+
+    @property
+    def observation_space(self) -> Space[Any]:
+        """What is seen."""
+        ...
+
+    @property
+    def action_space(self) -> Space[Any]:
+        """What can be done."""
+        ...
+
+    @property
+    def render_mode(self) -> str | None:
+        """`ansi` where the game draws itself in text."""
+        ...
+
+
+class GameText:
+    """The words of one game.
+
+    Args:
+        observe, act: import paths of functions of the user's own.
+        actions: names of the actions 0, 1, ... of a `Discrete` space; without them an action is its number.
+    """
+
+    def __init__(self, observe: str | None, act: str | None, actions: Sequence[str]) -> None:
+        self._observe: Callable[..., str] | None = None if observe is None else load_plugin(observe)
+        self._act: Callable[..., Any] | None = None if act is None else load_plugin(act)
+        self._actions = tuple(actions)
+
+    def check(self, env: Game) -> None:
+        """Return if there are words for the spaces of `env`.
+
+        Raises:
+            ValueError: there are none; the message names the setting.
+        """
+        seen, done = env.observation_space, env.action_space
+        if self._observe is None and env.render_mode != "ansi" and not _has_text(seen):
+            raise ValueError(f"observations are {seen}: name a function observe(observation, env) as env.args.observe")
+        if self._act is None and not isinstance(done, _SHOWN):
+            raise ValueError(f"actions are {done}: name a function act(text, env) as env.args.act")
+        if self._actions and (not isinstance(done, spaces.Discrete) or len(self._actions) != done.n):
+            raise ValueError(f"env.args.actions names {len(self._actions)} actions, and the game's are {done}")
+
+    def observation(self, observation: Any, env: Game, rendered: Any = None) -> str:
+        """What the policy reads; `rendered` is the game's own picture in text, where it draws one."""
+        if self._observe is not None:
+            return str(self._observe(observation, env))
+        if rendered is not None:
+            return _COLOURED.sub(r"[\1]", str(rendered)).strip("\n")
+        return text_of(env.observation_space, observation)
+
+    def action(self, text: str, env: Game) -> Any:
+        """The action that `text` is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if self._act is not None:
+            return self._act(text, env)
+        if self._actions:
+            found = {name: re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE) for name in self._actions}
+            said = {name: match.start() for name, match in found.items() if match}
+            if not said:
+                raise ValueError(f"none of {', '.join(self._actions)} is in {text!r:.80}")
+            return int(env.action_space.start) + self._actions.index(min(said, key=lambda name: said[name]))  # type: ignore[attr-defined]
+        return action_of(env.action_space, text)
+
+
+def _has_text(space: Space[Any]) -> bool:
+    if isinstance(space, spaces.Tuple):
+        return all(_has_text(each) for each in space.spaces)
+    if isinstance(space, spaces.Dict):
+        return all(_has_text(each) for each in space.spaces.values())
+    return isinstance(space, _SHOWN)
+
+
+def text_of(space: Space[Any], observation: Any) -> str:
+    """An observation in words: numbers of an array by rows, parts of a tuple or mapping one by one."""
+    if isinstance(space, spaces.Dict):
+        return "\n".join(f"{name}: {text_of(each, observation[name])}" for name, each in space.spaces.items())
+    if isinstance(space, spaces.Tuple):
+        return ", ".join(text_of(each, part) for each, part in zip(space.spaces, observation, strict=True))
+    if isinstance(space, spaces.Text):
+        return str(observation)
+    rows = np.atleast_2d(np.asarray(observation))
+    return "\n".join(" ".join(f"{number:.4g}" for number in row.ravel().tolist()) for row in rows)
+
+
+def action_of(space: Space[Any], text: str) -> Any:
+    """The action that stands first in `text`: a number, as many numbers as the space has, or the text itself.
+
+    Raises:
+        ValueError: there is none that the space contains.
+    """
+    if isinstance(space, spaces.Text):
+        action: Any = text.strip()
+    elif isinstance(space, spaces.Discrete):
+        match = re.search(r"-?\d+", text)
+        action = None if match is None else int(match.group())
+    else:
+        numbers = [float(number) for number in _NUMBER.findall(text)]
+        shape, dtype = space.shape, space.dtype
+        assert shape is not None, "spaces of arrays have a shape"
+        count = int(np.prod(shape))
+        action = np.array(numbers[:count]).astype(dtype).reshape(shape) if len(numbers) >= count else None
+    if action is None or not space.contains(action):
+        raise ValueError(f"{text!r:.80} is no action of {space}")
+    return action

@@ -1,0 +1,250 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
+from asyncrl.inference.openai.calls import (
+    Call,
+    Json,
+    forced_call,
+    function_tool,
+    one_call_at_a_time,
+    sampling_of,
+)
+from asyncrl.inference.openai.chat_completions import assistant_call, text_of
+from asyncrl.inference.openai.errors import ApiError, invalid, refused
+from asyncrl.inference.openai.sse import frame, pieces
+from asyncrl.inference.openai.surface import Surface, convert
+
+_TEXT: Final = ("text",)
+_STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}
+
+
+class Thinking(msgspec.Struct):
+    """Whether the answer holds what the policy thought."""
+
+    type: str = "disabled"
+
+
+class Body(msgspec.Struct):
+    """The parameters that are used."""
+
+    model: str
+    messages: list[Json]
+    max_tokens: int | None = None
+    system: str | list[Json] = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[Json] = msgspec.field(default_factory=list)
+    tool_choice: Json = msgspec.field(default_factory=lambda: {"type": "auto"})
+    thinking: Thinking = msgspec.field(default_factory=Thinking)
+    stream: bool = False
+
+
+SURFACE: Final = Surface(
+    Body,
+    ignored=frozenset(
+        ["metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics", "user_profile_id"]
+    ),
+    neutral={"output_config": ({},)},
+    hints={"output_config": "neither effort nor form of an answer can be set", "container": "give it a tool"},
+)
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[Json]
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json = msgspec.field(default_factory=dict)
+    tool_use_id: str = ""
+    content: str | list[Json] = ""
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: Json
+    description: str | None = None
+    type: str = "custom"
+
+
+class CountBody(msgspec.Struct):
+    """What is counted."""
+
+    messages: list[Json]
+    system: str | list[Json] = ""
+    tools: list[Json] = msgspec.field(default_factory=list)
+
+
+COUNT: Final = Surface(
+    CountBody, SURFACE.ignored | {"model", "tool_choice", "thinking"}, SURFACE.neutral, SURFACE.hints
+)
+
+
+class Messages:
+    """See the module's docstring."""
+
+    def read(self, body: bytes) -> Call:
+        asked = SURFACE.read(body)
+        if asked.max_tokens is None:
+            raise invalid("max_tokens", "missing; give the longest answer in tokens")
+        tools = _tools(asked.tools)
+        if asked.tool_choice.get("type") not in ("auto", "none"):
+            raise forced_call("tool_choice", asked.tool_choice)
+        if tools and asked.tool_choice.get("disable_parallel_tool_use"):
+            raise one_call_at_a_time("tool_choice", asked.tool_choice)
+        sampling = sampling_of(
+            max_new_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            stop=asked.stop_sequences,
+        )
+        messages, choice = messages_of(asked.system, asked.messages), str(asked.tool_choice["type"])
+        return Call(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
+
+    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+        (reply,) = replies
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": _blocks(call.body, reply),
+            "stop_reason": _STOP[reply.finish_reason],
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
+        }
+
+    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+        def event(kind: str, **fields: Any) -> bytes:
+            return frame({"type": kind, **fields}, kind)
+
+        whole = self.answer(call, replies)
+        usage = {**whole["usage"], "output_tokens": 0}
+        yield event("message_start", message={**whole, "content": [], "stop_reason": None, "usage": usage})
+        for index, block in enumerate(whole["content"]):
+            empty, deltas = _streamed(block)
+            yield event("content_block_start", index=index, content_block={**block, **empty})
+            for delta in deltas:
+                yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        yield event("message_delta", delta=delta, usage={"output_tokens": whole["usage"]["output_tokens"]})
+        yield event("message_stop")
+
+    def error(self, error: ApiError) -> Json:
+        return error.anthropic()
+
+    def error_event(self, error: ApiError) -> bytes:
+        return frame(error.anthropic(), "error")
+
+
+def read_count(body: bytes) -> tuple[list[Message], list[ToolSchema]]:
+    """The messages and tools whose tokens are to be counted.
+
+    Raises:
+        ApiError: the request is none.
+    """
+    asked = COUNT.read(body)
+    return messages_of(asked.system, asked.messages), _tools(asked.tools)
+
+
+def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Message]:
+    """The conversation in OpenAI's chat form.
+
+    Raises:
+        ApiError: it holds something that the policy cannot be given.
+    """
+    if not given:
+        raise invalid("messages", "empty; the policy answers somebody")
+    text = text_of(system, "system", _TEXT)
+    messages: list[Message] = [{"role": "system", "content": text}] if text else []
+    for number, each in enumerate(given):
+        where = f"messages[{number}]"
+        found = convert(each, _Message, where)
+        content = [{"type": "text", "text": found.content}] if isinstance(found.content, str) else found.content
+        blocks = [convert(block, _Block, f"{where}.content[{at}]") for at, block in enumerate(content)]
+        if found.role == "user":
+            messages += _of_user(blocks, where)
+        elif found.role == "assistant":
+            messages.append(_of_assistant(blocks, where))
+        else:
+            raise refused(f"{where}.role", found.role, "user and assistant are known")
+    return messages
+
+
+def _of_user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
+    """A message for each tool's result, then one for the text."""
+    texts = []
+    for number, block in enumerate(blocks):
+        if block.type == "tool_result":
+            content = text_of(block.content, f"{where}.content[{number}].content", _TEXT)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        elif block.type == "text":
+            texts.append(block.text)
+        else:
+            raise refused(f"{where}.content[{number}].type", block.type, "the policy reads text and tools' results")
+    if texts:
+        yield {"role": "user", "content": "".join(texts)}
+
+
+def _of_assistant(blocks: Sequence[_Block], where: str) -> Message:
+    message: Json = {"role": "assistant", "content": ""}
+    for number, block in enumerate(blocks):
+        if block.type == "text":
+            message["content"] += block.text
+        elif block.type == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif block.type == "tool_use":
+            arguments = msgspec.json.encode(block.input).decode()
+            call = assistant_call(block.id, block.name, arguments, f"{where}.content[{number}]")
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            raise refused(f"{where}.content[{number}].type", block.type, "text, thinking and tool_use are known")
+    return message
+
+
+def _tools(given: Sequence[Json]) -> list[ToolSchema]:
+    tools = []
+    for number, tool in enumerate(given):
+        if (kind := tool.get("type") or "custom") != "custom":
+            raise refused(f"tools[{number}].type", kind, "tools of your own alone are supported")
+        found = convert({**tool, "type": kind}, _Tool, f"tools[{number}]")
+        tools.append(function_tool(found.name, found.description, found.input_schema))
+    return tools
+
+
+def _blocks(body: Body, reply: ChatReply) -> list[Json]:
+    blocks: list[Json] = []
+    if reply.reasoning is not None and body.thinking.type != "disabled":
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for made in reply.tool_calls:
+        blocks.append({"type": "tool_use", "id": made.id, "name": made.name, "input": dict(made.arguments)})
+    return blocks
+
+
+def _streamed(block: Json) -> tuple[Json, Iterator[Json]]:
+    """How a block begins, and what is added to it."""
+    if block["type"] == "tool_use":
+        arguments = pieces(msgspec.json.encode(block["input"]).decode())
+        return {"input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in arguments)
+    if block["type"] == "thinking":
+        return {"thinking": ""}, ({"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"]))
+    return {"text": ""}, ({"type": "text_delta", "text": piece} for piece in pieces(block["text"]))

@@ -1,0 +1,134 @@
+"""A call as all APIs mean it: what the policy is asked, and what the experiment's sampling makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from asyncrl.api.chat import ChatReply, Message, ToolSchema
+from asyncrl.api.generation import SamplingParams
+from asyncrl.inference.openai.errors import ApiError, invalid, refused
+
+MAX_ANSWERS: Final = 128
+"""Most answers to one call (`n`), as at OpenAI."""
+MAX_STOPS: Final = 16
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request.
+
+    Attributes:
+        model: as the request names it; the answer repeats it.
+        messages: the conversation in OpenAI's chat form.
+        tools: what may be called, in OpenAI's chat form.
+        tool_choice: `auto` or `none`.
+        sampling: what the request changes of the session's sampling.
+        n: how many answers.
+        stream: whether the answer is a stream of events.
+        body: the request, for what its API alone knows.
+    """
+
+    model: str
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+    tool_choice: str = "auto"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    stream: bool = False
+    body: Any = None
+
+    def sampled_by(self, session: SamplingParams) -> SamplingParams:
+        """How the answers are drawn: the session's way, in what the request does not say. Its length is a limit."""
+        own = dict(self.sampling)
+        if "max_new_tokens" in own:
+            own["max_new_tokens"] = min(own["max_new_tokens"], session.max_new_tokens)
+        return replace(session, **own)
+
+
+class Api(Protocol):
+    """One API: how its requests are read, and its answers written."""
+
+    def read(self, body: bytes) -> Call:
+        """The call in `body`.
+
+        Raises:
+            ApiError: it is none, or asks for something that is not supported.
+        """
+        ...
+
+    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+        """The whole answer: `call.n` replies."""
+        ...
+
+    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+        """The same as a stream."""
+        ...
+
+    def error(self, error: ApiError) -> Json:
+        """An error's body."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """An error within a stream that has begun: clients take a stream that just ends for an answer."""
+        ...
+
+
+def sampling_of(**given: Any) -> Json:
+    """What of `given` (by the names of `SamplingParams`) is there, checked.
+
+    Raises:
+        ApiError: a value that nothing can be sampled with.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 1e-6, 1.0), ("min_p", 0.0, 1.0)):
+        if name in found and not (math.isfinite(found[name]) and low <= found[name] <= high):
+            raise invalid(name, f"{found[name]} is not within {low:g} and {high:g}")
+    if found.get("max_new_tokens", 1) < 1:
+        raise invalid("max_tokens", f"{found['max_new_tokens']} is no length; give at least 1")
+    if "stop" in found:
+        stop = found["stop"]
+        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if len(found["stop"]) > MAX_STOPS or not all(found["stop"]):
+            raise invalid("stop", f"give at most {MAX_STOPS} strings, none of them empty")
+    return found
+
+
+def function_tool(name: str, description: str | None, parameters: Json | None) -> ToolSchema:
+    """A function that may be called, in OpenAI's chat form."""
+    function: Json = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def json_arguments(text: str, where: str) -> str:
+    """`text`, which has to be the arguments of a call.
+
+    Raises:
+        ApiError: it is no JSON object.
+    """
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError as error:
+        raise invalid(where, f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise invalid(where, "no JSON object")
+    return text or "{}"
+
+
+def one_call_at_a_time(param: str, value: object) -> ApiError:
+    """The refusal of what would forbid several calls in one answer."""
+    return refused(param, value, "the policy is not kept from calling several tools at a time; leave it out")
+
+
+def forced_call(param: str, value: object) -> ApiError:
+    """The refusal of what would force a call."""
+    return refused(param, value, "the policy cannot be forced to call a tool; use auto or none")

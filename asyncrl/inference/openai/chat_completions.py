@@ -1,0 +1,360 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
+from asyncrl.inference.openai.calls import (
+    MAX_ANSWERS,
+    Call,
+    Json,
+    forced_call,
+    function_tool,
+    json_arguments,
+    one_call_at_a_time,
+    sampling_of,
+)
+from asyncrl.inference.openai.errors import ApiError, invalid, refused
+from asyncrl.inference.openai.sse import DONE, frame, pieces
+from asyncrl.inference.openai.surface import Surface, convert
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream holds besides the answer."""
+
+    include_usage: bool = False
+
+
+class Body(msgspec.Struct):
+    """The parameters that are used; the second block is vLLM's and SGLang's."""
+
+    messages: list[Json]
+    model: str
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    tools: list[Json] = msgspec.field(default_factory=list)
+    tool_choice: str | Json = "auto"
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    response_format: Json = msgspec.field(default_factory=dict)
+
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool = False
+
+
+OFF: Final = (False, 0)
+SURFACE: Final = Surface(
+    Body,
+    ignored=frozenset(
+        [
+            "metadata",
+            "store",
+            "user",
+            "safety_identifier",
+            "service_tier",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "prediction",
+            "seed",
+            "reasoning_effort",
+            "verbosity",
+            "return_tokens_as_token_ids",
+            "cache_salt",
+            "priority",
+            "request_id",
+        ]
+    ),
+    neutral={
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "min_tokens": (0,),
+        "ignore_eos": OFF,
+        "echo": OFF,
+        "add_generation_prompt": (True,),
+        "continue_final_message": OFF,
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": OFF,
+        "chat_template_kwargs": ({},),
+        "use_beam_search": OFF,
+        "prompt_logprobs": (0,),
+    },
+    hints={
+        "chat_template_kwargs": "a run renders all its prompts alike: set dataset.chat_template_args",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "top_logprobs": "log-probabilities of the sampled tokens alone are there (logprobs)",
+        "audio": "the policy speaks text",
+        "web_search_options": "give it a tool",
+        "moderation": "leave it out",
+    },
+)
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(msgspec.Struct):
+    id: str
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[Json] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: Json | None = None
+    audio: Json | None = None
+
+
+class ChatCompletions:
+    """See the module's docstring."""
+
+    def read(self, body: bytes) -> Call:
+        return call_of(SURFACE.read(body))
+
+    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+        body: Body = call.body
+        choices = [
+            {
+                "index": index,
+                "finish_reason": reply.finish_reason.value,
+                "message": {"refusal": None, **told(reply)},
+                "logprobs": _logprobs(reply) if body.logprobs else None,
+            }
+            | ({"token_ids": list(reply.completion.token_ids)} if body.return_token_ids else {})
+            for index, reply in enumerate(replies)
+        ]
+        return {**_head(call, "chat.completion"), **_prompt_ids(body, replies), "choices": choices} | {
+            "usage": _usage(replies)
+        }
+
+    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+        body: Body = call.body
+        head = _head(call, "chat.completion.chunk")
+
+        def chunk(index: int, delta: Json, finish: str | None = None, **extra: Any) -> bytes:
+            choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None, **extra}
+            return frame({**head, "choices": [choice]})
+
+        for index, reply in enumerate(replies):
+            message = told(reply)
+            extra: Json = {"logprobs": _logprobs(reply)} if body.logprobs else {}
+            if body.return_token_ids:
+                extra["token_ids"] = list(reply.completion.token_ids)
+            yield chunk(index, {"role": "assistant", "content": ""}, **extra)
+            if reasoning := message.get("reasoning_content"):
+                yield chunk(index, {"reasoning_content": reasoning})
+            for piece in pieces(message.get("content") or ""):
+                yield chunk(index, {"content": piece})
+            for number, made in enumerate(message.get("tool_calls", ())):
+                function = made["function"]
+                opened = {**made, "index": number, "function": {"name": function["name"], "arguments": ""}}
+                yield chunk(index, {"tool_calls": [opened]})
+                for piece in pieces(function["arguments"]):
+                    yield chunk(index, {"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
+            yield chunk(index, {}, reply.finish_reason.value)
+        if body.stream_options.include_usage:
+            yield frame({**head, **_prompt_ids(body, replies), "choices": [], "usage": _usage(replies)})
+        yield DONE
+
+    def error(self, error: ApiError) -> Json:
+        return error.openai()
+
+    def error_event(self, error: ApiError) -> bytes:
+        return frame(error.openai())
+
+
+def call_of(body: Body) -> Call:
+    """The call that `body` asks for.
+
+    Raises:
+        ApiError: it asks for something that is not supported.
+    """
+    if not 1 <= body.n <= MAX_ANSWERS:
+        raise invalid("n", f"{body.n} answers; ask for 1 to {MAX_ANSWERS}")
+    tools = tools_of(body.tools)
+    if tools and not body.parallel_tool_calls:
+        raise one_call_at_a_time("parallel_tool_calls", body.parallel_tool_calls)
+    if body.tool_choice not in ("auto", "none"):
+        raise forced_call("tool_choice", body.tool_choice)
+    answer_format("response_format", body.response_format)
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    sampling = sampling_of(
+        max_new_tokens=most,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        stop=body.stop,
+        stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+    )
+    return Call(
+        body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling, body.n, body.stream, body
+    )
+
+
+def answer_format(param: str, wanted: Json) -> None:
+    """Take a wanted form of the answer: text, or JSON, to which the policy is not forced.
+
+    Raises:
+        ApiError: a form that is neither.
+    """
+    if wanted and wanted.get("type") not in ("text", "json_object", "json_schema"):
+        raise refused(param, wanted, "text, json_object and json_schema are known")
+
+
+def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
+    """The functions of a request's `tools`.
+
+    Raises:
+        ApiError: a tool of another kind.
+    """
+    tools = []
+    for number, tool in enumerate(given):
+        if tool.get("type") != "function":
+            raise refused(f"tools[{number}].type", tool.get("type"), "functions alone are supported")
+        found = convert(tool.get("function"), _Function, f"tools[{number}].function")
+        tools.append(function_tool(found.name, found.description, found.parameters))
+    return tools
+
+
+def messages_of(given: Sequence[Json]) -> list[Message]:
+    """A request's messages, of which only what means something is kept.
+
+    Raises:
+        ApiError: a role or content that the policy cannot be given.
+    """
+    if not given:
+        raise invalid("messages", "empty; the policy answers somebody")
+    return [_message(each, f"messages[{number}]") for number, each in enumerate(given)]
+
+
+def _message(given: Json, where: str) -> Message:
+    found = convert(given, _Message, where)
+    role = "system" if found.role == "developer" else found.role
+    if role not in ("system", "user", "assistant", "tool"):
+        raise refused(f"{where}.role", found.role, "system, developer, user, assistant and tool are known")
+    for name in ("function_call", "audio"):
+        if value := getattr(found, name):
+            raise refused(f"{where}.{name}", value, "not supported; functions are called by tool_calls")
+    message: Json = {"role": role, "content": text_of(found.content, f"{where}.content", ("text",))}
+    if found.name is not None:
+        message["name"] = found.name
+    if role == "tool":
+        if found.tool_call_id is None:
+            raise invalid(f"{where}.tool_call_id", "missing; a tool's message names the call that it answers")
+        message["tool_call_id"] = found.tool_call_id
+    elif role == "assistant":
+        if reasoning := found.reasoning_content or found.reasoning:
+            message["reasoning_content"] = reasoning
+        if found.tool_calls:
+            message["tool_calls"] = [
+                assistant_call(call.id, call.function.name, call.function.arguments, f"{where}.tool_calls[{number}]")
+                for number, call in enumerate(found.tool_calls)
+            ]
+    return message
+
+
+def assistant_call(call_id: str, name: str, arguments: str, where: str) -> Json:
+    """A call within an assistant's message, in OpenAI's chat form."""
+    arguments = json_arguments(arguments, f"{where}.function.arguments")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[str]) -> str:
+    """The text of a message's content: itself, or its parts of one of `kinds`, joined.
+
+    Raises:
+        ApiError: a part of another kind: an image, audio, a file.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for number, part in enumerate(content):
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise refused(f"{where}[{number}].type", part.get("type"), "the policy reads text")
+    return "".join(part["text"] for part in content)
+
+
+def told(reply: ChatReply) -> Json:
+    """The reply as a message of this API."""
+    message: Json = {"role": "assistant", "content": reply.content or None}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+            for call in reply.tool_calls
+        ]
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    return message
+
+
+def arguments_of(call: ToolCall) -> str:
+    """The arguments of a call, as these APIs have them: JSON within a string."""
+    return msgspec.json.encode(dict(call.arguments)).decode()
+
+
+def finished_at_length(reply: ChatReply) -> bool:
+    """Whether the answer was cut off."""
+    return reply.finish_reason == ChatFinish.length
+
+
+def _head(call: Call, kind: str) -> Json:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def _prompt_ids(body: Body, replies: Sequence[ChatReply]) -> Json:
+    return {"prompt_token_ids": list(replies[0].prompt_ids)} if body.return_token_ids else {}
+
+
+def _usage(replies: Sequence[ChatReply]) -> Json:
+    prompt, made = len(replies[0].prompt_ids), sum(len(reply.completion.token_ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _logprobs(reply: ChatReply) -> Json:
+    """Of the sampled tokens, which are named by their ids: text of single tokens need not be text."""
+    answer = reply.completion
+    return {"content": token_logprobs(answer.token_ids, answer.logprobs), "refusal": None}
+
+
+def token_logprobs(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[Json]:
+    """Each token's log-probability, as vLLM names tokens by id."""
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(token_ids, logprobs, strict=True)
+    ]

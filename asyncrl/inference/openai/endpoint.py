@@ -1,0 +1,283 @@
+"""The HTTP server in front of `Session`s: paths, keys, limits, streams, and who has gone meanwhile.
+
+A RolloutWorker has one, on the loopback interface unless it is told otherwise; it starts with the first session. Each
+episode has a session with a path and a key of its own, so that what an agent of any framework asks is known to belong
+to it; clients drop whatever else an answer carries.
+
+A caller without the session's key is refused before its body is read. A body, and the time that it may take, have a
+limit. Where a caller goes away its generation is cancelled. All errors say `x-should-retry: false`: the policy's client
+has tried again already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final
+
+from aiohttp import web
+
+from asyncrl.api.generation import SamplingParams
+from asyncrl.comm.http_server import HEADER_LIMIT_S, Refused, read_body
+from asyncrl.inference.openai import anthropic, sse, token_calls
+from asyncrl.inference.openai.calls import Api
+from asyncrl.inference.openai.chat_completions import ChatCompletions
+from asyncrl.inference.openai.errors import HEADERS, ApiError
+from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
+
+MODEL: Final = "policy"
+"""The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""
+KEEP_ALIVE_S: Final = 15.0
+"""A stream that waits for the policy says so at this interval; clients take longer silence for a lost connection."""
+_SHUTDOWN_S: Final = 1.0
+_LINGER_S: Final = 2.0
+
+_Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """See the module's docstring. `close` it in the event loop that opened its first session.
+
+    Args:
+        host: interface to listen on.
+        max_body_bytes: limit of a request.
+        keep_alive_s: interval of the comments in a stream that waits.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", *, max_body_bytes: int = 32 << 20, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        """Calls that were not served, by `code` of the error."""
+        self._host, self._max_body_bytes, self._keep_alive_s = host, max_body_bytes, keep_alive_s
+        self._sessions: dict[str, Session] = {}
+        self._starting = asyncio.Lock()
+        self._runner: web.ServerRunner | None = None
+        self._url = ""
+        self._routes: Mapping[str, tuple[str, _Handler]] = {
+            "/chat/completions": ("POST", self._converse),
+            "/responses": ("POST", self._converse),
+            "/messages": ("POST", self._converse),
+            "/messages/count_tokens": ("POST", self._count),
+            "/models": ("GET", self._models),
+            f"/models/{MODEL}": ("GET", self._model),
+            "/tokenize": ("POST", self._tokenize),
+            "/chat/completions/tokens": ("POST", self._converse),
+            "/inference/v1/generate": ("POST", self._generate),
+        }
+
+    def __len__(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    async def open(self, client: RecordingClient, sampling: SamplingParams) -> Session:
+        """A session that asks `client`, in the way of `sampling` where its agent does not say otherwise."""
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        session = Session(self._url, client, sampling, self._forget)
+        self._sessions[session.id] = session
+        return session
+
+    async def close(self) -> None:
+        """Close all sessions and stop listening."""
+        for session in list(self._sessions.values()):
+            session.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        server = web.Server(
+            self._handle,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=HEADER_LIMIT_S,
+            lingering_time=_LINGER_S,
+            auto_decompress=False,
+        )
+        self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _forget(self, session_id: str) -> None:
+        del self._sessions[session_id]
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        session_id, path = _session_and_path(request)
+        api: Api = anthropic.Messages() if path.startswith("/messages") else ChatCompletions()
+        try:
+            session = self._sessions.get(session_id)
+            if session is None:
+                raise session_is_over()
+            if not session.accepts(_key(request)):
+                raise ApiError(401, "wrong key: use the api_key that the episode was given", code="invalid_api_key")
+            method, handler = self._routes.get(path, ("", None))
+            if handler is None:
+                raise ApiError(404, f"no such path: {path[:200]}", code="unknown_path")
+            if request.method != method:
+                raise ApiError(405, f"{path} takes {method}", code="unknown_path")
+            return await handler(request, session, path)
+        except Refused as refusal:
+            error = ApiError(refusal.status, str(refusal.body["error"]), code=refusal.reason)
+        except ApiError as refusal:
+            error = refusal
+        self.refused[error.code or "invalid_request"] += 1
+        return _json(api.error(error), error.status, HEADERS)
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        return await read_body(request, self._max_body_bytes)
+
+    async def _converse(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        """Answer a conversation, whole or as a stream."""
+        body = await self._body(request)
+        api = session.apis[path]
+        call = api.read(body)
+        key = hashlib.sha256(path.encode() + b"\0" + body).digest()
+        replies = session.delivered(key) if _is_repeat(request) else None
+        stream = web.StreamResponse(headers=sse.HEADERS)
+        if replies is None:
+            work = session.ask(call)
+            try:
+                if call.stream:
+                    await self._wait(work, stream, request)
+                replies = await work
+            except ApiError as error:
+                if not stream.prepared:
+                    raise
+                self.refused[error.code or "invalid_request"] += 1
+                await stream.write(api.error_event(error))
+                await stream.write_eof()
+                return stream
+            finally:
+                _drop(work, session)
+        if not call.stream:
+            answer = _json(api.answer(call, replies))
+            await self._send(request, session, key, replies, answer, ())
+            return answer
+        await self._send(request, session, key, replies, stream, api.events(call, replies))
+        return stream
+
+    async def _wait(self, work: asyncio.Task[Any], stream: web.StreamResponse, request: web.BaseRequest) -> None:
+        """Until `work` is done; says from time to time that the connection lives."""
+        while not (await asyncio.wait({work}, timeout=self._keep_alive_s))[0]:
+            if not stream.prepared:
+                await stream.prepare(request)
+            await stream.write(sse.WAITING)
+
+    async def _send(
+        self,
+        request: web.BaseRequest,
+        session: Session,
+        key: bytes,
+        answer: Any,
+        response: web.StreamResponse,
+        parts: Iterable[bytes],
+    ) -> None:
+        """Write the response; what cannot be delivered is forgotten."""
+        try:
+            await response.prepare(request)
+            for part in parts:
+                await response.write(part)
+            await response.write_eof()
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the caller has gone")
+        except BaseException:
+            if session.delivered(key) is not answer:
+                session.forget(answer)
+            raise
+        session.deliver(key, answer)
+
+    async def _generate(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        body = await self._body(request)
+        key = hashlib.sha256(path.encode() + b"\0" + body).digest()
+        wanted = token_calls.read_generate(body, session.sampling)
+        result = session.delivered(key) if _is_repeat(request) else None
+        if result is None:
+            work = session.begin(session.client.generate(wanted))
+            try:
+                result = await work
+            finally:
+                _drop(work, session)
+        answer = _json(token_calls.generated(result))
+        await self._send(request, session, key, result, answer, ())
+        return answer
+
+    async def _tokenize(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        messages, tools = token_calls.read_tokenize(await self._body(request))
+        ids = _prompt_ids(session, messages, tools)
+        return _json({"count": len(ids), "max_model_len": session.sampling.max_new_tokens + len(ids), "tokens": ids})
+
+    async def _count(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        messages, tools = anthropic.read_count(await self._body(request))
+        return _json({"input_tokens": len(_prompt_ids(session, messages, tools))})
+
+    async def _models(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        return _json({"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+
+    async def _model(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        return _json(_MODEL)
+
+
+_MODEL: Final = {
+    "id": MODEL,
+    "object": "model",
+    "created": 0,
+    "owned_by": "asyncrl",
+    "type": "model",
+    "display_name": MODEL,
+    "created_at": "1970-01-01T00:00:00Z",
+}
+"""As OpenAI describes a model, and as Anthropic does."""
+
+
+def _session_and_path(request: web.BaseRequest) -> tuple[str, str]:
+    """The session that a request names, in its path or the header `X-Session-ID`; and its path without `/v1`, which
+    clients of some APIs add to the base URL and those of others do not.
+    """
+    session_id, path = request.headers.get("X-Session-ID", ""), request.path
+    if path.startswith("/s/"):
+        session_id, _, path = path.removeprefix("/s/").partition("/")
+        path = f"/{path}"
+    while path.startswith("/v1/"):
+        path = path.removeprefix("/v1")
+    return session_id, path
+
+
+def _key(request: web.BaseRequest) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key if scheme == "Bearer" else request.headers.get("x-api-key", "")
+
+
+def _is_repeat(request: web.BaseRequest) -> bool:
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+def _drop(work: asyncio.Task[Any], session: Session) -> None:
+    """The caller no longer waits for `work`; what it brings all the same is forgotten."""
+    if work.done():
+        return
+    work.cancel()
+    work.add_done_callback(lambda ended: _forget_late(ended, session))
+
+
+def _forget_late(ended: asyncio.Task[Any], session: Session) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        session.forget(ended.result())
+
+
+def _prompt_ids(session: Session, messages: Any, tools: Any) -> list[int]:
+    try:
+        return list(session.client.prompt_ids(messages, tools=tools))
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_request") from error
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    own = {"Content-Type": "application/json", **(headers or {})}
+    return web.Response(body=sse.encoded(body), status=status, headers=own)

@@ -1,0 +1,141 @@
+"""One episode's conversation with the policy, from the endpoint's side.
+
+What is recorded is what was delivered. The session's client records an answer when the policy gives it; where it then
+cannot be sent (the agent has gone, or gave up at a time limit of its own) it is forgotten again, so that no branch
+stays behind that the agent never saw. An answer that was sent just as the agent gave up is the one case that the server
+cannot see: the repeat, marked by the client's `x-stainless-retry-count`, is given the same answer again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from asyncrl.api.chat import ChatClient, ChatReply
+from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
+from asyncrl.chat.client import EpisodeOver
+from asyncrl.inference.openai.anthropic import Messages
+from asyncrl.inference.openai.calls import Api, Call
+from asyncrl.inference.openai.chat_completions import ChatCompletions
+from asyncrl.inference.openai.errors import ApiError
+from asyncrl.inference.openai.responses import Responses
+from asyncrl.inference.openai.token_calls import ChatFromTokens
+
+_T = TypeVar("_T")
+
+
+class RecordingClient(ChatClient, Protocol):
+    """A policy that records what it answers, and can forget it."""
+
+    def forget(self, answer: Completion) -> None:
+        """Take `answer`, which nobody was given, out of the records."""
+        ...
+
+
+class Session:
+    """What an agent is given: where the policy is, and the key to it. Made by `Endpoint.open`.
+
+    Attributes:
+        base_url: for OpenAI's clients: `http://127.0.0.1:<port>/s/<session>/v1`.
+        root_url: the same without `/v1`: for Anthropic's.
+        api_key: the key of this session alone.
+        failure: what the policy failed with, if it did: the episode is not what it would have been.
+    """
+
+    def __init__(
+        self, server_url: str, client: RecordingClient, sampling: SamplingParams, closed: Callable[[str], None]
+    ) -> None:
+        self.id = secrets.token_hex(16)
+        self.api_key = f"sk-{secrets.token_urlsafe(24)}"
+        self.root_url = f"{server_url}/s/{self.id}"
+        self.base_url = f"{self.root_url}/v1"
+        self.client = client
+        self.sampling = sampling
+        self.failure: Exception | None = None
+        self.apis: dict[str, Api] = {
+            "/chat/completions": ChatCompletions(),
+            "/responses": Responses(),
+            "/messages": Messages(),
+            "/chat/completions/tokens": ChatFromTokens(client.prompt_ids),
+        }
+        self._delivered: dict[bytes, Any] = {}
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._closed = closed
+        self.is_open = True
+
+    def close(self) -> None:
+        """End the calls under way and refuse further ones; also where it is closed already."""
+        if self.is_open:
+            self.is_open = False
+            self._closed(self.id)
+            for work in self._asking:
+                work.cancel()
+            self._delivered.clear()
+
+    def accepts(self, key: str) -> bool:
+        """Whether `key` is this session's."""
+        return hmac.compare_digest(key.encode(errors="surrogateescape"), self.api_key.encode())
+
+    def ask(self, call: Call) -> asyncio.Task[Sequence[ChatReply]]:
+        """Have the policy answer `call`."""
+        return self.begin(self._replies(call))
+
+    def begin(self, work: Any) -> asyncio.Task[Any]:
+        """Run the coroutine `work`, which asks the policy, until the session is closed."""
+        task: asyncio.Task[Any] = asyncio.create_task(self._checked(work))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    def delivered(self, key: bytes) -> Any:
+        """The answer that the request `key` was sent before; None: there is none."""
+        return self._delivered.get(key)
+
+    def deliver(self, key: bytes, answer: Any) -> None:
+        """`answer` was sent to the request `key`."""
+        if self.is_open:
+            self._delivered[key] = answer
+
+    def forget(self, answer: Sequence[ChatReply] | GenerationResult) -> None:
+        """`answer` could not be sent."""
+        given = answer.completions if isinstance(answer, GenerationResult) else [each.completion for each in answer]
+        for completion in given:
+            self.client.forget(completion)
+
+    async def _replies(self, call: Call) -> Sequence[ChatReply]:
+        sampling = call.sampled_by(self.sampling)
+        reply = await self.client.chat(
+            call.messages, tools=call.tools, sampling=sampling, tool_choice=call.tool_choice, n=call.n
+        )
+        return (reply, *reply.alternatives)
+
+    async def _checked(self, work: Any) -> Any:
+        """`work`, its failures as the caller is told them."""
+        try:
+            return await work
+        except ApiError:
+            raise
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_request") from error
+        except EpisodeOver as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except asyncio.CancelledError as error:
+            if not self.is_open:
+                raise session_is_over() from None
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the caller has gone
+                raise
+            failure: Exception = RuntimeError("the policy's answer was cancelled from within")
+            failure.__cause__ = error
+        except Exception as error:  # whatever keeps the policy from answering
+            failure = error
+        self.failure = failure
+        raise ApiError(500, f"the policy cannot answer: {failure}", code="policy_failed") from failure
+
+
+def session_is_over() -> ApiError:
+    """The refusal of a session that is not open."""
+    return ApiError(404, "no such session: it is closed with its episode, or never was", code="session_not_found")

@@ -1,0 +1,173 @@
+"""Calls in token ids, as vLLM has them and `verifiers` uses them: tokenize, and generate from ids."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Final, Protocol
+
+import msgspec
+
+from asyncrl.api.chat import Message, ToolSchema
+from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.inference.openai import chat_completions
+from asyncrl.inference.openai.calls import MAX_ANSWERS, Call, Json, sampling_of
+from asyncrl.inference.openai.errors import invalid
+from asyncrl.inference.openai.surface import Surface
+
+
+class PromptIds(Protocol):
+    """`ChatClient.prompt_ids`."""
+
+    def __call__(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """The ids that the policy goes on from."""
+        ...
+
+
+class Tokenize(msgspec.Struct):
+    """A conversation to be rendered."""
+
+    messages: list[Json]
+    tools: list[Json] = msgspec.field(default_factory=list)
+
+
+class Generate(msgspec.Struct):
+    """Ids to go on from."""
+
+    token_ids: list[int]
+    sampling_params: Json = msgspec.field(default_factory=dict)
+
+
+class Sampling(msgspec.Struct):
+    """The sampling parameters that are used."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class ChatTokens(chat_completions.Body):
+    """A chat completion whose prompt's ids are given too."""
+
+    tokens: list[int] = msgspec.field(default_factory=list)
+
+
+_TOKENIZE: Final = Surface(
+    Tokenize,
+    ignored=frozenset({"model", "return_token_strs", "add_special_tokens"}),
+    neutral={"add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},)},
+    hints={
+        "prompt": "give messages",
+        "add_generation_prompt": "what is rendered is what the policy would go on from",
+        "chat_template_kwargs": chat_completions.SURFACE.hints["chat_template_kwargs"],
+    },
+)
+_GENERATE: Final = Surface(
+    Generate,
+    ignored=frozenset({"model", "request_id", "stream_options", "cache_salt", "priority"}),
+    neutral={"stream": (False,), "features": ({},)},
+)
+_SAMPLING: Final = Surface(
+    Sampling,
+    ignored=frozenset({"logprobs", "seed", "output_kind"}),
+    neutral={
+        name: chat_completions.SURFACE.neutral[name]
+        for name in [
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+            "prompt_logprobs",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ]
+    }
+    | {"detokenize": (True, False)},
+)
+_CHAT: Final = Surface(
+    ChatTokens,
+    chat_completions.SURFACE.ignored,
+    chat_completions.SURFACE.neutral,
+    chat_completions.SURFACE.hints,
+)
+
+
+class ChatFromTokens(chat_completions.ChatCompletions):
+    """Chat completions of a client that sends the prompt's ids beside the messages.
+
+    The session's records say what the ids of the messages are; a client that has others is told so, since the policy
+    would go on from something else than the client believes.
+    """
+
+    def __init__(self, prompt_ids: PromptIds) -> None:
+        self._prompt_ids = prompt_ids
+
+    def read(self, body: bytes) -> Call:
+        asked = _CHAT.read(body)
+        call = chat_completions.call_of(asked)
+        ids = self._prompt_ids(call.messages, tools=call.tools)
+        if list(ids) != asked.tokens:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, asked.tokens, strict=False))
+            where = f"position {sum(1 for _ in same)}"
+            raise invalid(
+                "tokens", f"not the ids of these messages, which differ from {where} on; ask /tokenize for them"
+            )
+        return call
+
+
+def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema]]:
+    """The messages and tools to be rendered.
+
+    Raises:
+        ApiError: the request is none.
+    """
+    asked = _TOKENIZE.read(body)
+    return chat_completions.messages_of(asked.messages), chat_completions.tools_of(asked.tools)
+
+
+def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
+    """The request for continuations of ids; `session` says how they are drawn where it does not.
+
+    Raises:
+        ApiError: the request is none.
+    """
+    asked = _GENERATE.read(body)
+    if not asked.token_ids or min(asked.token_ids) < 0:
+        raise invalid("token_ids", "give at least one id, none negative")
+    own = _SAMPLING.read(msgspec.json.encode(asked.sampling_params))
+    if not 1 <= own.n <= MAX_ANSWERS:
+        raise invalid("sampling_params.n", f"{own.n} answers; ask for 1 to {MAX_ANSWERS}")
+    sampling = sampling_of(
+        max_new_tokens=own.max_tokens,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        min_p=own.min_p,
+        stop=own.stop,
+        stop_token_ids=None if own.stop_token_ids is None else tuple(own.stop_token_ids),
+    )
+    call = Call("", (), sampling=sampling)
+    return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
+
+
+def generated(result: GenerationResult) -> Json:
+    """The answer to a request for continuations."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(each.token_ids),
+            "finish_reason": each.finish_reason.value,
+            "logprobs": {"content": chat_completions.token_logprobs(each.token_ids, each.logprobs)},
+        }
+        for index, each in enumerate(result.completions)
+    ]
+    return {"request_id": result.request_id, "choices": choices}

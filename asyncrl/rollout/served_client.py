@@ -1,0 +1,67 @@
+"""An episode's client that can be asked over HTTP too."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.api import GenerationClient, Prompt, Sample
+from asyncrl.chat.client import ChatPolicy, EpisodeClient
+from asyncrl.chat.template import ChatFormat
+from asyncrl.inference.openai.endpoint import Endpoint
+from asyncrl.inference.openai.session import Session
+
+
+class ServedEpisodeClient(EpisodeClient):
+    """See the module's docstring.
+
+    Args:
+        endpoint: serves its session, the others as `EpisodeClient`.
+    """
+
+    def __init__(
+        self,
+        policy: GenerationClient,
+        prompt: Prompt,
+        member: int,
+        chat: ChatFormat | None,
+        rules: ChatPolicy | None = None,
+        *,
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(policy, prompt, member, chat, rules)
+        self._sampling, self._endpoint = prompt.sampling, endpoint
+        self._opening = asyncio.Lock()
+        self._session: Session | None = None
+        self._is_over = False
+
+    async def endpoint(self) -> Session:
+        """Where the policy is to be asked in this episode, by whatever speaks OpenAI's or Anthropic's API.
+
+        All that is asked there is recorded as if `chat` were called. It is closed when the episode is over.
+
+        Raises:
+            RuntimeError: the episode is over.
+        """
+        async with self._opening:
+            if self._is_over:
+                raise RuntimeError("the endpoint was asked for after the rollout had ended")
+            if self._session is None:
+                self._session = await self._endpoint.open(self, self._sampling)
+            return self._session
+
+    def samples(self, reward: float = 0.0) -> list[Sample]:
+        """As of `EpisodeClient`.
+
+        Raises:
+            Exception: what the policy failed with, of which the agent was told by HTTP; it may have taken it for one of
+                its own errors, and what it did then is not to be learned from.
+        """
+        if self._session is not None and self._session.failure is not None:
+            raise self._session.failure
+        return super().samples(reward)
+
+    def close(self) -> None:
+        """Close its session, if it has one."""
+        self._is_over = True
+        if self._session is not None:
+            self._session.close()

@@ -1,0 +1,220 @@
+"""The tools of a run, built as the config names them, and run off the event loop with a limit each."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from asyncrl.api import RunIn, Tool, ToolResult
+from asyncrl.api.reward import marked_run_in
+from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
+from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.messages import Target
+from asyncrl.rollout.offload.meter import Activity, current_meter
+from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.tools.mcp import McpError, McpServer, McpTool, installed
+from asyncrl.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.tools.toolbox import HostedTool, Toolbox, ToolFailure
+
+
+class RunTools:
+    """The tools of a worker. An asynchronous context manager, entered in the worker's own loop: within, the MCP servers
+    are connected and `toolbox` is whole.
+
+    Raises:
+        ConfigError: a path names nothing or no tool, its module or constructor fails, or two tools have one name. The
+            message begins with the setting.
+    """
+
+    def __init__(self, tools: Sequence[ToolConfig], mcp: Sequence[McpServerConfig], offloader: Offloader) -> None:
+        self._mcp, self._offloader = mcp, offloader
+        self._servers: list[McpServer] = []
+        self.toolbox = Toolbox(report=_report)
+        for number, config in enumerate(tools):
+            hosted = _hosted(f"tools[{number}]", config, offloader)
+            try:
+                self.toolbox.add(hosted)
+            except ValueError as error:
+                raise ConfigError(f"tools[{number}].name={config.name!r}: {error}") from error
+        if mcp and (why := installed()) is not None:
+            raise ConfigError(f"mcp: {why}")
+
+    async def __aenter__(self) -> Self:
+        """Connect to the MCP servers, all at the same time.
+
+        Raises:
+            ConfigError: one does not start, or a name is taken.
+        """
+        try:
+            self._servers = [McpServer(config) for config in self._mcp]
+            offered = await asyncio.gather(*(server.tools() for server in self._servers), return_exceptions=True)
+            for number, (config, tools) in enumerate(zip(self._mcp, offered, strict=True)):
+                if isinstance(tools, BaseException):
+                    raise tools if not isinstance(tools, McpError) else ConfigError(f"mcp[{number}]: {tools}")
+                for tool in tools:
+                    self._add(number, config, tool)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections; no program that was started for one is left."""
+        await self._close()
+
+    def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
+        label = f"mcp {config.name}:{tool.name}"
+        host = _McpHost(self._offloader, label)
+        try:
+            self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
+        except ValueError as error:
+            raise ConfigError(f"mcp[{number}].prefix={config.prefix!r}: {error}") from error
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+
+class ProcessTool:
+    """A function as a process of the pool runs it: made there, called with the model's arguments."""
+
+    def __init__(self, *, path: str) -> None:
+        self._function = load_plugin(path)
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """What the function returns, as plain data."""
+        value = self._function(**arguments)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        result = as_result(value)
+        return [result.text, result.reward, dict(result.metrics), result.is_error]
+
+
+class _InProcess(FunctionTool):
+    """A function that runs in a process: what is sent there is its arguments."""
+
+    def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> Any:
+        return self.arguments_of(instance_id, arguments)
+
+
+class _Host:
+    """Runs a tool's methods by the offloader."""
+
+    def __init__(self, offloader: Offloader, code: Code, process: Code | None = None) -> None:
+        self._offloader, self._code, self._process = offloader, code, process
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            value = await self._offloader.call(self._code, method, *args, **kwargs)
+            if self._process is None or method.__name__ != "execute":
+                return value
+            text, reward, metrics, is_error = await self._offloader.call(self._process, ProcessTool, value)
+            return ToolResult(text, reward, metrics, is_error)
+        except UserCodeError as error:
+            first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
+            raise ToolFailure(first) from error
+
+
+class _McpHost:
+    """Runs what is asked of an MCP server on the loop that owns its connection."""
+
+    def __init__(self, offloader: Offloader, label: str) -> None:
+        self._offloader, self._label = offloader, label
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await self._offloader.at_home(method(*args, **kwargs))
+        except McpError as error:
+            raise ToolFailure(str(error)) from error
+        except TypeError as error:  # arguments per sample, of which a server's tool takes none
+            raise ToolFailure(str(error)) from error
+
+
+def _hosted(group: str, config: ToolConfig, offloader: Offloader) -> HostedTool:
+    """The tool that a setting describes, with what runs it."""
+    try:
+        found: Any = load_plugin(config.path)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+    given = f"{group}.path={config.path!r}"
+    if not callable(found):
+        raise ConfigError(f"{given}: it is a {type(found).__name__}; name a function, or a class derived from Tool")
+    label = f"tool {config.path}"
+    if inspect.isclass(found):
+        tool = _instance(group, config, found)
+        place = _place(given, config.run_in, found, is_class=True)
+        return HostedTool(tool, label, _Host(offloader, _code(label, config, place)), config.max_result_chars)
+    place = _place(given, config.run_in, found, is_class=False)
+    try:
+        derived = as_tool(found, config.name, **config.args)
+    except ToolSchemaError as error:
+        raise ConfigError(f"{given}: {error}") from error
+    if place == RunIn.process:
+        sent = _InProcess(found, derived.name, config.args)
+        target = Target(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+        process = Code(label, Activity.tool, config.timeout_s, RunIn.process, target)
+        return HostedTool(
+            sent, label, _Host(offloader, _code(label, config, RunIn.loop), process), config.max_result_chars
+        )
+    host = _Host(offloader, _code(label, config, place))
+    return HostedTool(_called(derived), label, host, config.max_result_chars)
+
+
+def _code(label: str, config: ToolConfig, place: RunIn) -> Code:
+    return Code(label, Activity.tool, config.timeout_s, place)
+
+
+def _called(tool: FunctionTool) -> Tool:
+    """`tool`, whose `execute` is as plain or asynchronous as its function, so that it runs where that belongs."""
+    return tool if is_async(tool.function) else _PlainFunction(tool.function, tool.name, tool.hidden)
+
+
+class _PlainFunction(FunctionTool):
+    def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> Any:
+        return self.function(**self.arguments_of(instance_id, arguments))
+
+
+def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
+    given = f"{group}.path={config.path!r}, {group}.args={config.args}"
+    try:
+        made = found(**config.args)
+    except Exception as error:  # a user's constructor may raise anything
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Tool):
+        raise ConfigError(f"{given}: made a {type(made).__name__}; it needs to be an asyncrl.api.Tool")
+    if config.name:
+        made.name = config.name
+    try:
+        schema = made.schema()
+        told = schema["function"]["name"]
+    except Exception as error:
+        raise ConfigError(f"{given}: its schema cannot be told: {type(error).__name__}: {error}") from error
+    if not made.name or told != made.name:
+        raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {told!r}; set both to one name")
+    return made
+
+
+def _place(given: str, wanted: RunIn, found: Any, *, is_class: bool) -> RunIn:
+    place = wanted if wanted != RunIn.auto else marked_run_in(found)
+    if is_class and place == RunIn.process:
+        raise ConfigError(
+            f"{given}: run_in=process is for functions; a class keeps something between calls, which processes that "
+            "come and go cannot; have its method start what it needs, or write a function"
+        )
+    if not is_class and is_async(found) and place == RunIn.thread:
+        raise ConfigError(f"{given}: run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
+    return RunIn.thread if place == RunIn.auto else place
+
+
+def _report(metrics: Mapping[str, float]) -> None:
+    current_meter().add_tools(metrics)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

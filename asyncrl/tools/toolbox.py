@@ -1,0 +1,247 @@
+"""What carries a sample's calls to the tools: names, arguments, limits, counts; and what the model reads of a failure.
+
+    async with toolbox.session(prompt.data) as session:
+        results = await asyncio.gather(*map(session.call, reply.tool_calls))
+        rewards = await session.rewards()
+
+`call` never raises: an unknown name, wrong arguments, a tool that raises, hangs or crashes each give the model a text
+that begins with "Error:", and are counted. A session belongs to one sample; the toolbox to all samples of a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
+from asyncrl.api.tool import as_result, wrong_arguments
+
+MAX_ARGUMENT_CHARS = 200_000
+"""Of one call's arguments as JSON; no model's answer has more for a reason."""
+SAID_EVERY_S = 10.0
+"""Between two lines of the log about failures of one tool."""
+UNKNOWN = "unknown"
+"""Calls of tools that there are not are counted under this name: a model may make up any number of them."""
+
+_log = logging.getLogger(__name__)
+
+
+class ToolFailure(RuntimeError):
+    """A tool's method failed; the message is what the model reads."""
+
+
+class Host(Protocol):
+    """Runs a tool's method where it belongs, with a limit."""
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the method returns.
+
+        Raises:
+            ToolFailure: it raised, took too long, or its process was lost.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTool:
+    """A tool with what runs it.
+
+    Attributes:
+        tool: it.
+        label: how the log names it: `tool my.py:f`.
+        host: runs its methods.
+        max_result_chars: the longest text that the model reads of a result; the middle of longer ones is left out.
+    """
+
+    tool: Tool
+    label: str
+    host: Host
+    max_result_chars: int
+
+
+class Toolbox:
+    """The tools of a run.
+
+    Args:
+        tools: each with a name of its own.
+        report: gets the metrics of each sample when its session ends.
+
+    Raises:
+        ValueError: two tools have one name.
+    """
+
+    def __init__(
+        self, tools: Sequence[HostedTool] = (), report: Callable[[Mapping[str, float]], None] = lambda metrics: None
+    ) -> None:
+        self.tools: dict[str, HostedTool] = {}
+        self.report = report
+        self._numbers = itertools.count()
+        self._said_at: dict[str, float] = {}
+        for hosted in tools:
+            self.add(hosted)
+
+    def add(self, hosted: HostedTool) -> None:
+        """One more tool.
+
+        Raises:
+            ValueError: its name is taken.
+        """
+        name = hosted.tool.name
+        if name in self.tools:
+            raise ValueError(
+                f"{hosted.label} and {self.tools[name].label} are both called {name!r}; give one another name"
+            )
+        self.tools[name] = hosted
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        """What the model is told of."""
+        return tuple(hosted.tool.schema() for hosted in self.tools.values())
+
+    def session(self, data: Mapping[str, Any]) -> ToolSession:
+        """The tools for one sample of the row `data`, whose `tool_args` has arguments by tool."""
+        given = data.get("tool_args") or {}
+        return ToolSession(self, given if isinstance(given, Mapping) else {}, f"sample-{next(self._numbers)}")
+
+    def note_failure(self, label: str, why: str) -> None:
+        """A line in the log, not more than one a tool in `SAID_EVERY_S`."""
+        now = time.monotonic()
+        if now - self._said_at.get(label, -SAID_EVERY_S) >= SAID_EVERY_S:
+            self._said_at[label] = now
+            _log.warning("%s failed: %s", label, why[:1000])
+
+
+class ToolSession:
+    """One sample's use of the tools. An asynchronous context manager: at its end every tool that was used is released.
+
+    Calls may be under way at the same time.
+    """
+
+    def __init__(self, toolbox: Toolbox, arguments: Mapping[str, Any], instance_id: str) -> None:
+        self._toolbox, self._arguments, self._id = toolbox, arguments, instance_id
+        self._created: dict[str, asyncio.Task[None]] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._rewards: defaultdict[str, float] = defaultdict(float)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release what was used, and report."""
+        for name, creating in self._created.items():
+            hosted = self._toolbox.tools[name]
+            creating.cancel()
+            try:
+                await hosted.host(hosted.tool.release, self._id)
+            except ToolFailure as failure:  # the sample is complete without it
+                self._counts[f"tool/{name}/errors"] += 1
+                self._toolbox.note_failure(hosted.label, f"release: {failure}")
+        if self._counts:
+            self._toolbox.report(dict(self._counts))
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """`tool/<name>/calls`, `errors`, `seconds` and the tools' own, summed over the sample's calls so far."""
+        return self._counts
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """The result of `call`; see the module's docstring."""
+        hosted = self._toolbox.tools.get(call.name)
+        name, begun = UNKNOWN if hosted is None else call.name, time.monotonic()
+        self._counts[f"tool/{name}/calls"] += 1
+        self._counts[f"tool/{name}/errors"] += 0
+        try:
+            result = await self._run(hosted, call)
+        except ToolFailure as failure:
+            result = ToolResult(f"Error: {failure}", is_error=True)
+        limit = hosted.max_result_chars if hosted is not None else 1000
+        result = ToolResult(_fitting(result.text, limit), result.reward, result.metrics, result.is_error)
+        self._counts[f"tool/{name}/seconds"] += time.monotonic() - begun
+        self._counts[f"tool/{name}/errors"] += result.is_error
+        self._rewards[f"tool/{name}"] += result.reward
+        for key, value in result.metrics.items():
+            self._counts[f"tool/{name}/{key}"] += value
+        return result
+
+    async def rewards(self) -> dict[str, float]:
+        """What the sample earned by its tools, by name: `tool/<name>`, only where it is not 0.
+
+        Raises:
+            ToolFailure: a `calc_reward` failed, or gave no finite number: then nobody knows what the sample is worth.
+        """
+        for name in self._created:
+            hosted = self._toolbox.tools[name]
+            try:
+                value = float(await hosted.host(hosted.tool.calc_reward, self._id))
+            except (TypeError, ValueError):
+                value = math.nan
+            if not math.isfinite(value):
+                raise ToolFailure(f"{hosted.label}: calc_reward returned no finite number")
+            self._rewards[f"tool/{name}"] += value
+        return {name: value for name, value in self._rewards.items() if value}
+
+    async def _run(self, hosted: HostedTool | None, call: ToolCall) -> ToolResult:
+        if hosted is None:
+            there_are = ", ".join(self._toolbox.tools) or "none"
+            raise ToolFailure(f"there is no tool {_printable(call.name)[:64]!r}; there are: {there_are}")
+        try:
+            size = len(json.dumps(dict(call.arguments), ensure_ascii=False).encode())
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ToolFailure(f"the arguments cannot be written as JSON in UTF-8 ({type(error).__name__})") from None
+        if size > MAX_ARGUMENT_CHARS:
+            raise ToolFailure(f"the arguments have {size} characters; {MAX_ARGUMENT_CHARS} are the most")
+        if (wrong := wrong_arguments(hosted.tool.schema(), call.arguments)) is not None:
+            raise ToolFailure(wrong)
+        try:
+            await self._create(hosted)
+            return _checked(await hosted.host(hosted.tool.execute, self._id, dict(call.arguments)))
+        except ToolFailure as failure:
+            self._toolbox.note_failure(hosted.label, str(failure))
+            raise
+
+    async def _create(self, hosted: HostedTool) -> None:
+        """Begin with the tool, once a sample; who comes meanwhile waits."""
+        name = hosted.tool.name
+        if name not in self._created:
+            given = self._arguments.get(name) or {}
+            self._created[name] = asyncio.create_task(_none(hosted.host(hosted.tool.create, self._id, **given)))
+        await asyncio.shield(self._created[name])
+
+
+def _checked(value: object) -> ToolResult:
+    """What a tool returned, as a result with finite numbers."""
+    try:
+        result = as_result(value)
+        finite = all(map(math.isfinite, (result.reward, *result.metrics.values())))
+    except (TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise ToolFailure(f"returned what is no result ({type(error).__name__})") from error
+    if not finite or not isinstance(result.text, str):
+        raise ToolFailure("returned a result whose text is no text, or a number in it is not finite")
+    return result
+
+
+async def _none(work: Awaitable[Any]) -> None:
+    await work
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _fitting(text: str, limit: int) -> str:
+    """`text` in UTF-8, its middle left out where it is longer than `limit` characters."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"
+    return _printable(text)

@@ -1,0 +1,324 @@
+"""Environments of `verifiers`, of both its APIs and unmodified, each in an environment that has it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from asyncrl.agents.verifiers_env import VerifiersAgent, VerifiersDataset, VerifiersError
+from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.chat.template import ChatFormat
+from asyncrl.inference.openai.endpoint import Endpoint
+from asyncrl.rollout.served_client import ServedEpisodeClient
+
+CLASSIC = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
+V1 = os.environ.get("ASYNCRL_VERIFIERS_V1_PYTHON", "")
+classic = [pytest.mark.verifiers, pytest.mark.skipif(not CLASSIC, reason="no verifiers 0.2")]
+v1 = [pytest.mark.verifiers, pytest.mark.skipif(not V1, reason="no verifiers 0.4")]
+
+CLASSIC_ENV = """
+import os
+
+import verifiers as vf
+from datasets import Dataset
+
+
+async def look(at: int) -> str:
+    "Looks."
+    return f"at {at}"
+
+
+def text(completion):
+    return "".join(message["content"] or "" for message in completion if message["role"] == "assistant")
+
+
+def right(completion, answer, **kwargs):
+    return float(answer in text(completion))
+
+
+def length(completion, **kwargs):
+    return float(len(text(completion)))
+
+
+def half(completion, **kwargs):
+    return 0.5
+
+
+def of_group(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        question = state["prompt"][-1]["content"]
+        if question == "die":
+            os._exit(3)
+        if question == "raise":
+            raise RuntimeError("the game is lost")
+        return [{"role": "user", "content": "sure?"}]
+
+
+def load_environment(kind="single", rows=2):
+    print("this does not go to the wire")
+    asked = ["2+2?", "die", "raise", "3+3?"] if kind == "twice" else ["2+2?"] * rows
+    table = Dataset.from_list([{"question": each, "answer": "4"} for each in asked])
+    rubric = vf.Rubric(funcs=[right, half, length], weights=[1.0, 0.2, 0.0])
+    if kind == "group":
+        return vf.SingleTurnEnv(dataset=table, rubric=vf.Rubric(funcs=[of_group]))
+    if kind == "tool":
+        return vf.ToolEnv(dataset=table, tools=[look], rubric=rubric, max_turns=4)
+    if kind == "twice":
+        return Twice(dataset=table, rubric=rubric, max_turns=2)
+    return vf.SingleTurnEnv(dataset=table, eval_dataset=table.select([0]), rubric=rubric)
+"""
+TASKSET = """
+import openai
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str = "4"
+
+
+class Sums(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        if self.data.prompt == "raise":
+            raise RuntimeError("the judge is ill")
+        return float(self.data.answer in (trace.nodes[-1].message.content or ""))
+
+    @vf.reward(weight=0.2)
+    async def half(self, trace: vf.Trace) -> float:
+        return 0.5
+
+    @vf.metric
+    async def nodes(self, trace: vf.Trace) -> float:
+        return float(len(trace.nodes))
+
+
+class SumsTaskset(vf.Taskset[Sums, vf.TasksetConfig]):
+    def load(self):
+        return [Sums(Data(prompt=prompt), self.config.task) for prompt in ("2+2?", "raise")]
+
+
+class LoopConfig(vf.HarnessConfig):
+    pass
+
+
+class Loop(vf.Harness[LoopConfig]):
+    "Two turns, in this process."
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as policy:
+            for feedback in ("sure?", None):
+                answer = await policy.chat.completions.create(model=ctx.model, messages=messages)
+                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+                if feedback:
+                    messages.append({"role": "user", "content": feedback})
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["SumsTaskset", "Loop"]
+"""
+
+
+@dataclass
+class Speaker:
+    """Says `texts` in turn, each token under another log-probability."""
+
+    chat: ChatFormat
+    texts: list[str]
+    gate: asyncio.Event
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        await self.gate.wait()
+        assert self.chat.findings.end_id is not None
+        ids = [*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.findings.end_id]
+        completion = Completion(ids, [-0.1 * at for at in range(len(ids))], [3] * len(ids), FinishReason.stop)
+        return GenerationResult(request.request_id, (completion,))
+
+
+class World:
+    def __init__(self, chat: ChatFormat, endpoint: Endpoint) -> None:
+        self.chat, self.endpoint, self.agents = chat, endpoint, list[VerifiersAgent]()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def agent(self, python: str, env: Path, **more: Any) -> VerifiersAgent:
+        self.agents.append(VerifiersAgent(python=python, env=str(env), **more))
+        return self.agents[-1]
+
+    def client(self, prompt: Prompt, *texts: str) -> ServedEpisodeClient:
+        return ServedEpisodeClient(
+            Speaker(self.chat, list(texts), self.gate), prompt, 0, self.chat, endpoint=self.endpoint
+        )
+
+    async def run(self, agent: VerifiersAgent, env: Path, row: int, *texts: str, split: str = "train") -> list[Sample]:
+        data = {"prompt": "?", "verifiers": {"env": str(env), "split": split, "row": row}}
+        prompt = Prompt("p0", 0, data, (1,), 1, SamplingParams(max_new_tokens=64, seed=1))
+        client, nothing = self.client(prompt, *texts), Any
+        try:
+            return list(await agent.run(prompt, nothing, client))  # type: ignore[arg-type]
+        finally:
+            client.close()
+
+    def says(self, sample: Sample) -> list[str]:
+        """The sample's text, sampled stretches apart."""
+        stretches: list[list[int]] = [[]]
+        for token, masked in zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True):
+            if masked != (len(stretches) % 2 == 0):
+                stretches.append([])
+            stretches[-1].append(token)
+        return [self.chat.tokenizer.decode_all(each) for each in stretches]
+
+
+@pytest_asyncio.fixture
+async def world(chat: ChatFormat, endpoint: Endpoint) -> AsyncIterator[World]:
+    made = World(chat, endpoint)
+    yield made
+    for agent in made.agents:
+        await agent.close()
+
+
+@pytest.fixture
+def classic_env(tmp_path: Path) -> Path:
+    file = tmp_path / "my_env.py"
+    file.write_text(CLASSIC_ENV)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "spoken"),
+    [
+        pytest.param("single", ["it is 4"], ["it is 4"], marks=classic),
+        pytest.param("tool", ["a", "so 4"], ["a", "so 4"], marks=classic),
+        pytest.param("twice", ["it is 5", "no, 4"], ["it is 5", "no, 4"], marks=classic),
+    ],
+)
+async def test_classic_environments_are_rolled_out_and_scored_by_their_rubrics(
+    world: World, classic_env: Path, kind: str, texts: list[str], spoken: list[str]
+) -> None:
+    agent = world.agent(CLASSIC, classic_env, args={"kind": kind})
+    (sample,) = await world.run(agent, classic_env, 0, *texts)
+    assert [said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] == spoken
+    assert sample.reward == pytest.approx(1.1)
+    assert sample.reward_parts == {"right": 1.0, "half": 0.5}
+    assert sample.metrics["length"] > 0
+    (sample,) = await world.run(agent, classic_env, 0, *["what?"] * 2)
+    assert sample.reward == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_a_rollout_that_fails_is_no_sample_and_the_others_go_on(
+    world: World, classic_env: Path, python: str
+) -> None:
+    agent = world.agent(python, classic_env, args={"kind": "twice"})
+    good = world.run(agent, classic_env, 3, "it is 4", "yes, 4")
+    bad = world.run(agent, classic_env, 2, "it is 4", "yes, 4")
+    samples, error = await asyncio.gather(good, bad, return_exceptions=True)
+    assert isinstance(samples, list)
+    assert samples[0].reward == pytest.approx(1.1)
+    assert isinstance(error, VerifiersError)
+    assert "the game is lost" in str(error)
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_a_process_that_dies_costs_its_rollouts_and_is_started_again(
+    world: World, classic_env: Path, python: str
+) -> None:
+    agent = world.agent(python, classic_env, args={"kind": "twice"})
+    with pytest.raises(VerifiersError, match="ended"):
+        await world.run(agent, classic_env, 1, "it is 4")
+    (sample,) = await world.run(agent, classic_env, 3, "it is 4", "yes, 4")
+    assert sample.reward == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_the_process_is_renewed_when_its_last_rollout_is_done(
+    world: World, classic_env: Path, python: str, until: Any
+) -> None:
+    agent = world.agent(python, classic_env, max_episodes=1)
+    world.gate.clear()
+    first = asyncio.create_task(world.run(agent, classic_env, 0, "4"))
+    await until(lambda: agent._host is not None and agent._host._waiting)
+    host: Any = agent._host
+    second = asyncio.create_task(world.run(agent, classic_env, 1, "4"))
+    await until(lambda: agent._host is not host)
+    assert not host.has_ended
+    world.gate.set()
+    assert [sample.reward for samples in await asyncio.gather(first, second) for sample in samples] == [1.1, 1.1]
+    assert await host._process.wait() == 0
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_a_rollout_that_is_cancelled_asks_no_more_and_an_orphan_ends(
+    world: World, classic_env: Path, python: str, until: Any
+) -> None:
+    agent = world.agent(python, classic_env)
+    world.gate.clear()
+    running = asyncio.create_task(world.run(agent, classic_env, 0, "4"))
+    await until(lambda: agent._host is not None and agent._host._waiting)
+    host: Any = agent._host
+    running.cancel()
+    await asyncio.wait({running})
+    assert not host._waiting
+    assert len(world.endpoint) == 0
+    host._process.stdin.close()  # as the end of the RolloutWorker does
+    async with asyncio.timeout(30):
+        assert await host._process.wait() in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+def test_what_cannot_be_trained_is_refused_by_its_reason(classic_env: Path, python: str) -> None:
+    def load(split: str = "train", **more: Any) -> VerifiersDataset:
+        return VerifiersDataset(**{"split": split, "seed": 0, "python": python, "env": str(classic_env)} | more)
+
+    rows = load("held_out")
+    assert len(rows) == 1
+    assert rows.row(0)["prompt"][-1] == {"role": "user", "content": "2+2?"}
+    assert rows.row(0)["verifiers"] == {"env": str(classic_env), "split": "held_out", "row": 0}
+    for more, why in (
+        ({"args": {"kind": "group"}}, "scores groups"),
+        ({"args": {"kind": "twice"}, "split": "held_out"}, "no eval_dataset"),
+        ({"python": "/no/such/python"}, "cannot be started"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            load(**more)
+
+
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_path: Path, python: str) -> None:
+    file = tmp_path / "sums_v1.py"
+    file.write_text(TASKSET)
+    with pytest.raises(ValueError, match="no held-out rows"):
+        VerifiersDataset(split="held_out", seed=0, python=python, env=str(file))
+    rows = VerifiersDataset(split="train", seed=0, python=python, env=str(file))
+    assert (len(rows), rows.row(0)["prompt"]) == (2, "2+2?")
+    agent = world.agent(python, file)
+    runs = [world.run(agent, file, 0, "it is 5", "no, 4"), world.run(agent, file, 0, "it is 4", "or 5")]
+    (right,), (wrong,) = await asyncio.gather(*runs)
+    assert [said.removesuffix("<|im_end|>") for said in world.says(right)[1::2]] == ["it is 5", "no, 4"]
+    assert (right.reward, wrong.reward) == (pytest.approx(1.1), pytest.approx(0.1))
+    assert right.reward_parts == {"right": 1.0, "half": 0.5}
+    assert right.metrics["nodes"] == 4.0
+    with pytest.raises(VerifiersError, match="the judge is ill"):
+        await world.run(agent, file, 1, "4", "4")
+
+
+async def test_rows_of_another_dataset_are_refused_before_anything_starts(world: World, tmp_path: Path) -> None:
+    agent = world.agent("/no/such/python", tmp_path / "a.py")
+    with pytest.raises(VerifiersError, match=r"set dataset\.path"):
+        await world.run(agent, tmp_path / "b.py", 0)
+    with pytest.raises(VerifiersError, match="cannot be started"):
+        await world.run(agent, tmp_path / "a.py", 0)

@@ -1,0 +1,343 @@
+"""The tools of a run: loaded as the settings say, and whatever they do costs a call, never the worker."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from asyncrl.api import ToolCall
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import metered
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.tools import RunTools
+from asyncrl.tools.settings import ToolConfig, check
+from asyncrl.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
+
+TOOLS = '''
+import os
+import sys
+import time
+from asyncrl.api import Tool, ToolResult
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds."""
+    return a + b
+
+
+async def later(a: int) -> int:
+    """Adds one, asynchronously."""
+    return a + 1
+
+
+def hangs(a: int) -> int:
+    while True:
+        time.sleep(0.01)
+
+
+def raises(a: int) -> int:
+    raise ValueError("boom")
+
+
+def raises_no_text(a: int) -> int:
+    raise ValueError("boom \\udce9")
+
+
+def exits(a: int) -> int:
+    os._exit(3)
+
+
+def prints_100_mb(a: int) -> str:
+    for _ in range(100):
+        sys.stdout.write("x" * (1 << 20))
+    return "done"
+
+
+def returns_100_mb(a: int) -> str:
+    return "x" * (100 << 20)
+
+
+def wants_10_gb(a: int) -> int:
+    return len(bytearray(10 << 30))
+
+
+def leaves(a: int) -> int:
+    sys.exit(2)
+
+
+def no_result(a: int) -> object:
+    found = []
+    found.append(found)
+    return found
+
+
+def scaled(a: int, *, factor: int) -> int:
+    """Scaled."""
+    return a * factor
+
+
+class Counter(Tool):
+    """Counts the calls of each sample; plain and asynchronous methods."""
+    name = "counter"
+    live = set()
+
+    def __init__(self, *, reward: float = 0.5):
+        self._reward, self._counts = reward, {}
+
+    def schema(self):
+        return {"type": "function", "function": {"name": self.name, "description": "", "parameters": {
+            "type": "object", "properties": {"by": {"type": "integer"}}}}}
+
+    async def create(self, instance_id, *, start=0):
+        self.live.add(instance_id)
+        self._counts[instance_id] = start
+
+    def execute(self, instance_id, arguments):
+        self._counts[instance_id] += arguments.get("by", 1)
+        return ToolResult(str(self._counts[instance_id]), reward=0.1, metrics={"by": 1.0})
+
+    async def calc_reward(self, instance_id):
+        return self._reward
+
+    def release(self, instance_id):
+        self.live.discard(instance_id)
+
+
+class BadReward(Counter):
+    name = "bad_reward"
+
+    def execute(self, instance_id, arguments):
+        return ToolResult("x", reward=float("nan"))
+
+    async def calc_reward(self, instance_id):
+        raise RuntimeError("no reward")
+
+
+class Unready(Counter):
+    name = "unready"
+
+    def __init__(self):
+        raise OSError("no licence")
+
+
+NOT_A_TOOL = 3
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    file = tmp_path / "my_tools.py"
+    file.write_text(TOOLS)
+    return str(file)
+
+
+@pytest.fixture
+async def offloader():
+    async with Offloader(UserCodeConfig(process_memory_mb=1024)) as made:
+        yield made
+
+
+def _tools(offloader: Offloader, module: str, *names: str, **settings: Any) -> RunTools:
+    return RunTools([ToolConfig(path=f"{module}:{name}", **settings) for name in names], (), offloader)
+
+
+async def _call(tools: RunTools, name: str, arguments: Any, **data: Any):
+    async with tools.toolbox.session(data) as session:
+        return await session.call(ToolCall("id", name, arguments)), dict(session.metrics)
+
+
+@pytest.mark.parametrize("place", ["auto", "loop", "thread", "process"])
+async def test_a_function_is_called_wherever_it_runs(offloader, module, place):
+    tools = _tools(offloader, module, "add", run_in=place)
+    result, metrics = await _call(tools, "add", {"a": 2})
+    assert (result.text, result.is_error) == ("3", False)
+    assert metrics["tool/add/calls"] == 1
+    assert metrics["tool/add/errors"] == 0
+    assert metrics["tool/add/seconds"] > 0
+
+
+@pytest.mark.parametrize("place", ["auto", "process"])
+async def test_an_asynchronous_function_is_called(offloader, module, place):
+    assert (await _call(_tools(offloader, module, "later", run_in=place), "later", {"a": 2}))[0].text == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "told"),
+    [
+        ("hangs", "thread", "did not return within 0.3 s"),
+        ("hangs", "process", "did not return within 0.3 s"),
+        ("raises", "thread", "raised ValueError: boom"),
+        ("raises", "process", "raised ValueError: boom"),
+        ("raises_no_text", "thread", "raised ValueError: boom ?"),
+        ("raises_no_text", "process", "surrogates not allowed"),
+        ("leaves", "thread", "raised SystemExit"),
+        ("exits", "process", "lost its process"),
+        ("no_result", "thread", "returned what is no result"),
+    ],
+)
+async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(offloader, module, name, place, told):
+    tools = _tools(offloader, module, name, "add", run_in=place, timeout_s=0.3 if name == "hangs" else 30.0)
+    for _ in range(2):
+        result, metrics = await _call(tools, name, {"a": 1})
+        assert result.is_error
+        assert result.text.startswith("Error: ")
+        assert told in result.text
+        assert "my_tools.py" not in result.text
+        assert metrics[f"tool/{name}/errors"] == 1
+        result.text.encode()
+    if name != "hangs":
+        assert (await _call(tools, "add", {"a": 1}))[0].text == "2"
+
+
+async def test_a_tool_that_wants_too_much_memory_is_refused_it(offloader, module):
+    result, _ = await _call(_tools(offloader, module, "wants_10_gb", run_in="process"), "wants_10_gb", {"a": 1})
+    assert result.is_error
+    assert "MemoryError" in result.text
+
+
+async def test_what_a_tool_prints_is_no_result_and_fills_no_log(offloader, module, capfd):
+    result, _ = await _call(_tools(offloader, module, "prints_100_mb", run_in="process"), "prints_100_mb", {"a": 1})
+    assert result.text == "done"
+    assert len(capfd.readouterr().err) < 1 << 20
+
+
+async def test_a_huge_result_is_cut_or_refused(offloader, module):
+    result, _ = await _call(_tools(offloader, module, "returns_100_mb"), "returns_100_mb", {"a": 1})
+    assert len(result.text) < 10_000
+    assert "characters left out" in result.text
+    result, _ = await _call(_tools(offloader, module, "returns_100_mb", run_in="process"), "returns_100_mb", {"a": 1})
+    assert result.is_error
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("nothing", {}, "there is no tool 'nothing'; there are: add"),
+        ("\udce9" * 1000, {}, "there is no tool '?"),
+        ("add", {}, "missing argument 'a'"),
+        ("add", {"a": "1"}, "expected integer"),
+        ("add", {"a": 1, "c": 2}, "unknown argument 'c'; it takes: a, b"),
+        ("add", {"a": "\ud800"}, "UTF-8"),
+        ("add", {"a": "x" * (MAX_ARGUMENT_CHARS + 1)}, "characters"),
+    ],
+)
+async def test_calls_that_make_no_sense_are_told_so(offloader, module, name, arguments, told):
+    result, metrics = await _call(_tools(offloader, module, "add"), name, arguments)
+    assert result.is_error
+    assert told in result.text
+    assert len(result.text.encode()) < 1100
+    counted = "add" if name == "add" else "unknown"
+    assert metrics[f"tool/{counted}/errors"] == 1
+
+
+async def test_arguments_of_settings_and_samples_reach_a_function(offloader, module):
+    for place in ("thread", "process"):
+        tools = _tools(offloader, module, "scaled", run_in=place)
+        assert (await _call(tools, "scaled", {"a": 2}, tool_args={"scaled": {"factor": 3}}))[0].text == "6"
+        assert "nobody gives the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
+        tools = _tools(offloader, module, "scaled", run_in=place, args={"factor": 5})
+        assert (await _call(tools, "scaled", {"a": 2}))[0].text == "10"
+
+
+async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(offloader, module):
+    tools = _tools(offloader, module, "Counter")
+    live = type(tools.toolbox.tools["counter"].tool).live
+    async with (
+        tools.toolbox.session({"tool_args": {"counter": {"start": 10}}}) as one,
+        tools.toolbox.session({}) as two,
+    ):
+        assert (await one.call(ToolCall("a", "counter", {}))).text == "11"
+        results = await asyncio.gather(*(two.call(ToolCall(str(n), "counter", {"by": 2})) for n in range(3)))
+        assert sorted(int(result.text) for result in results) == [2, 4, 6]
+        assert len(live) == 2
+        assert await one.rewards() == {"tool/counter": pytest.approx(0.6)}
+        assert await two.rewards() == {"tool/counter": pytest.approx(0.8)}
+        assert two.metrics["tool/counter/by"] == 3
+    assert not live
+
+
+async def test_a_tool_that_was_not_called_is_neither_begun_nor_rewarded(offloader, module):
+    async with _tools(offloader, module, "Counter").toolbox.session({}) as session:
+        assert await session.rewards() == {}
+        assert session.metrics == {}
+
+
+async def test_a_reward_that_fails_fails_the_sample(offloader, module):
+    tools = _tools(offloader, module, "BadReward")
+    async with tools.toolbox.session({}) as session:
+        assert "not finite" in (await session.call(ToolCall("a", "bad_reward", {}))).text
+        with pytest.raises((ToolFailure, UserCodeError), match="no reward"):
+            await session.rewards()
+
+
+async def test_the_rollouts_metrics_are_means_over_samples_that_used_tools(offloader, module):
+    tools = _tools(offloader, module, "add")
+    with metered() as meter:
+        for calls in (1, 3, 0):
+            async with tools.toolbox.session({}) as session:
+                for _ in range(calls):
+                    await session.call(ToolCall("a", "add", {"a": 1}))
+    assert meter.metrics()["tool/add/calls"] == 2.0
+    assert meter.metrics()["rollout/tool_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([{"path": "{module}:nothing"}], "defines no 'nothing'"),
+        ([{"path": "{module}:NOT_A_TOOL"}], "it is a int"),
+        ([{"path": "{module}:Unready"}], "OSError: no licence"),
+        ([{"path": "{module}:Counter", "run_in": "process"}], "run_in=process is for functions"),
+        ([{"path": "{module}:later", "run_in": "thread"}], "leave it at auto"),
+        ([{"path": "{module}:add"}, {"path": "{module}:add"}], "both called 'add'"),
+        ([{"path": "{module}:add", "name": "later"}, {"path": "{module}:later"}], "both called 'later'"),
+        ([{"path": "builtins:dict"}], "asyncrl.api.Tool"),
+    ],
+)
+async def test_a_tool_that_cannot_be_loaded_is_refused_by_its_setting(offloader, module, settings, message):
+    configs = [ToolConfig(**{**each, "path": each["path"].format(module=module)}) for each in settings]
+    with pytest.raises(ConfigError, match=r"tools\[[01]\]") as caught:
+        RunTools(configs, (), offloader)
+    assert message in str(caught.value)
+
+
+def _problems(text: str) -> list[str]:
+    merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
+    config: Any = OmegaConf.to_object(merged)
+    return list(check(config))
+
+
+AGENT = "agent: {path: 'asyncrl.agents.tool_agent:ToolAgent'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator'}]", None),
+        (AGENT + "tools: [{path: 'asyncrl.tools.python:PythonTool', args: {cpu_s: 2.0}}]", None),
+        (AGENT + "tools: [{path: 'asyncrl.tools.python:PythonTool', args: {cpu: 2.0}}]", "no parameter 'cpu'"),
+        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', args: {expression: x}}]", "after `*`"),
+        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calc'}]", "defines no 'calc'"),
+        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', timeout_s: 0}]", "tools[0].timeout_s=0"),
+        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', name: 'a b'}]", "tools[0].name='a b'"),
+        ("tools: [{path: 'asyncrl.tools.calculator:calculator'}]", "this agent calls no tools"),
+        (AGENT + "mcp: [{name: s, command: python3, args: [server.py]}]", None),
+        (AGENT + "mcp: [{name: s}]", "give one of them"),
+        (AGENT + "mcp: [{name: s, command: python3, url: 'http://h/mcp'}]", "give one of them"),
+        (AGENT + "mcp: [{command: python3}]", "mcp[0].name=''"),
+        (AGENT + "mcp: [{name: s, command: no-such-program}]", "is it installed"),
+        (AGENT + "mcp: [{name: s, url: 'localhost:8000'}]", "no HTTP address"),
+        (AGENT + "mcp: [{name: s, url: 'http://h/mcp', args: [x]}]", "mcp[0].args"),
+        (AGENT + "mcp: [{name: s, url: 'http://a/mcp'}, {name: s, url: 'http://b/mcp'}]", "mcp[1].name='s'"),
+    ],
+)
+def test_settings_are_checked_before_the_start(text, message):
+    problems = _problems(text)
+    assert (problems == []) if message is None else (len(problems) == 1 and message in problems[0])
