@@ -34,7 +34,9 @@ def test_settings_are_accepted_and_load_the_data(tmp_path: Path, monkeypatch: py
     validate(config)
     check_data(config, tmp_path)
     data = load_train_set(config)
-    rollouts = [RolloutRecord(str(n), f"e0-{n}", n, 0, 0, {0: 1}, (2,), (1,), (1.0 - n,), (False,)) for n in (0, 1)]
+    rollouts = [
+        RolloutRecord(str(n), f"e0-{n}", n, 0, 0, {0: 1}, (2,), (1,), (1.0 - n,), (False,), (0,)) for n in (0, 1)
+    ]
     ranks = buffer_order(config.buffer.order)(rollouts, 0)
     assert ranks == ({"0": 1.0, "1": 0.0} if config.buffer.order.path else {})
     if config.dataset.sources:

@@ -36,7 +36,17 @@ def mine(tmp_path: Path) -> str:
 
 def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
     return RolloutRecord(
-        f"r{order}", f"e0-{order}", order, 0, oldest, {oldest: 6}, (8, 8), (6, 6), (reward, reward), (False, False)
+        f"r{order}",
+        f"e0-{order}",
+        order,
+        0,
+        oldest,
+        {oldest: 6},
+        (8, 8),
+        (6, 6),
+        (reward, reward),
+        (False, False),
+        (0, 1),
     )
 
 
