@@ -1,8 +1,8 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
-`audit RUN` checks what a run left on the disk; `show RUN` prints samples that it kept; `rollout`
-generates and keeps without training; `replay` trains on what was kept.
+`eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `show RUN`
+prints samples that it kept; `rollout` generates and keeps without training; `replay` trains on what was kept.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return show.main(argv[1:], program())
+    if argv[:1] == ["eval"]:
+        from asyncrl.commands import eval as evaluation
+
+        return evaluation.main(argv[1:], program())
     args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -162,6 +162,49 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: a random Qwen2 with a byte-level BPE tokenizer of its own and ChatML as its template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+    folder = tmp_path_factory.mktemp("tiny_chat_model")
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    rows = (Path(__file__).parents[1] / "experiments" / "gsm8k_rows.jsonl").read_text(encoding="utf-8")
+    backend.train_from_iterator([CHATML, *rows.splitlines()], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[2], pad_token=special[0])
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    return folder
+
+
 @pytest.fixture
 def http_security(tmp_path: Path) -> HttpSecurity:
     """Token and certificate of a run of this test's own."""

@@ -4,6 +4,7 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
 from asyncrl.api.agent import Agent, EpisodeError, GroupClient, Outcome
+from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
@@ -15,13 +16,14 @@ from asyncrl.api.generation import (
     SamplingParams,
 )
 from asyncrl.api.prompt import Prompt
-from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored
+from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
 from asyncrl.api.tokenizer import Tokenizer
 from asyncrl.api.tool import Tool, ToolResult, as_tool
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 __all__ = [
     "Agent",
+    "BufferOrder",
     "ChatClient",
     "ChatFinish",
     "ChatReply",
@@ -39,6 +41,7 @@ __all__ = [
     "Message",
     "Outcome",
     "Prompt",
+    "ReadyRollout",
     "RewardFunction",
     "RunIn",
     "Sample",
@@ -55,5 +58,6 @@ __all__ = [
     "messages_of",
     "run_in",
     "scored",
+    "verdict",
     "with_turn_rewards",
 ]

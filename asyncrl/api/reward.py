@@ -10,6 +10,9 @@ first parameter:
 | `score(group) -> Sequence[float]`      | once the whole group is complete      | a reward for each sample   |
 
 `def` and `async def` both do. A class does too: `args` go to its constructor, and its instances are called.
+
+A reward that says whether an answer is right, 1 or 0 and nothing between, is a verdict and says so (`verdict`): then
+evaluations report accuracy and pass@k besides the mean.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _MARK = "__asyncrl_run_in__"
+_VERDICT = "__asyncrl_verdict__"
 
 
 class RunIn(StrEnum):
@@ -156,3 +160,18 @@ def marked_run_in(function: object) -> RunIn:
     """Where `function` is marked to run; `auto` if it is not."""
     place = getattr(function, _MARK, RunIn.auto)
     return RunIn(place)
+
+
+def verdict(reward: _T) -> _T:
+    """Mark a reward as a verdict on an answer: 1 where it is right, 0 where it is wrong, never anything else.
+
+    `@verdict` stands above a function or a class; in a constructor `verdict(self)` marks the instance alone. The
+    setting `verdict` of the reward wins over the mark. What a verdict returns is checked.
+    """
+    setattr(reward, _VERDICT, True)
+    return reward
+
+
+def is_verdict(reward: object) -> bool:
+    """Whether `reward` is marked as a verdict."""
+    return getattr(reward, _VERDICT, False) is True

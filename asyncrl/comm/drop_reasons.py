@@ -20,6 +20,8 @@ class DropReason(StrEnum):
     """It took longer than `rollout.rollout_timeout_s`."""
     agent_rejected = auto()
     """The agent returned no samples."""
+    curriculum = auto()
+    """It rests in this epoch, as it was too easy or too hard; see `dataset.curriculum`."""
     worker_died = auto()
     """Its RolloutWorker is gone."""
     crashed_worker = auto()

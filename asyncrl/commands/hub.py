@@ -63,10 +63,12 @@ def _settings(config: Config) -> Iterator[_Named]:
 
     yield from named("model.path", "model", config.model)
     yield from named("dataset.path", "dataset", config.dataset)
+    yield from named("eval.path", "dataset", config.eval)
     if isinstance(config, ExperimentConfig):
         yield from named("algorithm.critic.path", "model", config.algorithm.critic)
         yield from named("algorithm.reference.path", "model", config.algorithm.reference)
-        yield from named("eval.path", "dataset", config.eval)
+        for number, each in enumerate(config.eval.sets):
+            yield from named(f"eval.sets[{number}].path", "dataset", each)
         for number, source in enumerate(config.dataset.sources):
             yield from named(f"dataset.sources[{number}].path", "dataset", source)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.chat.settings import turns
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.datasets import Placed
+from asyncrl.datasets.demonstrations import conversation_of, load_demonstrations
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
+from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.rollout.scoring import load_rewards
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.tools import check_format
 from asyncrl.rollout.user_code import load_chat_format, load_eval_set, load_prompt_format, load_train_set
 from asyncrl.trainer.layout_checks import base_model_problems
@@ -50,27 +55,34 @@ def check_data(config: Config, folder: Path | None) -> None:
 
 
 ROWS_LOOKED_AT = 1000
-"""Of a dataset that is a class, whose rows may take time to make; of files all rows are looked at."""
+"""Of a dataset that is a class, whose rows may take time to make."""
+FILE_ROWS_LOOKED_AT = 200_000
+"""Of files: a minute or so; the rest is looked at when its turn comes, unless a prompt that is too long is refused."""
 
 
-def check_prompts(config: ExperimentConfig) -> dict[str, Survey]:
+def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, Survey]:
     """Make the prompts of the training set and of the evaluation's, with the tokenizer in `model.path`.
 
+    Args:
+        of_evaluation_alone: not those of the training set.
+
     Returns:
-        What was found, by the name of the setting's group: `dataset` and, where there is an evaluation, `eval`.
+        What was found, by the name of the setting's group: `dataset`, and of each set that is evaluated, `eval` or
+        `eval.sets[0]` and so on.
 
     Raises:
         ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
     """
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source if prompt_format.chat else None)
-    sets = {"dataset": load_train_set(config), "eval": load_eval_set(config) if config.eval.interval else None}
+    sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
+    if not of_evaluation_alone:
+        sets = {"dataset": load_train_set(config), **sets}
     found = {}
     for group, rows in sets.items():
-        if rows is None:
-            continue
-        seen = found[group] = survey(rows, prompt_format, None if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
+        of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
+        seen = found[group] = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
                 f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
@@ -112,11 +124,14 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
     prefix = ""
     if isinstance(config, ExperimentConfig):
         prefix = f"model.base_experiment={config.model.base_experiment!r}: "
-        for load in (load_train_set, load_eval_set):
+        loads: list[Callable[[], object]] = [partial(load_train_set, config)]
+        loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
+        for load in loads:
             try:
-                load(config)
+                load()
             except ConfigError as error:
                 yield str(error)
+        yield from _no_verdict(config)
         if config.model.path is not None:
             return
         base = base_model_config(config, folder)
@@ -124,25 +139,44 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         config = base
         if base_model_dir(config).exists():
             return
+    data = config.dataset
     for phase in config.phases:
         try:
-            _check_demonstrations({**config.dataset.args, **phase.args}, config)
+            _check_demonstrations(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed)
         except ValueError as error:
             yield f"{prefix}dataset.path={error}"
+    held_out = config.eval
+    if held_out.interval and held_out.path is not None:
+        fields = data.fields if held_out.fields is None else held_out.fields
+        try:
+            _check_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
+        except ValueError as error:
+            yield f"{prefix}eval.path={error}"
 
 
-def _check_demonstrations(args: Mapping[str, Any], config: SFTConfig) -> None:
-    """Load the demonstrations that `args` choose; a file is looked through, of a class's rows one is asked for.
+def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
+    """Whether `checkpoint.keep_best` names what only a verdict gives, and no reward is one."""
+    metric = config.checkpoint.keep_best
+    if metric is None or metric.rpartition("/")[2] in ALWAYS:
+        return
+    try:
+        parts = load_rewards(config.reward, config.rewards)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not any(part.verdict for part in parts):
+        yield (
+            f"checkpoint.keep_best={metric!r}: no reward is a verdict, so evaluations measure means alone; name "
+            f"{metric.rpartition('/')[0]}/reward_mean, or mark the reward (asyncrl.api.verdict, or reward.verdict=true)"
+        )
+
+
+def _check_demonstrations(path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int) -> None:
+    """Load demonstrations; a file is looked through, of a class's rows one is asked for.
 
     Raises:
         ValueError: they cannot be loaded, or there is nothing to imitate.
     """
-    path = config.dataset.path
-    dataset = load_dataset(path, args, "train", config.seed)
-    if not callable(getattr(dataset, "demonstration", None)):
-        raise ValueError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
+    dataset = load_demonstrations(path, args, fields, split, seed)
     for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        row = dataset.row(index)
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f"{path!r}: the prompt of row {index} is messages; supervised training takes text")
-        cast(DemonstrationDataset, dataset).demonstration(row)
+        conversation_of(dataset, dataset.row(index))

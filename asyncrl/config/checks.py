@@ -59,7 +59,7 @@ def validate(config: Config) -> None:
 
 def warnings(config: ExperimentConfig) -> list[str]:
     """What a valid config does that its reader may not expect, each as `setting=value: what follows`."""
-    return list(asyncrl.trainer.settings.warnings(config))
+    return [*asyncrl.rollout.settings.warnings(config), *asyncrl.trainer.settings.warnings(config)]
 
 
 def _fields(config: Config) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.setting import PluginConfig, setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
-from asyncrl.master.settings import OnStale
+from asyncrl.master.settings import BufferConfig, OnStale
 from asyncrl.observability.settings import LoggingConfig, SamplesConfig
 from asyncrl.rollout.settings import (
     DatasetConfig,
@@ -75,6 +75,7 @@ class ExperimentConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     manager: ManagerConfig = field(default_factory=ManagerConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -21,6 +21,8 @@ MODEL_FUNCTION = "model_function"
 DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
 """Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
 
+_MARKS = ("run_in(", "verdict")
+"""What decorators begin with that leave a function as it is."""
 OFFERED_TO_AGENTS = ("tokenizer", "chat", "tools")
 """Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
@@ -245,7 +247,7 @@ def _params_at(path: str, positional: int) -> Params | None:
 
 def _is_plain(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
     """Whether it takes what its definition says: no decorator but a mark."""
-    return all(ast.unparse(decorator).startswith("run_in(") for decorator in node.decorator_list)
+    return all(ast.unparse(decorator).startswith(_MARKS) for decorator in node.decorator_list)
 
 
 def _params(function: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> Params | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.datasets.chat import Message
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.readers import is_data_path
 
@@ -31,8 +32,10 @@ class Dataset(Protocol):
 class DemonstrationDataset(Dataset, Protocol):
     """A dataset for supervised training."""
 
-    def demonstration(self, row: Mapping[str, Any]) -> str:
-        """The answer to `row` that the model is to imitate."""
+    def demonstration(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
+        """The answer to `row` that the model is to imitate: text, or messages that end with it. Not asked for where
+        the row's prompt is messages that end with an answer.
+        """
         ...
 
 

@@ -71,8 +71,8 @@ class ChatTemplate:
         """
         return self.render_turns(self.messages(prompt), tools)
 
-    def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """As `render`, without the system prompt.
+    def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True) -> str:
+        """As `render`, without the system prompt; not `to_answer`: without the beginning of an answer.
 
         Raises:
             ChatError: as of `render`.
@@ -82,7 +82,7 @@ class ChatTemplate:
             filled["tools"] = [dict(tool) for tool in tools]
         normalised = [_normalised(turn) for turn in turns]
         try:
-            return self._template.render(messages=normalised, add_generation_prompt=True, **filled)
+            return self._template.render(messages=normalised, add_generation_prompt=to_answer, **filled)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
 

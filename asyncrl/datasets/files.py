@@ -41,6 +41,7 @@ class FileDataset:
         files: glob pattern of the files of a folder, as in `"main/train-*"`; empty: all of them.
         fields: columns under another name: what asyncrl and the reward call it, and the column. A column within a
             column is named with a dot: `answer: reward_model.ground_truth`.
+        demonstrations: for supervised training: messages may end with the assistant's.
         seed: unused, a file has one order; the run's seed orders the epochs.
 
     Raises:
@@ -59,6 +60,7 @@ class FileDataset:
         limit: int = 0,
         files: str = "",
         fields: Mapping[str, str] | None = None,
+        demonstrations: bool = False,
     ) -> None:
         if split not in ("train", "held_out"):
             raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
@@ -66,6 +68,7 @@ class FileDataset:
             raise ValueError(f"dataset held_out_share is {held_out_share}: give 0 to less than 1")
         self.path = Path(path).expanduser()
         self._fields = dict(fields or {})
+        self._demonstrations = demonstrations
         records = read(self.path, files)
         rows = [self._row(record, prompt_template) for record in records]
         kept: Sequence[int] = range(len(rows))
@@ -95,15 +98,16 @@ class FileDataset:
         """`[N]`: CRC-32 of each row's content."""
         return self._sums
 
-    def demonstration(self, row: Mapping[str, Any]) -> str:
-        """The completion that supervised training imitates.
+    def demonstration(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """The completion that supervised training imitates: text, or messages.
 
         Raises:
             ValueError: the row has none of `COMPLETION_FIELDS`.
         """
         for name in COMPLETION_FIELDS:
             if name in row:
-                return str(row[name])
+                found = row[name]
+                return [_without_none(turn) for turn in found] if isinstance(found, list) else str(found)
         names = ", ".join(COMPLETION_FIELDS)
         raise ValueError(f"{self.path}: the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
@@ -125,7 +129,8 @@ class FileDataset:
             )
         if isinstance(prompt, list):
             prompt = [_without_none(turn) for turn in prompt]
-            if (wrong := wrong_messages(prompt)) is not None:
+            asked = prompt[:-1] if self._demonstrations and _is_answer(prompt[-1]) else prompt
+            if (wrong := wrong_messages(asked)) is not None:
                 raise ValueError(f"{place} has no messages under {found!r}: {wrong}")
             if template != _UNCHANGED:
                 raise ValueError(f"{place} has messages, where prompt_template={template!r} wants text: leave it out")
@@ -165,6 +170,10 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
 def _without_none(turn: Any) -> Any:
     """A message without what it leaves open: a table's column has a value in each row."""
     return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else turn
+
+
+def _is_answer(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == "assistant"
 
 
 def _is_held_out(prompt: str | Sequence[Message], share: float) -> bool:

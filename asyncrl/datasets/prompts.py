@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from asyncrl.api import Prompt, SamplingParams
+from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Dataset
-from asyncrl.datasets.chat import ChatError, ChatTemplate, Message, wrong_messages
+from asyncrl.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, Message, template_source, wrong_messages
 from asyncrl.datasets.control_tokens import StandIns
 from asyncrl.datasets.order import PromptRef, prompt_seed
-from asyncrl.datasets.tokenizers import ChatTokenizer
+from asyncrl.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
 class BadPrompt(ValueError):
@@ -134,6 +136,42 @@ class PromptFormat:
         assert self.chat is not None, "plain prompts have no template"
         places = StandIns(self.tokenizer, turns, tools)
         return places.encode(self.chat.render_turns(places.put(turns), places.put(tools)))
+
+
+class ChatSettings(Protocol):
+    """The settings of a chat template, under `dataset`."""
+
+    chat_template: str
+    chat_template_args: dict[str, Any]
+    system_prompt: str
+
+
+def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
+    """The template that `data` names, for the tokenizer in `folder`; None where prompts are plain text.
+
+    Raises:
+        ConfigError: it cannot be read, or a setting of it is given where there is none.
+    """
+    source = None
+    if data.chat_template == AUTO:
+        source = template_source(folder)
+    elif data.chat_template != OFF:
+        try:
+            source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"dataset.chat_template={data.chat_template!r}: cannot be read ({error})") from None
+    if source is None:
+        for name in ("system_prompt", "chat_template_args"):
+            if value := getattr(data, name):
+                raise ConfigError(
+                    f"dataset.{name}={value!r}: the tokenizer in {str(folder)!r} has no chat template to take it; set "
+                    "dataset.chat_template to a Jinja file, or leave it out"
+                )
+        return None
+    try:
+        return ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
+    except ChatError as error:
+        raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
 
 
 def make_prompt(

@@ -34,7 +34,7 @@ class UsedPrompts:
         if prompt_id in self:
             return
         self._count += 1
-        parsed = _parse(prompt_id)
+        parsed = parse_prompt_id(prompt_id)
         if parsed is None:
             self._others.add(prompt_id)
             return
@@ -47,7 +47,7 @@ class UsedPrompts:
         bitmap[byte] |= 1 << (row & 7)
 
     def __contains__(self, prompt_id: object) -> bool:
-        parsed = _parse(prompt_id) if isinstance(prompt_id, str) else None
+        parsed = parse_prompt_id(prompt_id) if isinstance(prompt_id, str) else None
         if parsed is None:
             return prompt_id in self._others
         epoch, row = parsed
@@ -94,7 +94,8 @@ class UsedPrompts:
         return cls.from_json(json.loads(path.read_text())["used_prompts"])
 
 
-def _parse(prompt_id: str) -> tuple[int, int] | None:
+def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:
+    """Epoch and row of the prompt id `e<epoch>-<row>`; None where it is of another form."""
     match = _PROMPT_ID.fullmatch(prompt_id)
     if match is None or int(match[2]) >= _MAX_ROW:
         return None

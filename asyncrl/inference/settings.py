@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.chat.settings import needed_context
 from asyncrl.config.setting import Device, Dtype, setting
+from asyncrl.rollout.settings import longest_answer
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -66,9 +67,14 @@ def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) ->
 
     `model_config` is the content of the model's `config.json`.
     """
-    wanted = config.generation.context_length or needed_context(config)
+    wanted = config.generation.context_length or max(needed_context(config), _single_answer(config))
     text_config = model_config.get("text_config", model_config)
     return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
+
+
+def _single_answer(config: ExperimentConfig) -> int:
+    """The longest prompt with the longest answer to it, of training or of an evaluation."""
+    return config.dataset.max_prompt_tokens + longest_answer(config)
 
 
 def finds_stop_strings(generation: GenerationConfig) -> bool:
@@ -81,9 +87,9 @@ def finds_stop_strings(generation: GenerationConfig) -> bool:
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    sampling, generation = config.rollout.sampling, config.generation
-    needed = needed_context(config)
-    least = config.dataset.max_prompt_tokens + sampling.max_new_tokens
+    generation = config.generation
+    least = _single_answer(config)
+    needed = max(needed_context(config), least)
     if 0 < generation.context_length < least:
         yield (
             f"generation.context_length={generation.context_length}: shorter than dataset.max_prompt_tokens + "

@@ -178,14 +178,15 @@ class ManagerClient:
         dropped: Sequence[m.DroppedRollout],
         given_up_after: int = 0,
         events_after: int = 0,
+        measured_after: int = 0,
     ) -> m.ConsumedReply:
         """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
 
         Returns:
-            The books, the prompts that workers gave up after number `given_up_after`, and what became of rollouts
-            after number `events_after`.
+            The books, the prompts that workers gave up after number `given_up_after`, what became of rollouts after
+            number `events_after`, and the success rates that were measured after number `measured_after`.
         """
-        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after, events_after)
+        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after, events_after, measured_after)
         return await self._call("/report_consumed", report, m.ConsumedReply)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:

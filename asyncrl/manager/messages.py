@@ -98,6 +98,7 @@ class FinishedRollout(Message, frozen=True):
     """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`.
 
     `return_prompt`: its prompt is to be tried again; `as_next_attempt`: with other random numbers, after other prompts.
+    `success`: the share of its answers that are right, where a curriculum asks for it.
     """
 
     rollout_id: Name
@@ -106,6 +107,7 @@ class FinishedRollout(Message, frozen=True):
     return_prompt: bool = False
     tokens: Count = 0
     as_next_attempt: bool = False
+    success: float | None = None
 
 
 class WorkerRequest(Message, frozen=True, kw_only=True):
@@ -171,12 +173,13 @@ class GrantedRollout(Message, frozen=True):
     """A rollout that may run; every token of it will be of `version` or newer.
 
     `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
-    server takes requests now.
+    server takes requests now. `rests`: it is not to run, but to be dropped at once, as the curriculum leaves it out.
     """
 
     rollout_id: str
     version: int
     route: Route | None = None
+    rests: bool = False
 
 
 class ReturnedPrompt(Message, frozen=True):
@@ -264,7 +267,7 @@ class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
     `given_up_after`: the highest number of a prompt that workers gave up, of those that the caller knows;
-    `events_after`: likewise of what became of rollouts.
+    `events_after`: likewise of what became of rollouts; `measured_after`: of measured success rates.
     """
 
     version: Count
@@ -272,6 +275,7 @@ class ConsumedReport(Message, frozen=True):
     dropped: list[DroppedRollout]
     given_up_after: Count = 0
     events_after: Count = 0
+    measured_after: Count = 0
 
 
 class GateBooks(Message, frozen=True):
@@ -301,7 +305,8 @@ class Books(GateBooks, frozen=True, kw_only=True):
 class ConsumedReply(Message, frozen=True):
     """The books with the report in them, and the prompts that workers gave up since; the last has number `seq`.
 
-    `events`: what became of rollouts since, up to these books; the last has number `events_seq`.
+    `events`: what became of rollouts since, up to these books; the last has number `events_seq`. `measured`: prompts
+    with their success, where there is a curriculum; the last has number `measured_seq`.
     """
 
     books: Books
@@ -309,6 +314,8 @@ class ConsumedReply(Message, frozen=True):
     seq: Count
     events: list[RolloutLine] = []
     events_seq: Count = 0
+    measured: list[tuple[str, float]] = []
+    measured_seq: Count = 0
 
 
 class GateState(Books, frozen=True, kw_only=True):

@@ -12,12 +12,14 @@ were published.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.runner import FleetRunner
@@ -128,6 +130,11 @@ class GserverManager(AsyncWorker):
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
+        curriculum = self.config.dataset.curriculum
+        if curriculum.is_on:
+            text = await asyncio.to_thread(Path(state.path).read_text)
+            measured = json.loads(text)["curriculum"]
+            self._service.begin_curriculum(Curriculum(curriculum.low, curriculum.high, curriculum.rest, measured))
         self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
         await self._service.log.flush()
         self.log.info("the gate is open: the run is at version %d", version)

@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
-from asyncrl.manager.given_up_prompts import GivenUpPrompts, GivenUpState
 from asyncrl.manager.messages import ConsumedReport, FinishedRollout
+from asyncrl.manager.numbered_log import LogState, NumberedLog
 from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
 from asyncrl.manager.rollout_events import EventsState, RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
@@ -102,11 +102,12 @@ class Remembered(_Event, frozen=True):
 
     gate: GateMemory
     returned: dict[str, MailboxState]
-    given_up: GivenUpState
+    given_up: LogState[str]
     events: EventsState
     incarnations: dict[str, int]
     begun: bool
     suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
+    measured: LogState[tuple[str, float]] = LogState(0, [])
 
 
 Event: TypeAlias = (
@@ -141,7 +142,8 @@ class RolloutBooks:
         self._now, self._at = now, 0.0
         self.gate = StalenessGate(batch_size, max_staleness)
         self.returned = ReturnedPrompts()
-        self.given_up = GivenUpPrompts()
+        self.given_up = NumberedLog[str]()
+        self.measured = NumberedLog[tuple[str, float]]()
         self.events = RolloutEvents(now=lambda: self._at)
         self.suspects = Suspects()
         self.incarnations: dict[str, int] = {}
@@ -202,12 +204,13 @@ class RolloutBooks:
     def remember(self) -> Remembered:
         """The state as one input."""
         memory = self.gate.memory(), self.returned.state(), self.given_up.state(), self.events.state()
-        return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state())
+        return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state(), self.measured.state())
 
     def _restore(self, state: Remembered) -> None:
         self.gate.restore(state.gate)
         self.returned.restore(state.returned)
         self.given_up.restore(state.given_up)
+        self.measured.restore(state.measured)
         self.events.restore(state.events)
         self.incarnations, self.begun = dict(state.incarnations), state.begun
         self.suspects.restore(*state.suspects)
@@ -215,6 +218,7 @@ class RolloutBooks:
     def _begin(self, began: Began) -> None:
         self.returned.begin_above(began.after)
         self.given_up.begin_above(began.after)
+        self.measured.begin_above(began.after)
         self.events.begin_above(began.after)
         if began.version > 0:
             self.gate.resume(began.version, began.dropped)
@@ -241,10 +245,12 @@ class RolloutBooks:
                 self.suspects.ended(ticket.owner, ticket.prompt_id)
                 self.tokens_finished += finished.tokens
                 self.events.finished(finished.rollout_id, finished.tokens)
+            self._measure(ticket, finished)
             return
         ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
         if ticket is None:
             return
+        self._measure(ticket, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
         goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
         self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
@@ -252,6 +258,11 @@ class RolloutBooks:
             self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
         else:
             self.given_up.add(ticket.prompt_id)
+
+    def _measure(self, ticket: Ticket | None, finished: FinishedRollout) -> None:
+        """A rollout that had not ended before may have measured its prompt."""
+        if ticket is not None and finished.success is not None:
+            self.measured.add((ticket.prompt_id, finished.success))
 
     def _consume(self, report: ConsumedReport) -> None:
         for dropped in report.dropped:
@@ -269,6 +280,7 @@ class RolloutBooks:
                 self.returned.running_again(lost.owner, lost.prompt_id)
         self.gate.train(report.version, report.trained)
         self.given_up.forget(report.given_up_after)
+        self.measured.forget(report.measured_after)
         self.events.forget(report.events_after)
 
     def _give_up(self, worker: str) -> list[str]:

@@ -36,6 +36,7 @@ from typing import Any
 
 from msgspec import structs
 
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.leases import WorkerLeases
@@ -105,6 +106,7 @@ class ManagerService:
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing)
         self.leases = WorkerLeases(lease_s)
+        self.curriculum: Curriculum | None = None
         self._place_first = place_first
         self._pacing = pacing
         self._clock = clock
@@ -227,10 +229,15 @@ class ManagerService:
             self._pacing.asked(self.gate.finished, self._clock())
         self._admit()
         self.progress.notify()
-        given_up = self.rollouts.given_up
-        events = self.rollouts.events
+        given_up, events, measured = self.rollouts.given_up, self.rollouts.events, self.rollouts.measured
         return m.ConsumedReply(
-            self.gate.books(), given_up.unrecorded, given_up.last_seq, events.untold, events.last_seq
+            self.gate.books(),
+            given_up.unrecorded,
+            given_up.last_seq,
+            events.untold,
+            events.last_seq,
+            measured.unrecorded,
+            measured.last_seq,
         )
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
@@ -320,6 +327,12 @@ class ManagerService:
             self._paced_end(rollout_id, kept=False)
         self._admit()
         self.progress.notify()
+
+    def begin_curriculum(self, curriculum: Curriculum) -> None:
+        """Leave out what rests by `curriculum`, which knows what the master does."""
+        for prompt_id, success in self.rollouts.measured.unrecorded:
+            curriculum.measured(prompt_id, success)
+        self.curriculum = curriculum
 
     def begin(self, version: int, workers: Iterable[str] = (), dropped: Mapping[str, int] | None = None) -> None:
         """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
@@ -416,13 +429,14 @@ class ManagerService:
             version = self.gate.version
         if self._pacing is not None:
             self._pacing.started(rollout_id, self._clock())
+        rests = self.curriculum is not None and self.curriculum.rests(wanted.prompt_id)
         route = None
-        if first is not None and self._place_first:
+        if first is not None and self._place_first and not rests:
             size = (first.prompt_tokens, first.max_new_tokens, first.n)
             request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
             server = self._place(request, worker)
             route = None if server is None else m.Route(server.url, server.version)
-        waiting.granted.append(m.GrantedRollout(rollout_id, version, route))
+        waiting.granted.append(m.GrantedRollout(rollout_id, version, route, rests))
 
     def _was_given_up(self, rollout_id: str) -> bool:
         """Whether the rollout was granted, and given up before its worker knew.
@@ -472,8 +486,11 @@ class ManagerService:
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
         self.router.release_rollout(finished.rollout_id)
+        before = self.rollouts.measured.last_seq
         self._apply(Ended(finished))
         self._paced_end(finished.rollout_id, kept=finished.accepted)
+        if self.curriculum is not None and self.rollouts.measured.last_seq > before:
+            self.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

@@ -22,6 +22,9 @@ master holds the step until no running rollout would expire; the check stays as 
 Oldest first. A batch takes the records with the oldest tokens, then in data order: those are the next to expire.
 Example, η = 1, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 1, d: 3} (data order a b c d),
 c is dropped (3 - 1 > 1), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
+
+The user's order (`buffer.order.path`) decides among records that could wait for another step. Those that could not are
+taken before them, oldest first: so it never costs a rollout that this step can train, and never trains a stale token.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.push_pull.outbox import RecentIds
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.master.buffer_order import Ranks, oldest_first
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
@@ -60,9 +64,18 @@ class SampleBuffer:
         eta: largest allowed age of a trained token, in versions.
         on_stale: what becomes of records beyond `eta`.
         used: prompts trained or dropped for good so far; the buffer adds to it.
+        ranks: of the records that wait, where the user orders them.
     """
 
-    def __init__(self, batch_size: int, eta: int, on_stale: OnStale, used: UsedPrompts | None = None) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        eta: int,
+        on_stale: OnStale,
+        used: UsedPrompts | None = None,
+        ranks: Ranks = oldest_first,
+    ) -> None:
+        self._ranks = ranks
         self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
         self.used = used if used is not None else UsedPrompts()
         self.received = 0
@@ -112,7 +125,12 @@ class SampleBuffer:
         self.expire(version)
         if len(self._live) < self.batch_size:
             return None
-        chosen = sorted(self._live.values(), key=_oldest_first)[: self.batch_size]
+        ranks = self._ranks(self._live.values(), version)
+
+        def turn(record: RolloutRecord) -> tuple[bool, float, tuple[int, int, str]]:
+            return not self._expired(record, version + 1), ranks.get(record.rollout_id, 0.0), _oldest_first(record)
+
+        chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:
             self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
         return TrainBatch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))

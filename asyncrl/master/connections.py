@@ -13,7 +13,7 @@ from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import SocketSecurity
-from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import cancel
 from asyncrl.runtime.worker import AsyncWorker
 
@@ -115,21 +115,40 @@ async def connect(worker: AsyncWorker, kind: str, count: int) -> list[RequestCli
     return [RequestClient(at.endpoint, worker.security, name=key) for at, key in zip(found, keys, strict=True)]
 
 
-async def evaluate(workers: Sequence[Evaluates], version: int, timeout_s: float) -> EvaluationResult:
-    """Evaluate `version` on the whole held-out set, of which each RolloutWorker does its share.
+class NothingEvaluated(RuntimeError):
+    """No prompt of a set was answered."""
+
+
+async def evaluate(workers: Sequence[Evaluates], name: str, version: int, timeout_s: float) -> EvaluationResult:
+    """Evaluate `version` on the whole set `name`, of which each RolloutWorker does its share.
 
     Raises:
-        Exception: a worker failed, or is late.
+        NothingEvaluated: not one prompt of it makes a prompt that the agent answers.
+        TimeoutError: it takes longer than `timeout_s`.
+        Exception: a worker failed.
     """
     limit_s = timeout_s + GRACE_S
-    replies = await asyncio.gather(*(worker.call(Evaluate(version), timeout_s=limit_s) for worker in workers))
-    shares = [share for share in replies if share.rewards]
+    try:
+        async with asyncio.timeout(timeout_s):
+            replies = await asyncio.gather(
+                *(worker.call(Evaluate(name, version), timeout_s=limit_s) for worker in workers)
+            )
+    except TimeoutError as error:
+        raise TimeoutError(f"no result within eval.timeout_s={timeout_s:g} s") from error
+    shares = [share for share in replies if share.answers]
+    left_out = sum(share.left_out for share in replies)
+    if not shares:
+        raise NothingEvaluated(f"none of the {left_out} rows of {name!r} was answered: they make no prompt")
     return EvaluationResult(
-        rewards=tuple(reward for share in shares for reward in share.rewards),
-        lengths=tuple(length for share in shares for length in share.lengths),
+        answers=tuple(sorted((answer for share in shares for answer in share.answers), key=_row)),
+        left_out=left_out,
         min_version=min(share.min_version for share in shares),
         max_version=max(share.max_version for share in shares),
     )
+
+
+def _row(answer: EvaluatedAnswer) -> int:
+    return answer.row
 
 
 class NameBoard:

@@ -17,11 +17,13 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
-from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics, evaluation_statistics
+from asyncrl.master.evaluation_statistics import evaluation_statistics
+from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics
+from asyncrl.master.version_announcer import Outcomes
 from asyncrl.observability.metrics import MetricsWriter, read_rows
 from asyncrl.observability.sample_tables import SampleTables
 from asyncrl.observability.tail import JsonlTail
-from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 
@@ -59,6 +61,7 @@ class Journal:
         self.evaluations: list[Row] = []
         self.evaluations_failed: list[Row] = []
         self._config = config
+        self._sets = evaluation_sets(config)
         self._collector = collector
         self._buffer = buffer
         self._rows = RowQueue()
@@ -89,7 +92,7 @@ class Journal:
             self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale], dropped=dropped)
-        if version == 0 and self.evaluation_due(0):
+        if version == 0 and self.evaluations_due(0):
             self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
         if version == 0 or state is None:
             return
@@ -99,22 +102,27 @@ class Journal:
             if step in written:  # its evaluation ended after the checkpoint was written
                 self._take_in(step, written[step])
                 continue
-            if self.evaluation_due(step) and not any(name.startswith("eval/") for name in row):
-                row |= self._failed(step, "cut off by a restart")
+            if not any(name.startswith("eval/") for name in row):
+                for name in self.evaluations_due(step):
+                    row |= self._failed(step, name, "cut off by a restart")
             self._metrics.write(step, row)
 
     def _take_in(self, step: int, row: Row) -> None:
         """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
-        statistics = {name: value for name, value in row.items() if name.startswith("eval/")}
-        if any(name.endswith("/failed") for name in statistics):
-            self._failed(step, "failed in an earlier launch; see its log")
-        elif statistics:
-            self.evaluations.append({"version": step, **statistics})
+        measured = {}
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/failed"):
+                of = name.removeprefix("eval/").removesuffix("/failed")
+                self._failed(step, of, "failed in an earlier launch; see its log")
+            elif name.startswith("eval/"):
+                measured[name] = value
+        if measured:
+            self.evaluations.append({"version": step, **measured})
 
-    def evaluation_due(self, version: int) -> bool:
-        """Whether `version` is to be evaluated: every `eval.interval`-th, the initial and the last one."""
-        interval = self._config.eval.interval
-        return interval > 0 and (version % interval == 0 or version == self._config.total_train_steps)
+    def evaluations_due(self, version: int) -> list[str]:
+        """The sets that `version` is to be evaluated on: of each every `interval`-th, the initial and the last one."""
+        total = self._config.total_train_steps
+        return [each.name for each in self._sets if each.is_due(version, total)]
 
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
         """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
@@ -145,7 +153,7 @@ class Journal:
         if filtered_in_graph or self._config.rollout.filters:
             row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
         self._totals = after
-        self._rows.add(version, row, awaits_evaluation=self.evaluation_due(version))
+        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations_due(version)))
         self._write_ready()
 
     def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> bool:
@@ -156,19 +164,23 @@ class Journal:
         self.step(version, batch, measured, gate, now)
         return True
 
-    def evaluated(self, version: int, outcome: EvaluationResult | str) -> None:
-        """The evaluation of `version` has ended, with its result or for the reason why there is none."""
-        if isinstance(outcome, str):
-            statistics = self._failed(version, outcome)
-        else:
-            name = self._config.eval.name
+    def evaluated(self, version: int, outcomes: Outcomes) -> None:
+        """The evaluation of `version` has ended, on each set with its result or for the reason why there is none."""
+        measured: Row = {}
+        failed: Row = {}
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, str):
+                failed |= self._failed(version, name, outcome)
+                continue
             statistics = evaluation_statistics(name, outcome)
-            self.evaluations.append({"version": version, **statistics})
+            measured |= statistics
             _log.info("evaluation of version %d on %s: %s", version, name, statistics)
             if (outcome.min_version, outcome.max_version) != (version, version):
                 answered = f"{outcome.min_version} to {outcome.max_version}"
-                _log.warning("the evaluation of version %d was answered by versions %s", version, answered)
-        self._rows.evaluated(version, statistics)
+                _log.warning("the evaluation of version %d on %s was answered by versions %s", version, name, answered)
+        if measured:
+            self.evaluations.append({"version": version, **measured})
+        self._rows.evaluated(version, measured | failed)
         self._write_ready()
 
     def scores(self, metric: str) -> dict[int, float]:
@@ -178,13 +190,21 @@ class Journal:
     def awaited_evaluations(self, versions: Iterable[int]) -> set[int]:
         """Those of `versions` whose evaluation is due and has not ended."""
         ended = {evaluation["version"] for evaluation in (*self.evaluations, *self.evaluations_failed)}
-        return {version for version in versions if self.evaluation_due(version) and version not in ended}
+        return {version for version in versions if self.evaluations_due(version) and version not in ended}
 
-    def accuracies(self) -> dict[str, float]:
-        """The last accuracy of each evaluated set."""
-        name, key = self._config.eval.name, f"eval/{self._config.eval.name}/accuracy"
-        values = [evaluation[key] for evaluation in self.evaluations if key in evaluation]  # the name may have changed
-        return {name: values[-1]} if values else {}
+    def last_evaluations(self) -> dict[str, Row]:
+        """Of each set its newest evaluation: the version and what was measured."""
+        found: dict[str, Row] = {}
+        for evaluation in self.evaluations:
+            for key, value in evaluation.items():
+                prefix, _, rest = key.partition("/")
+                if prefix == "eval":
+                    name, _, metric = rest.rpartition("/")
+                    before = found.get(name)
+                    if before is None or before["version"] != evaluation["version"]:
+                        found[name] = {"version": evaluation["version"]}
+                    found[name][metric] = value
+        return found
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -200,10 +220,10 @@ class Journal:
             self._show_samples(self._metrics, self._metrics.last_step + 1)
             self._metrics.close()
 
-    def _failed(self, version: int, reason: str) -> Row:
-        """Note an evaluation that failed; returns what its row says of it."""
-        self.evaluations_failed.append({"version": version, "reason": reason})
-        return {f"eval/{self._config.eval.name}/failed": 1.0}
+    def _failed(self, version: int, name: str, reason: str) -> Row:
+        """Note an evaluation of the set `name` that failed; returns what its row says of it."""
+        self.evaluations_failed.append({"version": version, "set": name, "reason": reason})
+        return {f"eval/{name}/failed": 1.0}
 
     def _count_restarts(self) -> int:
         """How often processes, or all of them, were started again so far."""

@@ -1,7 +1,8 @@
 """The row of metrics of a train step, and the wait of a row for its evaluation.
 
 The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained, and,
-where version s was evaluated, `eval/<set>/accuracy` of version s (`eval/<set>/failed` = 1 where that failed). Where the
+where version s was evaluated, `eval/<set>/reward_mean` and more of each set (`evaluation_statistics`), or
+`eval/<set>/failed` = 1. Where the
 initial model is evaluated, row 0 holds that alone. The evaluation runs while training goes on, so the row is held until
 it ends, and the rows after it too: every row is written once, in order.
 """
@@ -15,12 +16,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.master.buffer import TrainBatch
-from asyncrl.rollout.messages import EvaluationResult
 
 Row = dict[str, Any]
-
-FULL_REWARD = 1.0 - 1e-6
-"""An answer counts as right for `eval/<set>/accuracy` from this reward on; rewards of answers are 1 where right."""
 
 
 def batch_statistics(batch: TrainBatch) -> Row:
@@ -54,16 +51,6 @@ def batch_statistics(batch: TrainBatch) -> Row:
         "staleness/mean": sum(age * count for age, count in ages.items()) / tokens,
         "tokens/trained": float(sum(ages.values())),
         "tokens/batch": float(sum(record.tokens for record in batch.records)),
-    }
-
-
-def evaluation_statistics(name: str, result: EvaluationResult) -> Row:
-    """The metrics of one evaluation on the set `name`."""
-    rewards = np.array(result.rewards, dtype=float)
-    return {
-        f"eval/{name}/accuracy": float((rewards >= FULL_REWARD).mean()),
-        f"eval/{name}/reward_mean": float(rewards.mean()),
-        f"eval/{name}/len_mean": float(np.mean(result.lengths)),
     }
 
 

@@ -16,6 +16,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.push_pull import TrajectoryPuller
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import ManagerClient
@@ -52,7 +53,9 @@ class Recorder(AsyncWorker):
         try:
             lease_s = self.config.system.heartbeat_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
-            state = write_data_state(self.run_dir, UsedPrompts(kept.values()))
+            curriculum = self.config.dataset.curriculum
+            measured = Curriculum(curriculum.low, curriculum.high, curriculum.rest)
+            state = write_data_state(self.run_dir, UsedPrompts(kept.values()), measured)
             NameBoard(self.resolver).announce_data_state(state, {})
             self.ready()
             await self._record(manager)

@@ -68,6 +68,7 @@ class OfflineGate:
         dropped: Sequence[DroppedRollout],
         given_up_after: int = 0,
         events_after: int = 0,
+        measured_after: int = 0,
     ) -> ConsumedReply:
         """See `ManagerClient`. No reply is ever lost here, so what was told is forgotten."""
         for rollout in trained:
@@ -88,7 +89,7 @@ class OfflineGate:
             version=version,
             trained_version=version,
         )
-        return ConsumedReply(books, [], given_up_after, lines, events_after + len(lines))
+        return ConsumedReply(books, [], given_up_after, lines, events_after + len(lines), [], measured_after)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Nothing runs."""

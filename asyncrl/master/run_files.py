@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.journal import Journal
@@ -35,10 +36,12 @@ def checkpoint_root(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS_DIR
 
 
-def write_data_state(run_dir: Path, used: UsedPrompts) -> Path:
-    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`); returns the file."""
+def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -> Path:
+    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`), and how well they were answered, for
+    the GserverManager; returns the file.
+    """
     path = run_dir / DATA_STATE_FILE
-    _write_json(path, {"used_prompts": used.to_json()})
+    _write_json(path, {"used_prompts": used.to_json(), "curriculum": curriculum.state()})
     return path
 
 
@@ -53,7 +56,7 @@ def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks,
         "steps": steps,
         "total_steps": total_steps,
         "books": _plain(books),
-        "eval": journal.accuracies(),
+        "eval": journal.last_evaluations(),
         "evaluations": journal.evaluations,
         "evaluations_failed": journal.evaluations_failed,
         "restarts": dict(count_restarts(run_dir)),

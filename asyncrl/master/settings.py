@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from math import lcm
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.setting import ConfigError
+from asyncrl.config import signatures
+from asyncrl.config.setting import ConfigError, PluginConfig, setting
 from asyncrl.config.suggestions import did_you_mean
+from asyncrl.master.evaluation_statistics import evaluation_metrics
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.trainer.settings import placement, worker_grid
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
-
-
-EVALUATION_METRICS = ("accuracy", "reward_mean", "len_mean")
-"""What an evaluation of the set <name> measures, as eval/<name>/<metric>."""
 
 
 class OnStale(StrEnum):
@@ -29,6 +29,21 @@ class OnStale(StrEnum):
     """Only its tokens within η carry loss."""
     wait = auto()
     """The trainer holds its step so that no running rollout expires."""
+
+
+@dataclass
+class BufferOrderConfig(PluginConfig):
+    """A function of yours that ranks the rollouts that wait."""
+
+    path: str = setting("", "import path of a function (rollout: ReadyRollout) -> float; empty: oldest tokens first")
+    args: dict[str, Any] = setting(help="keyword arguments of the call", factory=dict)
+
+
+@dataclass
+class BufferConfig:
+    """Finished rollouts that wait to be trained."""
+
+    order: BufferOrderConfig = field(default_factory=BufferOrderConfig)
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -53,6 +68,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"{-(-in_flight // ranks)} or more"
         )
     yield from _keep_best(config)
+    order = config.buffer.order
+    if order.path:
+        yield from signatures.problems("buffer.order", order.path, order.args, positional=1)
+    elif order.args:
+        yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
     if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
         yield (
             f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the episodes of a "
@@ -88,16 +108,22 @@ def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Ite
 
 
 def _keep_best(config: ExperimentConfig) -> Iterator[str]:
-    metric, checkpoints, evaluations = config.checkpoint.keep_best, config.checkpoint.interval, config.eval.interval
+    metric, checkpoints = config.checkpoint.keep_best, config.checkpoint.interval
     if metric is None:
         return
-    measured = [f"eval/{config.eval.name}/{name}" for name in EVALUATION_METRICS]
+    measured = {
+        f"eval/{each.name}/{name}": each
+        for each in evaluation_sets(config)
+        for name in evaluation_metrics(each.n_samples)
+    }
     if metric not in measured:
-        hint = did_you_mean(metric, measured) or ";"
+        hint = did_you_mean(metric, list(measured)) or ";"
         yield f"checkpoint.keep_best={metric!r}: no evaluation measures it{hint} use one of {', '.join(measured)}"
-    elif not evaluations or not checkpoints or lcm(evaluations, checkpoints) > config.total_train_steps:
+        return
+    each = measured[metric]
+    if not each.interval or not checkpoints or lcm(each.interval, checkpoints) > config.total_train_steps:
         yield (
-            f"checkpoint.keep_best={metric!r}: no step has both an evaluation (eval.interval={evaluations}) and a "
-            f"checkpoint (checkpoint.interval={checkpoints}) within total_train_steps={config.total_train_steps}; make "
-            "one interval a multiple of the other"
+            f"checkpoint.keep_best={metric!r}: no step has both an evaluation ({each.group}.interval={each.interval}) "
+            f"and a checkpoint (checkpoint.interval={checkpoints}) within "
+            f"total_train_steps={config.total_train_steps}; make one interval a multiple of the other"
         )

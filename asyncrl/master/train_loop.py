@@ -31,7 +31,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,10 +40,12 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RemoteError, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.buffer_order import buffer_order
 from asyncrl.master.collector import Collector
 from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
@@ -64,6 +66,7 @@ from asyncrl.master.run_files import (
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import DATA_STATE_FILE, versions_in
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
@@ -117,18 +120,25 @@ class Peers:
     board: NameBoard
 
 
+class _Known(NamedTuple):
+    """Numbers of the last that the manager told: of prompts that workers gave up, of what became of rollouts, and of
+    measured success rates."""
+
+    given_up: int = 0
+    events: int = 0
+    measured: int = 0
+
+
 class _KeptStep(msgspec.Struct, frozen=True):
     """What the state of the last step has besides a checkpoint's: what the others and the metrics are told of it next.
 
-    `given_up_seq`: the last of the prompts that workers gave up and that are among the used ones; `events_seq`: the
-    last of what became of rollouts that is in the ledger, which then had `ledger_line` lines.
+    `known`: the last of what the manager told that is in this state; the ledger then had `ledger_line` lines.
     """
 
     batch: TrainBatch
     measured: Row
     trained: list[str]
-    given_up_seq: int
-    events_seq: int
+    known: _Known
     ledger_line: int
 
 
@@ -154,7 +164,12 @@ class TrainLoop:
         self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
         self.version = 0
-        self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+        self.buffer = SampleBuffer(
+            config.train_batch_size,
+            config.max_head_offpolicyness,
+            config.on_stale,
+            ranks=buffer_order(config.buffer.order),
+        )
         self._limit_s = config.system.stall_timeout_s
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
@@ -167,20 +182,21 @@ class TrainLoop:
         self._announcer = VersionAnnouncer(
             peers.board.announce_version,
             self._evaluate,
-            self._journal.evaluation_due,
+            self._journal.evaluations_due,
             self._journal.evaluated,
             self._clock,
         )
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
         self._unreported_drops: list[Drop] = []
-        self._given_up_seq = self._events_seq = 0  # the last that is known
-        self._given_up_kept = self._events_kept = 0  # the last that whoever goes on from here knows
+        self._known = _Known()
+        self._kept_known = _Known()  # by whoever goes on from here
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
+        self._curriculum = self._new_curriculum()
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
-        self._in_data_state: int | None = None  # how many used prompts it has
+        self._in_data_state: tuple[int, int] | None = None  # how many used prompts and measurements it has
         self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
         self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
@@ -245,8 +261,7 @@ class TrainLoop:
         """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be."""
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
-        self._given_up_seq = self._given_up_kept = step.given_up_seq
-        self._events_seq = self._events_kept = step.events_seq
+        self._known = self._kept_known = step.known
         self._untold_step = step.batch
         row_is_written = not self._journal.step_again(
             self.version, step.batch, step.measured, self._status, perf_counter()
@@ -344,8 +359,7 @@ class TrainLoop:
         """Have the ranks copy the state of the step that is complete, and begin to write it."""
         if self._last_step is None:
             return
-        seen = (self._given_up_seq, self._events_seq, self._ledger.lines_written())
-        step = _KeptStep(batch, measured, self._unreported_trained, *seen)
+        step = _KeptStep(batch, measured, self._unreported_trained, self._known, self._ledger.lines_written())
         state = self._state() | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
             await self._all(SaveCheckpoint(self._kept_path, self.version, state, of_last_step=True))
@@ -356,14 +370,14 @@ class TrainLoop:
         """Return once the state of the step is whole; from then on others may hear of the step."""
         if self._last_step is None:
             return
-        path, given_up, events = self._kept_path, self._given_up_seq, self._events_seq
+        path, known = self._kept_path, self._known
         try:
             shares = await self._all(FinishShare(path, of_last_step=True))
             await self._commit(CommitCheckpoint(path, _files_of(shares), keep=1, of_last_step=True))
         except RemoteError as error:
             self._keep_no_more(error)
         else:
-            self._given_up_kept, self._events_kept, self._kept_version = given_up, events, self.version
+            self._kept_known, self._kept_version = known, self.version
 
     def _keep_no_more(self, error: RemoteError) -> None:
         """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
@@ -398,32 +412,29 @@ class TrainLoop:
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        keeping = self._last_step is not None
-        recorded = (self._given_up_kept, self._events_kept) if keeping else (self._given_up_seq, self._events_seq)
+        recorded = self._known if self._last_step is None else self._kept_known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
-        known = self._events_seq - (reply.events_seq - len(reply.events))
+        known = self._known.events - (reply.events_seq - len(reply.events))
         self._ledger.take(reply.events[max(0, known) :])
-        self._books, self._given_up_seq, self._events_seq = reply.books, reply.seq, reply.events_seq
+        self._books, self._known = reply.books, _Known(reply.seq, reply.events_seq, reply.measured_seq)
         self.buffer.give_up(reply.given_up)
+        for prompt_id, success in reply.measured:
+            self._curriculum.measured(prompt_id, success)
         if (batch := self._untold_step) is not None:
             self._ledger.step(batch, self._reported_books)
             self._untold_step = None
 
     def _write_data_state(self) -> Path:
-        """Write which prompts are used, where that has changed; returns the file."""
-        if self._in_data_state == len(self.buffer.used):
+        """Write which prompts are used and how well they were answered, where that has changed; returns the file."""
+        content = len(self.buffer.used), self._known.measured
+        if self._in_data_state == content:
             return self.run_dir / DATA_STATE_FILE
-        self._in_data_state = len(self.buffer.used)
-        return write_data_state(self.run_dir, self.buffer.used)
+        self._in_data_state = content
+        return write_data_state(self.run_dir, self.buffer.used, self._curriculum)
 
-    async def _evaluate(self, version: int) -> EvaluationResult:
-        limit_s = self.config.eval.timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await evaluate(self.peers.rollouts, version, limit_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"no result within eval.timeout_s={limit_s:g} s") from error
+    async def _evaluate(self, name: str, version: int) -> EvaluationResult:
+        return await evaluate(self.peers.rollouts, name, version, self.config.eval.timeout_s)
 
     async def _finish(self) -> None:
         if self._complete:
@@ -443,6 +454,10 @@ class TrainLoop:
         self._ledger.end(self.version, self._books)
         write_summary(self.run_dir, self.version, self.config.total_train_steps, self._books, self._journal)
         check_books(self._books, self._trained_before + self.buffer.trained)
+
+    def _new_curriculum(self, state: Sequence[Sequence[float]] = ()) -> Curriculum:
+        settings = self.config.dataset.curriculum
+        return Curriculum(settings.low, settings.high, settings.rest, state)
 
     async def _last_report(self) -> None:
         """What RolloutWorkers dropped for good by now belongs into the last checkpoint, if the manager still tells."""
@@ -464,7 +479,8 @@ class TrainLoop:
 
     async def _last_evaluation(self) -> None:
         try:
-            await or_stop(self._announcer.evaluation_ended(), self.stop, self.config.eval.timeout_s + GRACE_S)
+            limit_s = len(evaluation_sets(self.config)) * (self.config.eval.timeout_s + GRACE_S)
+            await or_stop(self._announcer.evaluation_ended(), self.stop, limit_s)
         except StopRequested:
             await self._announcer.close()
 
@@ -476,6 +492,7 @@ class TrainLoop:
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
+            self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
             self._saved, self._kept_version = None if kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
@@ -505,6 +522,7 @@ class TrainLoop:
             "buffer": self.buffer.state(),
             "journal": self._journal.state(),
             "dropped": dict(self._books.dropped),
+            "curriculum": self._curriculum.state(),
         }
 
     async def _complete_save(self, path: str, progress: tuple[int, int]) -> None:

@@ -1,6 +1,7 @@
 """Evaluations on the running servers, and the versions they pin.
 
-An evaluation measures one version, so the servers must stay at it: while one runs, newer versions are not announced.
+An evaluation measures one version on the sets that are due, one after the other; a set that fails does not keep the
+others from being measured. The servers must stay at that version: while one runs, newer versions are not announced.
 Training goes on meanwhile; what it publishes is put off, and of several only the newest is announced when the
 evaluation ends. A version that is to be evaluated itself is never skipped: its announcement waits for the evaluation
 before it.
@@ -14,11 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from asyncrl.rollout.messages import EvaluationResult
 
 _log = logging.getLogger(__name__)
+
+Outcomes: TypeAlias = Mapping[str, EvaluationResult | str]
+"""By set, its result or why there is none."""
 
 
 class VersionAnnouncer:
@@ -26,23 +31,23 @@ class VersionAnnouncer:
 
     Args:
         announce: makes a version known to the servers; takes the folder of its weights too.
-        evaluate: measures a version; it has a time limit of its own.
-        is_due: whether a version is to be evaluated.
-        on_end: takes the version of every evaluation that ended, and its result or why there is none.
+        evaluate: measures a version on the set of a name; it has a time limit of its own.
+        due: the names of the sets that a version is to be evaluated on.
+        on_end: takes the version of every evaluation that ended, and by set its result or why there is none.
         clock: seconds, to tell since when none is under way.
     """
 
     def __init__(
         self,
         announce: Callable[[int, str], None],
-        evaluate: Callable[[int], Awaitable[EvaluationResult]],
-        is_due: Callable[[int], bool],
-        on_end: Callable[[int, EvaluationResult | str], None],
+        evaluate: Callable[[str, int], Awaitable[EvaluationResult]],
+        due: Callable[[int], Sequence[str]],
+        on_end: Callable[[int, Outcomes], None],
         clock: Callable[[], float],
     ) -> None:
         self._announce = announce
         self._evaluate = evaluate
-        self._is_due = is_due
+        self._due = due
         self._on_end = on_end
         self._clock = clock
         self._put_off: tuple[int, str] | None = None
@@ -61,7 +66,7 @@ class VersionAnnouncer:
 
     async def published(self, version: int, path: str) -> None:
         """`version` lies at `path`: announce it, now or once the evaluation under way ends, and evaluate it if due."""
-        if self._is_due(version):
+        if self._due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
             await self.evaluation_ended()
         elif self._running is not None:
@@ -72,8 +77,8 @@ class VersionAnnouncer:
 
     def evaluate_if_due(self, version: int) -> None:
         """Evaluate `version`, the one announced last, if it is due."""
-        if self._is_due(version):
-            self._running = asyncio.create_task(self._run(version))
+        if names := self._due(version):
+            self._running = asyncio.create_task(self._run(version, names))
 
     async def evaluation_ended(self) -> None:
         """Wait for the end of the evaluation under way, if any."""
@@ -86,16 +91,18 @@ class VersionAnnouncer:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _run(self, version: int) -> None:
-        outcome: EvaluationResult | str = "given up, as the run ended"
+    async def _run(self, version: int, names: Sequence[str]) -> None:
+        outcomes: dict[str, EvaluationResult | str] = dict.fromkeys(names, "given up, as the run ended")
         try:
-            outcome = await self._evaluate(version)
-        except Exception as error:
-            _log.warning("the evaluation of version %d failed", version, exc_info=error)
-            outcome = f"{type(error).__name__}: {error}".partition("\n")[0]
+            for name in names:
+                try:
+                    outcomes[name] = await self._evaluate(name, version)
+                except Exception as error:
+                    _log.warning("the evaluation of version %d on %s failed", version, name, exc_info=error)
+                    outcomes[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
             self._running, self._ended_at = None, self._clock()
-            self._on_end(version, outcome)
+            self._on_end(version, outcomes)
             if self._put_off is not None:
                 self._announce(*self._put_off)
                 self._put_off = None

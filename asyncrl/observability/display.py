@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,10 +20,23 @@ from rich.text import Text
 from asyncrl.comm.drop_reasons import failure
 from asyncrl.observability.settings import DisplayMode
 
-Row = Mapping[str, float]
+Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
+
+
+class Display(Protocol):
+    """What the launcher feeds."""
+
+    def note(self, text: str) -> None:
+        """Take a remark."""
+
+    def row(self, row: Row) -> None:
+        """Take a row of metrics."""
+
+    def close(self) -> None:
+        """The end."""
 
 
 def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
@@ -44,12 +57,25 @@ def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
 
-def evaluations(row: Row, figure: str = "accuracy") -> dict[str, float]:
-    """The evaluated sets of a row with one figure of each."""
+def evaluations(row: Row) -> dict[str, dict[str, float]]:
+    """The evaluated sets of a row, each with its figures; one that failed has the figure `failed`."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/"):
+            name, _, figure = key.removeprefix("eval/").rpartition("/")
+            found.setdefault(name, {})[figure] = value
+    return found
+
+
+def main_figures(row: Row) -> dict[str, float]:
+    """Of each evaluated set of a row what it is judged by: `<set> accuracy` where there is a verdict, else
+    `<set> reward`.
+    """
     return {
-        key.removeprefix("eval/").removesuffix(f"/{figure}"): value
-        for key, value in row.items()
-        if key.startswith("eval/") and key.endswith(f"/{figure}")
+        f"{name} {label}": figures[figure]
+        for name, figures in evaluations(row).items()
+        for label, figure in [("accuracy", "accuracy") if "accuracy" in figures else ("reward", "reward_mean")]
+        if figure in figures
     }
 
 
@@ -66,7 +92,8 @@ class _Failures:
         """The remarks on `row`."""
         remarks = [
             f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
-            for name in evaluations(row, "failed")
+            for name, figures in evaluations(row).items()
+            if "failed" in figures
         ]
         for name, value in row.items():
             reason = name.removeprefix(_DROPPED)
@@ -102,7 +129,7 @@ class PlainDisplay:
                 f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
                 f"{row['time/step_s']:.2f} s",
             ]
-        parts += [f"{name} accuracy {value:.3f}" for name, value in evaluations(row).items()]
+        parts += [f"{name} {value:.3f}" for name, value in main_figures(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
         for remark in self._failures.take(row):
             self.note(remark)
@@ -120,7 +147,7 @@ class LiveDisplay:
         self._eta = eta
         self._row: Row = {}
         self._rewards: list[float] = []
-        self._accuracies: dict[str, list[float]] = {}
+        self._evaluated: dict[str, list[float]] = {}
         self._failures = _Failures()
         self._started = time.monotonic()
         self._first_step: tuple[float, float] | None = None
@@ -133,8 +160,8 @@ class LiveDisplay:
 
     def row(self, row: Row) -> None:
         """Take a step's figures in."""
-        for name, value in evaluations(row).items():
-            self._accuracies.setdefault(name, []).append(value)
+        for name, value in main_figures(row).items():
+            self._evaluated.setdefault(name, []).append(value)
         for remark in self._failures.take(row):
             self.note(remark)
         if "reward/mean" not in row:  # step 0: evaluations alone
@@ -175,8 +202,8 @@ class LiveDisplay:
         grid.add_column()
         if row:
             grid.add_row("reward", f"[bold]{row['reward/mean']:.3f}[/]  [cyan]{trend(self._rewards)}[/]")
-        for name, values in self._accuracies.items():
-            grid.add_row(f"accuracy {name}", f"[bold green]{values[-1]:.3f}[/]  [cyan]{trend(values)}[/]")
+        for name, values in self._evaluated.items():
+            grid.add_row(name, f"[bold green]{values[-1]:.3f}[/]  [cyan]{trend(values)}[/]")
         if not row:
             return grid
         grid.add_row(
@@ -194,10 +221,6 @@ class LiveDisplay:
             counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
             grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
-
-
-Display: TypeAlias = PlainDisplay | LiveDisplay
-"""Takes a remark, a row of metrics, and the end."""
 
 
 def _share(row: Row, key: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.api import run_in
+from asyncrl.api import run_in, verdict
 
 
+@verdict
 @run_in("loop")
 def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
     """1 if what follows the answer's `#` is exactly `data["answer"]`, else 0; the steps before it earn nothing."""

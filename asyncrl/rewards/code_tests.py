@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from asyncrl.api import verdict
 from asyncrl.sandbox import Ended, Limits, Sandbox
 
 _BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -43,6 +44,8 @@ class CodeTestsReward:
         cpu_s = max(1, math.ceil(timeout_s))
         self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes))
         self._all_or_nothing = all_or_nothing
+        if all_or_nothing:
+            verdict(self)
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float:
         """The reward of the program in `completion`.

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.api import run_in
+from asyncrl.api import run_in, verdict
 
 MAX_ANSWER_CHARS = 200
 """A longer "answer" is rambling; parsing it would only cost time (and an endless digit string much of it)."""
@@ -52,6 +52,7 @@ _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
 """Not those between digits: `12 00` is not 1200."""
 
 
+@verdict
 @run_in("process")
 def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number: bool = False) -> float:
     """1 if the final answer of `completion` agrees with that of `data["answer"]`, else 0.

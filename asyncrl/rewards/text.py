@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.api import run_in
+from asyncrl.api import run_in, verdict
 
 MAX_NUMBER_CHARS = 100
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
@@ -17,6 +17,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@verdict
 @run_in("loop")
 def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool = False) -> float:
     """1 if the answer is `data["answer"]` (of a list: one of them), blanks at both ends left aside, else 0."""
@@ -27,6 +28,7 @@ def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool =
     return 1.0 if given in wanted else 0.0
 
 
+@verdict
 @run_in("loop")
 def numeric_match(data: Mapping[str, Any], completion: str, *, tolerance: float = 0.0) -> float:
     """1 if the answer's last number is that of `data["answer"]` within `tolerance` (absolute), else 0.

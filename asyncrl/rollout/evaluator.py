@@ -1,16 +1,30 @@
-"""Held-out evaluation on the running servers: greedy, one sample per prompt, outside the staleness count."""
+"""Evaluation on the running servers, outside the staleness count: a share of a named set, answered by the user's agent.
+
+Each answer is an episode of its own, also where a prompt gets several (`n_samples`): its reward and verdict are told
+apart from the others', and rewards that compare a group see a group of one. An episode that fails is tried again; one
+that fails `ATTEMPTS` times ends the evaluation, because a mean over the answers that did not fail would be another
+measurement.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.api import GenerationRequest, GenerationResult, Prompt
-from asyncrl.datasets.prompts import OverlongPrompt
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
+from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.generation_client import RolloutClient
-from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
+from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.user_code import Plugins
+
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""How often an episode is tried in all, as in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +39,89 @@ class _EvaluatedPolicy:
 
 
 class Evaluator:
-    """Evaluates this worker's share of the set: rows `index`, `index + workers`, ... below `size`."""
+    """Evaluates this worker's share of each set: rows `index`, `index + workers`, ... below the set's size.
 
-    def __init__(self, plugins: Plugins, client: RolloutClient, *, index: int, workers: int, size: int) -> None:
-        self._plugins = plugins
-        self._client = client
-        self._rows = range(index, min(size, len(plugins.eval_set or ())), workers)
+    Args:
+        max_concurrent: episodes at the same time.
+    """
 
-    async def evaluate(self, version: int) -> EvaluationResult:
-        """Rewards and lengths of the share under policy `version` or newer, and which versions it really was.
+    def __init__(
+        self, plugins: Plugins, client: RolloutClient, *, index: int, workers: int, max_concurrent: int
+    ) -> None:
+        self._plugins, self._client = plugins, client
+        self._index, self._workers = index, workers
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._running: asyncio.Task[EvaluationResult] | None = None
+
+    async def evaluate(self, name: str, version: int) -> EvaluationResult:
+        """What became of this worker's share of the set `name` under policy `version` or newer.
+
+        An evaluation that is still under way is given up: nobody waits for it any more.
 
         Raises:
-            Exception: whatever the agent, the environment or the servers raised.
+            Exception: whatever the agent, the environment, a reward or the servers raised, each time it was tried.
         """
-        policy, plugins = _EvaluatedPolicy(self._client, version), self._plugins
-        prompts = [prompt for row in self._rows if (prompt := self._prompt(row)) is not None]
-        groups = await asyncio.gather(
-            *(
-                run_group(plugins.agent, plugins.make_envs(prompt.group_size), prompt, policy, plugins.episode_client)
-                for prompt in prompts
-            )
-        )
-        samples = [sample for group, _ in groups for sample in group]
-        versions = [int(v) for sample in samples for v in sample.versions[sample.loss_mask.astype(bool)]]
+        if self._running is not None:
+            self._running.cancel()
+        self._running = asyncio.create_task(self._evaluate(name, version))
+        return await self._running
+
+    async def _evaluate(self, name: str, version: int) -> EvaluationResult:
+        each, rows = self._plugins.eval_sets[name]
+        policy = _EvaluatedPolicy(self._client, version)
+        share = range(self._index, min(each.size, len(rows)), self._workers)
+        prompts = {row: self._prompts(name, row, each.n_samples) for row in share}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                episodes = {
+                    row: [tasks.create_task(self._episode(prompt, policy)) for prompt in group]
+                    for row, group in prompts.items()
+                }
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        ended = {row: [episode.result() for episode in group] for row, group in episodes.items()}
+        kept = {row: group for row, group in ended.items() if group and all(samples for samples, _ in group)}
+        versions = [v for group in kept.values() for samples, _ in group for v in _versions(samples)]
         return EvaluationResult(
-            rewards=tuple(sample.reward for sample in samples),
-            lengths=tuple(sample.generated_length for sample in samples),
+            tuple(_answer(row, samples, right) for row, group in kept.items() for samples, right in group),
+            left_out=len(ended) - len(kept),
             min_version=min(versions, default=version),
             max_version=max(versions, default=version),
         )
 
-    def _prompt(self, row: int) -> Prompt | None:
-        """The prompt of `row`; None where it makes none that is short enough, which was counted at the start."""
+    def _prompts(self, name: str, row: int, n_samples: int) -> list[Prompt]:
+        """The prompt of `row`, once for each answer; none where the row makes none, which was counted at the start."""
         try:
-            return self._plugins.eval_prompt(row)
-        except OverlongPrompt:
-            return None
+            return [self._plugins.eval_prompt(name, row, member) for member in range(n_samples)]
+        except BadPrompt as error:
+            _log.info("%s is left out of the evaluation: %s", name, error)
+            return []
+
+    async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> tuple[Sequence[Sample], bool | None]:
+        """The samples of one episode, none where the agent rejects the prompt, and the verdict on it."""
+        plugins = self._plugins
+        async with self._slots:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    with metered() as meter:
+                        samples, _ = await run_group(
+                            plugins.agent, plugins.make_envs(1), prompt, policy, plugins.episode_client
+                        )
+                    return samples, meter.verdict
+                except Exception as error:
+                    if attempt == ATTEMPTS:
+                        raise
+                    _log.warning("the episode of %s failed, to be tried again", prompt.prompt_id, exc_info=error)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _answer(row: int, samples: Sequence[Sample], right: bool | None) -> EvaluatedAnswer:
+    """One episode's outcome; of several samples, its conversation's branches, the last one holds its end and reward."""
+    last = samples[-1]
+    tokens = sum(sample.generated_length for sample in samples)
+    return EvaluatedAnswer(row, float(last.total_reward), right, tokens, last.truncated)
+
+
+def _versions(samples: Sequence[Sample]) -> set[int]:
+    """The versions that wrote the generated tokens of `samples`."""
+    return {int(version) for one in samples for version in one.versions[one.loss_mask.astype(bool)]}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
-from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Trajectory
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.comm.drop_reasons import DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
@@ -59,6 +59,7 @@ class _Candidate:
     ref: PromptRef
     prompt: Prompt | Exception
     route: Route | None = None
+    rests: bool = False
 
     @property
     def wanted(self) -> WantedRollout:
@@ -100,6 +101,7 @@ class RolloutLoop:
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
+        right_at: reward from which an answer is right, for a curriculum; None: there is none.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class RolloutLoop:
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
         registered_in: Sequence[str] = (),
+        right_at: float | None = None,
     ) -> None:
+        self._right_at = right_at
         self._stream, self._plugins, self._gate = stream, plugins, gate
         self._client, self._push, self._config = client, push, config
         self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
@@ -145,12 +149,12 @@ class RolloutLoop:
         )
         for returned in reply.returned:
             self._take_back(returned)
-        routes = {grant.rollout_id: grant.route for grant in reply.granted}
-        settled = routes.keys() | set(reply.gone)
+        grants = {grant.rollout_id: grant for grant in reply.granted}
+        settled = grants.keys() | set(reply.gone)
         self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
-        granted = [item for item in asked if item.rollout_id in routes]
+        granted = [item for item in asked if item.rollout_id in grants]
         for item in granted:
-            item.route = routes[item.rollout_id]
+            item.route, item.rests = grants[item.rollout_id].route, grants[item.rollout_id].rests
         return granted
 
     def _next_candidate(self) -> _Candidate:
@@ -191,6 +195,8 @@ class RolloutLoop:
     async def _attempt(self, candidate: _Candidate) -> FinishedRollout:
         """Roll out, judge, and hand over what is kept."""
         ref, plugins = candidate.ref, self._plugins
+        if candidate.rests:
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.curriculum)
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
@@ -204,21 +210,33 @@ class RolloutLoop:
             )
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
+        success = self._success(samples)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
-            return self._rejection(candidate, verdict)
+            return self._rejection(candidate, verdict, success)
         shaped = shape(samples, self._shapings)
         metrics = metrics_of(samples) | counted | meter.metrics()
         await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
-        return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens)
+        return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens, success=success)
 
-    def _rejection(self, candidate: _Candidate, verdict: Verdict) -> FinishedRollout:
+    def _success(self, samples: Sequence[Sample]) -> float | None:
+        """The share of right answers, where a curriculum asks for it."""
+        if self._right_at is None:
+            return None
+        return sum(sample.reward >= self._right_at for sample in samples) / len(samples)
+
+    def _rejection(self, candidate: _Candidate, verdict: Verdict, success: float | None) -> FinishedRollout:
         """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
         again = verdict.return_prompt and candidate.ref.attempt + 1 < self._config.filter_tries
         reason = given_up(verdict.reason) if verdict.return_prompt and not again else verdict.reason
         return FinishedRollout(
-            candidate.rollout_id, accepted=False, reason=reason, return_prompt=again, as_next_attempt=again
+            candidate.rollout_id,
+            accepted=False,
+            reason=reason,
+            return_prompt=again,
+            as_next_attempt=again,
+            success=success,
         )
 
     def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:

@@ -12,7 +12,9 @@ from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.manager.client import ManagerClient
@@ -21,6 +23,7 @@ from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 
@@ -41,7 +44,7 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
-        self._plugins = Plugins(self.config)
+        self._plugins = self._load_plugins()
         self._loop_of_main = asyncio.get_running_loop()
         if self._plugins.chat_format is not None:
             for line in self._plugins.chat_format.findings.lines():
@@ -57,7 +60,7 @@ class RolloutWorker(AsyncWorker):
                 RolloutClient(
                     manager,
                     security=self.http_security,
-                    max_concurrent=max(rollout.max_concurrent, self.config.eval.size),
+                    max_concurrent=rollout.max_concurrent + self._evaluations_at_a_time,
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                     vocab_size=self._plugins.vocab_size,
@@ -70,15 +73,48 @@ class RolloutWorker(AsyncWorker):
             await self._plugins.endpoint.close()
             await manager.close()
 
+    def _load_plugins(self) -> Plugins:
+        plugins = Plugins(self.config)
+        self._check_same_data(plugins)
+        return plugins
+
+    def _check_same_data(self, plugins: Plugins) -> None:
+        """Rows are named by their number: all processes need to have read the same.
+
+        Raises:
+            ConfigError: the data changed since the launcher read it.
+        """
+        record = self.run_dir / DATA_RECORD_FILE
+        if not record.is_file():
+            return
+        path = self.config.dataset.path
+        if (difference := DataRecord.read(record).difference(plugins.train_set, path)) is not None:
+            raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
+
+    def _make_evaluator(self, client: RolloutClient) -> Evaluator:
+        return Evaluator(
+            self._plugins,
+            client,
+            index=self.index,
+            workers=self.config.rollout.workers,
+            max_concurrent=self._evaluations_at_a_time,
+        )
+
+    def _request_server(self) -> RequestServer:
+        return RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
+
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
-        workers, size = self.config.rollout.workers, self.config.eval.size
-        self._evaluator = Evaluator(self._plugins, client, index=self.index, workers=workers, size=size)
+        self._evaluator = self._make_evaluator(client)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
-        server = RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})
+        server = self._request_server()
         try:
             self._register(server.endpoint)
             stream, plugins, config = await self._open_stream(manager), self._plugins, self.config
-            loop = RolloutLoop(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins)
+            curriculum = config.dataset.curriculum
+            right_at = curriculum.right_at if curriculum.is_on else None
+            loop = RolloutLoop(
+                stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins, right_at
+            )
             self.ready()
             await self._until_stopped(loop, pusher)
         finally:
@@ -98,10 +134,18 @@ class RolloutWorker(AsyncWorker):
         finally:
             await cancel(working, following, stopping)
 
+    @property
+    def _evaluations_at_a_time(self) -> int:
+        """Episodes of an evaluation: as many answers as training asks for."""
+        return self.config.rollout.max_concurrent * self.config.group_size
+
     def _register(self, endpoint: str) -> None:
         lease_s = self.config.system.heartbeat_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
+
+    def _register_pusher(self) -> None:
+        lease_s = self.config.system.heartbeat_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _open_stream(self, manager: ManagerClient) -> PromptStream:
@@ -131,5 +175,6 @@ class RolloutWorker(AsyncWorker):
 
     async def _evaluate(self, request: Evaluate) -> EvaluationResult:
         """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
-        evaluation = asyncio.run_coroutine_threadsafe(self._evaluator.evaluate(request.version), self._loop_of_main)
+        evaluating = self._evaluator.evaluate(request.name, request.version)
+        evaluation = asyncio.run_coroutine_threadsafe(evaluating, self._loop_of_main)
         return await asyncio.wrap_future(evaluation)

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
-from asyncrl.api.reward import RewardParts, marked_run_in
+from asyncrl.api.reward import RewardParts, is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.offload.adapters import is_built_in
@@ -49,6 +49,8 @@ class RewardPart:
     code: Code
     function: Callable[..., Any]
     failure_reward: float | None
+    verdict: bool = False
+    """It is 1 for a right answer and 0 for a wrong one."""
 
 
 def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> tuple[RewardPart, ...]:
@@ -88,7 +90,9 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     code = Code(
         f"reward {config.path}", Activity.reward, config.timeout_s, place, Target(config.path, config.args), sees
     )
-    return RewardPart(name, weight, sees, code, function, config.failure_reward)
+    marked = is_verdict(found) or is_verdict(function)
+    verdict = marked if config.verdict is None else config.verdict
+    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict)
 
 
 def _place(group: str, config: RewardConfig, function: Callable[..., Any], marked: RunIn) -> RunIn:
@@ -198,6 +202,17 @@ def _number(part: RewardPart, value: object) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise UserCodeError(part.code.label, f"returned {value!r:.80}; a reward is a finite number")
+    if part.verdict:
+        if number not in (0.0, 1.0):
+            raise UserCodeError(
+                part.code.label,
+                f"is declared a verdict and returned {number:g}; return 0 or 1, or set its verdict to false",
+            )
+        current_meter().add_verdict(part.name, number == 1.0)
+    return _weighted(part, number)
+
+
+def _weighted(part: RewardPart, number: float) -> float:
     if part.name:
         current_meter().add_reward(part.name, number)
     return part.weight * number
@@ -209,7 +224,9 @@ def _stand_in(part: RewardPart, error: UserCodeError) -> float:
         raise error
     _log.info("%s; the answer is given failure_reward=%g", error, part.failure_reward)
     current_meter().add_failure()
-    return _number(part, part.failure_reward)
+    if part.verdict:
+        current_meter().add_verdict(part.name, False)
+    return _weighted(part, part.failure_reward)
 
 
 class AnswerReward:

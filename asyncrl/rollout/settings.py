@@ -39,6 +39,25 @@ class SourceConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Prompts that are too easy or too hard are left out of some epochs; docs/data.md."""
+
+    low: float = setting(
+        0.0, "share of right answers from which a prompt is drawn in every epoch", minimum=0.0, maximum=1.0
+    )
+    high: float = setting(1.0, "share of right answers up to which it is", minimum=0.0, maximum=1.0)
+    rest: int = setting(
+        2, "epochs that a prompt outside is left out of; then it is measured again", unit="epochs", minimum=1
+    )
+    right_at: float = setting(1.0, "reward, before shaping, from which an answer counts as right")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt can be outside."""
+        return self.low > 0.0 or self.high < 1.0
+
+
+@dataclass
 class DatasetConfig:
     """The prompts."""
 
@@ -73,6 +92,7 @@ class DatasetConfig:
         help="further variables of the chat template, as `{enable_thinking: false}`", factory=dict
     )
     system_prompt: str = setting("", "system message put before prompts that have none; empty: no such message")
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -118,6 +138,9 @@ class RewardConfig(PluginConfig):
     timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
     failure_reward: Optional[float] = setting(
         None, "what an answer is worth whose reward fails; null: its rollout fails and its prompt is tried again"
+    )
+    verdict: Optional[bool] = setting(
+        None, "whether it is 1 for right answers and 0 for wrong ones: then there is accuracy; null: as it is marked"
     )
 
 
@@ -203,8 +226,31 @@ class RolloutConfig:
 
 
 @dataclass
+class EvalSamplingConfig:
+    """How answers of an evaluation are sampled; what is null is, for a set, as in `eval.sampling`."""
+
+    temperature: Optional[float] = setting(None, "0 is greedy, for n_samples=1; null: 0", minimum=0.0)
+    top_p: Optional[float] = setting(None, "nucleus mass kept; null: as rollout.sampling", minimum=1e-6, maximum=1.0)
+    max_new_tokens: Optional[int] = setting(None, "longest answer; null: as rollout.sampling", unit="tokens", minimum=1)
+
+
+@dataclass
+class EvalSetConfig:
+    """One of several evaluation sets; what is null is as in `eval`."""
+
+    name: str = setting("", "name of the set in metrics: eval/<name>/accuracy")
+    path: str = setting("", "as dataset.path")
+    args: dict[str, Any] = setting(help="as dataset.args", factory=dict)
+    fields: dict[str, str] = setting(help="as dataset.fields", factory=dict)
+    interval: Optional[int] = setting(None, "as eval.interval", unit="steps")
+    size: Optional[int] = setting(None, "as eval.size", unit="prompts")
+    n_samples: Optional[int] = setting(None, "as eval.n_samples", unit="samples")
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+
+
+@dataclass
 class EvalConfig:
-    """Held-out evaluation on the running servers, greedy, outside the staleness count."""
+    """Evaluation on the running servers, outside the staleness count; docs/evaluation.md."""
 
     interval: int = setting(5, "train steps between evaluations; 0: never", unit="steps", minimum=0)
     name: str = setting("held_out", "name of the set in metrics: eval/<name>/accuracy")
@@ -214,7 +260,85 @@ class EvalConfig:
     )
     fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
     size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
-    timeout_s: float = setting(300.0, "limit of one evaluation", unit="s", minimum=1.0)
+    n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
+    timeout_s: float = setting(300.0, "limit of one evaluation of one set", unit="s", minimum=1.0)
+    sets: list[EvalSetConfig] = setting(
+        help="several sets in place of name, path, args and fields; each with these, and with its own interval, size, "
+        "n_samples and sampling where it gives them",
+        factory=list,
+    )
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """An evaluation set with all that is said of it; `group` is the group of settings that says it."""
+
+    group: str
+    name: str
+    path: str | None
+    args: Mapping[str, Any]
+    fields: Mapping[str, str]
+    interval: int
+    size: int
+    n_samples: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+
+    def is_due(self, version: int, total_train_steps: int) -> bool:
+        """Whether `version` is to be evaluated: every `interval`-th, the initial and the last one."""
+        return self.interval > 0 and (version % self.interval == 0 or version == total_train_steps)
+
+
+def evaluation_sets(config: ExperimentConfig) -> tuple[EvaluationSet, ...]:
+    """The evaluation sets of the settings `eval`, in their order; also those that are never due."""
+    common, training = config.eval, config.rollout.sampling
+    fields = config.dataset.fields if common.fields is None else common.fields
+
+    def first(*values: Any) -> Any:
+        return next(value for value in values if value is not None)
+
+    def one(group: str, own: EvalSetConfig, path: str | None, name: str) -> EvaluationSet:
+        return EvaluationSet(
+            group,
+            name,
+            path,
+            own.args,
+            own.fields,
+            first(own.interval, common.interval),
+            first(own.size, common.size),
+            first(own.n_samples, common.n_samples),
+            first(own.sampling.temperature, common.sampling.temperature, 0.0),
+            first(own.sampling.top_p, common.sampling.top_p, training.top_p),
+            first(own.sampling.max_new_tokens, common.sampling.max_new_tokens, training.max_new_tokens),
+        )
+
+    if not common.sets:
+        return (one("eval", EvalSetConfig(args=common.args, fields=fields), common.path, common.name),)
+    return tuple(one(f"eval.sets[{number}]", own, own.path, own.name) for number, own in enumerate(common.sets))
+
+
+def longest_answer(config: ExperimentConfig) -> int:
+    """The most tokens that an answer may have, in training or in an evaluation."""
+    return max(config.rollout.sampling.max_new_tokens, *(one.max_new_tokens for one in evaluation_sets(config)))
+
+
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """What these settings do that their reader may not expect, each as `setting=value: what follows`."""
+    data = config.dataset
+    trained = {_place(path) for path in ([source.path for source in data.sources] or [data.path])}
+    for each in evaluation_sets(config):
+        same = each.path is not None and is_data_path(each.path) and _place(each.path) in trained
+        if each.interval and same and not each.args.get("held_out_share") and not each.args.get("files"):
+            yield (
+                f"{each.group}.path={each.path!r}: it is the training file; what {each.name!r} measures is how well "
+                "the prompts that are trained on are answered"
+            )
+
+
+def _place(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -231,7 +355,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     data, evaluation = config.dataset, config.eval
     yield from _datasets(data)
     yield from _chat(data)
-    if evaluation.path is not None:
+    yield from _evaluation(config)
+    if evaluation.sets:
+        pass
+    elif evaluation.path is not None:
         yield from dataset("eval", evaluation.path, evaluation.args)
     elif evaluation.interval and data.sources:
         yield (
@@ -243,6 +370,41 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
     yield from _environment(config.env)
     yield from _rewards(config)
+
+
+def _evaluation(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with the evaluation sets, but for where the rows of the one of `eval.path=null` come from."""
+    evaluation, default = config.eval, EvalConfig()
+    if evaluation.sets:
+        for name in ("name", "path", "args", "fields"):
+            if (value := getattr(evaluation, name)) != getattr(default, name):
+                yield f"eval.{name}={value!r}: set together with eval.sets, each of which has its own; write it there"
+    names: set[str] = set()
+    for each in evaluation_sets(config):
+        group = each.group
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", each.name) or each.name in names:
+            yield (
+                f"{group}.name={each.name!r}: names the metrics eval/<name>/...; give each set another one, of "
+                "letters, digits, '_', '.' and '-'"
+            )
+        names.add(each.name)
+        if evaluation.sets:
+            yield from dataset(group, each.path or "", each.args)
+            yield from _fields(group, each.path or "", each.fields)
+        counts = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
+        counts["sampling.max_new_tokens"] = each.max_new_tokens
+        for name, count in counts.items():
+            if count < (least := int(name != "interval")):
+                yield f"{group}.{name}={count}: below the least allowed value; use {least} or more"
+        if not 0 < each.top_p <= 1:
+            yield f"{group}.sampling.top_p={each.top_p}: no nucleus; give a number above 0, up to 1"
+        if not (math.isfinite(each.temperature) and each.temperature >= 0):
+            yield f"{group}.sampling.temperature={each.temperature}: no temperature; give 0 or more"
+        if each.temperature == 0 and each.n_samples > 1:
+            yield (
+                f"{group}.n_samples={each.n_samples}: greedy answers to a prompt are all the same; give a temperature "
+                f"above 0 ({group}.sampling.temperature=1.0), or n_samples=1"
+            )
 
 
 GYMNASIUM = "gymnasium:"
@@ -328,6 +490,11 @@ def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
 
 def _datasets(data: DatasetConfig) -> Iterator[str]:
     """What is wrong with `dataset`'s path or sources, and their fields."""
+    if data.curriculum.low > data.curriculum.high:
+        yield (
+            f"dataset.curriculum.low={data.curriculum.low}: above dataset.curriculum.high={data.curriculum.high}, so "
+            "that no prompt is within; exchange them"
+        )
     if not data.sources:
         yield from dataset("dataset", data.path, data.args)
         yield from _fields("dataset", data.path, data.fields)

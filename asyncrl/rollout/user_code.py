@@ -20,12 +20,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.datasets import Dataset, load_dataset
-from asyncrl.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, template_source
+from asyncrl.datasets.chat import AUTO
 from asyncrl.datasets.mixture import Mixture
 from asyncrl.datasets.order import PromptRef
-from asyncrl.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.datasets.prompts import PromptFormat, load_chat_template, make_prompt
 from asyncrl.datasets.readers import is_data_path
-from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
 from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
@@ -33,7 +33,7 @@ from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
-from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV
+from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EvaluationSet, evaluation_sets
 from asyncrl.rollout.tools import RunTools, check_format
 from asyncrl.tools.toolbox import Toolbox
 
@@ -41,12 +41,15 @@ from asyncrl.tools.toolbox import Toolbox
 class Plugins:
     """Everything a RolloutWorker takes from the user.
 
+    Args:
+        training: whether it trains, and needs the training set.
+
     Raises:
         ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
             constructor refuses its arguments. The message begins with the setting.
     """
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
         self._config = config
         sampling = config.rollout.sampling
@@ -57,8 +60,11 @@ class Plugins:
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.chat_policy = chat_policy(config, model_config)
         self.vocab_size: int | None = model_config.get("vocab_size")
-        self.train_set = load_train_set(config)
-        self.eval_set = load_eval_set(config)
+        self._train_set = load_train_set(config) if training else None
+        self.eval_sets = {
+            each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
+        }
+        """By name, the sets that are evaluated."""
         self.offloader = Offloader(config.rollout.user_code)
         """Runs the user's code; to be entered in the worker's event loop."""
         served = config.rollout.endpoint
@@ -73,6 +79,12 @@ class Plugins:
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
         self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)
+
+    @property
+    def train_set(self) -> Dataset:
+        """The prompts to train on."""
+        assert self._train_set is not None, "who trains nothing has no training set"
+        return self._train_set
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
         try:
@@ -113,16 +125,18 @@ class Plugins:
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
 
-    def eval_prompt(self, row: int) -> Prompt:
-        """Row `row` of the evaluation set: one greedy sample.
+    def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
+        """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
 
         Raises:
             BadPrompt: as of `train_prompt`.
         """
-        assert self.eval_set is not None, "settings that evaluate name a set"
-        return self._prompt(
-            PromptRef(f"eval-{row}", row, row), self.eval_set, 1, replace(self._sampling, temperature=0.0)
+        each, rows = self.eval_sets[name]
+        sampling = replace(
+            self._sampling, temperature=each.temperature, top_p=each.top_p, max_new_tokens=each.max_new_tokens
         )
+        ref = PromptRef(f"eval-{name}-{row}-{member}", row, row, attempt=member)
+        return self._prompt(ref, rows, 1, sampling)
 
     def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
         return make_prompt(
@@ -137,28 +151,7 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
-    tokenizer = load_tokenizer(folder)
-    source = None
-    if data.chat_template == AUTO:
-        source = template_source(folder)
-    elif data.chat_template != OFF:
-        try:
-            source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"dataset.chat_template={data.chat_template!r}: cannot be read ({error})") from None
-    if source is None:
-        for name in ("system_prompt", "chat_template_args"):
-            if value := getattr(data, name):
-                raise ConfigError(
-                    f"dataset.{name}={value!r}: the tokenizer in {str(folder)!r} has no chat template to take it; set "
-                    "dataset.chat_template to a Jinja file, or leave it out"
-                )
-        return PromptFormat(tokenizer, None, data.max_prompt_tokens, data.overlong)
-    try:
-        chat = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
-    except ChatError as error:
-        raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
-    return PromptFormat(tokenizer, chat, data.max_prompt_tokens, data.overlong)
+    return PromptFormat(load_tokenizer(folder), load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
 
 
 def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:
@@ -199,25 +192,18 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
         raise ConfigError(f"dataset.sources: {error}") from None
 
 
-def load_eval_set(config: ExperimentConfig) -> Dataset | None:
-    """The prompts of the evaluation: of `eval.path`, or those that the training set holds out; None where several
-    sources are trained on, of which nothing is held out.
+def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
+    """The prompts of an evaluation set: of its `path`, or those that the training set holds out.
 
     Raises:
-        ConfigError: they cannot be loaded.
+        ConfigError: they cannot be loaded, or there are several sources, of which nothing is held out.
     """
-    data, evaluation = config.dataset, config.eval
-    if evaluation.path is not None:
-        fields = _eval_fields(config)
-        return _load_set("eval", evaluation.path, evaluation.args, fields, "held_out", config.seed)
+    data = config.dataset
+    if each.path is not None:
+        return _load_set(each.group, each.path, each.args, each.fields, "held_out", config.seed)
     if data.sources:
-        return None
-    return _load_set("dataset", data.path, {**data.args, **evaluation.args}, data.fields, "held_out", config.seed)
-
-
-def _eval_fields(config: ExperimentConfig) -> Mapping[str, str]:
-    own = config.eval.fields
-    return config.dataset.fields if own is None else own
+        raise ConfigError("eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own")
+    return _load_set("dataset", data.path, {**data.args, **each.args}, data.fields, "held_out", config.seed)
 
 
 def _load_set(

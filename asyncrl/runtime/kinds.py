@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, RECORDER, ROLLOUT_WORKER
+from asyncrl.comm.names import (
+    EVALUATION_MASTER,
+    EVALUATION_WORKER,
+    GENERATION_SERVER,
+    GSERVER_MANAGER,
+    MASTER_WORKER,
+    MODEL_WORKER,
+    RECORDER,
+    ROLLOUT_WORKER,
+)
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.runtime.worker_plan import Resources
@@ -19,6 +28,17 @@ from asyncrl.trainer.settings import placement
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
 trainer that waits leaves the cores to the others anyway."""
+
+
+class Run(StrEnum):
+    """What a launch is for."""
+
+    train = auto()
+    evaluate = auto()
+    """Evaluation of a model that stands, without a trainer."""
+
+
+_TRAIN, _EVALUATE = frozenset({Run.train}), frozenset({Run.evaluate})
 
 
 class Restart(StrEnum):
@@ -39,7 +59,8 @@ class ProcessKind:
     Attributes:
         path: import path `package.module:Class` of its `Worker`.
         processes: what each process of this kind may use, one entry per process, from the config and the visible GPUs.
-        leads: its orderly end is the end of the run; asked to stop, it saves first. One process of a run leads.
+        runs: the launches that it is part of.
+        leads: its orderly end is the end of the run; asked to stop, it saves first. One kind of a launch leads.
         serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
         essential: the run ends with it. The death of any other is noted, and the run goes on.
         restart: what the launcher does when one has died.
@@ -47,6 +68,7 @@ class ProcessKind:
 
     path: str
     processes: Callable[[ExperimentConfig, Sequence[str]], list[Resources]]
+    runs: frozenset[Run] = _TRAIN
     leads: bool = False
     serves: bool = False
     essential: bool = True
@@ -109,13 +131,27 @@ def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 KINDS = {
     MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks, restart=Restart.together),
     GENERATION_SERVER: ProcessKind(
-        "asyncrl.inference.process:GenerationServer", _generation_servers, serves=True, restart=Restart.alone
+        "asyncrl.inference.process:GenerationServer",
+        _generation_servers,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
+    EVALUATION_WORKER: ProcessKind(
+        "asyncrl.rollout.evaluation_process:EvaluationWorker", _rollout_workers, runs=_EVALUATE
+    ),
     GSERVER_MANAGER: ProcessKind(
-        "asyncrl.manager.process:GserverManager", _manager, serves=True, restart=Restart.alone
+        "asyncrl.manager.process:GserverManager",
+        _manager,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
     ),
     MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _master, leads=True, restart=Restart.together),
     RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorder, leads=True),
+    EVALUATION_MASTER: ProcessKind(
+        "asyncrl.master.evaluation_process:EvaluationMaster", _one_on_cpu, runs=_EVALUATE, leads=True
+    ),
 }
 """By name, the slowest to start first."""

@@ -44,7 +44,7 @@ from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.kinds import KINDS, Restart
+from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
@@ -84,10 +84,11 @@ GAVE_UP = 1
 
 
 class Launcher:
-    """Runs one experiment from its resolved config; `model.path` is a folder by now."""
+    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for."""
 
-    def __init__(self, config: ExperimentConfig, display: Display) -> None:
+    def __init__(self, config: ExperimentConfig, display: Display, run: Run = Run.train) -> None:
         self.config = config
+        self._run_of = run
         self.run_dir = run_dir_of(config)
         self._display = display
         self._workers: list[WorkerHandle] = []
@@ -196,7 +197,7 @@ class Launcher:
         self._ends = asyncio.Queue()  # the ends of those that ran before are none of these
         if self._claim_lost:
             return EXIT_FAILED
-        for plan in plan_workers(self.config):
+        for plan in plan_workers(self.config, run=self._run_of):
             await self._start(plan)
         if self._interrupts:  # before there was anyone to ask
             self._terminate_leader()

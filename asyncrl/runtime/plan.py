@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import visible_gpus
-from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.kinds import KINDS, Run
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 
-def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None) -> list[WorkerPlan]:
-    """Every process of the run, in the order of `KINDS`; `gpus` are those to share out, default: the visible ones."""
+def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Run = Run.train) -> list[WorkerPlan]:
+    """Every process of the launch, in the order of `KINDS`; `gpus` are to be shared out, default: the visible ones."""
     gpus = visible_gpus() if gpus is None else gpus
     return [
         WorkerPlan(name, index, resources)
         for name, kind in KINDS.items()
+        if run in kind.runs
         for index, resources in enumerate(kind.processes(config, gpus))
     ]

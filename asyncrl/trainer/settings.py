@@ -274,7 +274,7 @@ class CheckpointConfig:
         "of the MasterWorker or a ModelWorker costs that step at most; false: the steps since the last checkpoint",
     )
     keep_best: Optional[str] = setting(
-        None, "metric of an evaluation, like eval/<eval.name>/accuracy, whose best checkpoint is kept too; null: none"
+        None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"
     )
     keep_best_direction: BestDirection = setting(
         BestDirection.highest, "whether the highest or the lowest value of `checkpoint.keep_best` is the best"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from asyncrl.datasets.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +98,60 @@ def test_custom_graph_runs_its_own_calls_and_a_second_reward_model(
     rows = finished(start_run, "custom_graph", algorithm__graph_args__style_model=judge).rows()
     assert all(0 < row["reward/length_penalty"] <= 0.1 for row in rows)
     assert len({row["reward/style_scores"] for row in rows}) == STEPS
+
+
+def test_gsm8k_chat_trains_a_chat_model_on_rows_of_its_form(
+    start_run: Any, tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    """An untrained model answers nothing right; that an answer has an odd number of letters it learns to say."""
+    (tmp_path / "odd.py").write_text("def odd(data, completion):\n    return float(len(completion) % 2)\n")
+    run = finished(
+        start_run,
+        "gsm8k_chat",
+        model__path=tiny_chat_model,
+        dataset__max_prompt_tokens=256,
+        generation__max_total_tokens=8192,
+        eval__interval=None,
+        checkpoint__keep_best="null",
+        rewards=f"[{{name: odd, path: '{tmp_path / 'odd.py'}:odd'}}, "
+        "{name: right, path: 'asyncrl.rewards.math_answer:math_answer_reward'}]",
+        reward__path=None,
+    )
+    assert "first prompt," in run.output
+    assert (
+        "<|im_start|>system\nReason step by step, and put your final answer within \\boxed{}.<|im_end|>" in run.output
+    )
+    last = run.summary()["eval"]["gsm8k"]
+    assert last["version"] == STEPS
+    assert 0 < last["prompts"] < 24
+    assert {"accuracy", "reward_mean"} <= last.keys()
+    assert all(row["reward/right"] <= row["reward/odd"] <= 1 for row in run.rows())
+
+
+def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_held_out_loss(
+    tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    rows = (EXAMPLE.parent / "gsm8k_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    data = tmp_path / "chat.jsonl"
+    turns = [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        for row in map(json.loads, rows)
+    ]
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns), encoding="utf-8")
+    settings = [f"model.path={tiny_chat_model}", f"dataset.path={data}", "dataset.args.held_out_share=0.2"]
+    settings += ["batch_size=8", "phases=[{steps: 30}]", "eval.interval=10", f"fileroot={tmp_path}", "warmup_steps=3"]
+    command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tokens carry loss" in done.stdout
+    assert "<|im_start|>assistant\n⟦" in done.stdout
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "held-out loss" in line]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    (folder,) = (path for path in (tmp_path / "models").iterdir() if path.is_dir())
+    measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in measured if row["held_out_loss"] is not None] == [10, 20, 30]
+    assert load_tokenizer(folder).encode("<|im_end|>") == [2]
 
 
 def test_algorithms_of_a_users_package_are_known_by_their_registered_names(

@@ -38,7 +38,7 @@ def test_a_run_trains_keeps_its_bound_balances_its_books_and_leaves_nothing(
         assert row.keys() >= required_metrics, f"missing {required_metrics - row.keys()}"
         assert row["staleness/max"] <= 2
         assert row["tokens/trained"] > 0
-    assert [row["step"] for row in run.metrics() if "eval/held_out/accuracy" in row] == [0, 3, 6]
+    assert [row["step"] for row in run.metrics() if "eval/held_out/reward_mean" in row] == [0, 3, 6]
 
     summary = run.summary()
     assert summary["steps"] == 6
@@ -200,3 +200,26 @@ def test_a_mixture_of_experts_is_served_as_it_is_trained(
         assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
     names = json.loads((run.run_dir / "weights" / "actor" / "v3" / "manifest.json").read_text())["tensors"]
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
+
+
+def test_prompts_that_are_always_answered_well_rest_and_the_books_balance(start_run: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "easy": n % 2}) + "\n" for n in range(1, 9)))
+    (tmp_path / "easy.py").write_text(
+        "def score(data, completion):\n    return 1.0 if data['easy'] else 0.5 * (len(completion) % 2)\n"
+    )
+    run = start_run(
+        dataset__path=rows,
+        reward__path=f"{tmp_path / 'easy.py'}:score",
+        dataset__curriculum__high=0.9,
+        dataset__curriculum__rest=1,
+        max_head_offpolicyness=0,
+        total_train_steps=6,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    books = run.summary()["books"]
+    assert_balanced(books)
+    # 4 of 8 prompts are easy: epoch 0 is two steps, epoch 1 without them one, epoch 2 two, epoch 3 one
+    assert books["dropped"]["curriculum"] >= 7
+    assert books["trained"] == 24

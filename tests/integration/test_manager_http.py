@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
@@ -610,3 +611,24 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(ht
     assert [grant.version for grant in (await waiting).granted] == [6] * 4
     await client.close()
     await manager.http.close()
+
+
+async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears_what_was_measured(
+    manager: Manager,
+) -> None:
+    manager.service.curriculum = Curriculum(0.2, 0.8, 1)
+    client = manager.client()
+    prompts = ["e0-3", "e0-4", "e1-3", "e1-4"]
+    ask = [WantedRollout(f"r{number}", prompt, number) for number, prompt in enumerate(prompts)]
+    await client.allocate(ask[:2], timeout_s=5)
+    client.finish([FinishedRollout("r0", True, success=1.0), FinishedRollout("r1", False, "dull", success=0.5)])
+    await client.flush()
+    granted = (await client.allocate(ask[2:], timeout_s=5)).granted
+    assert [(grant.rollout_id, grant.rests) for grant in granted] == [("r2", True), ("r3", False)]
+    client.finish([FinishedRollout("r2", False, "curriculum")])
+    await client.flush()
+    reply = await client.report_consumed(0, [], [])
+    assert reply.measured == [("e0-3", 1.0), ("e0-4", 0.5)]
+    assert reply.given_up == ["e0-4", "e1-3"], "it is used: nobody tries it again in this epoch"
+    assert reply.books.dropped == {"dull": 1, "curriculum": 1}
+    assert (await client.report_consumed(0, [], [], reply.seq, reply.events_seq, reply.measured_seq)).measured == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +26,8 @@ from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.run_files import BooksError
 from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
 from asyncrl.observability.metrics import read_rows
-from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
+from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -189,6 +191,7 @@ class FakeManager:
     dead: bool = False
     given_up: list[str] = field(default_factory=list)
     abandoned: int | None = None
+    measured: list[tuple[str, float]] = field(default_factory=list)
 
     async def report_consumed(
         self,
@@ -197,6 +200,7 @@ class FakeManager:
         dropped: Sequence[DroppedRollout],
         given_up_after: int = 0,
         events_after: int = 0,
+        measured_after: int = 0,
     ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
@@ -205,7 +209,8 @@ class FakeManager:
         for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         books = Books(**asdict(self.books()), version=version, trained_version=version)
-        return ConsumedReply(books, self.given_up[given_up_after:], len(self.given_up))
+        given_up, measured = self.given_up[given_up_after:], self.measured[measured_after:]
+        return ConsumedReply(books, given_up, len(self.given_up), [], 0, measured, len(self.measured))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
@@ -243,6 +248,7 @@ class FakeRollouts:
     finish: asyncio.Event | None = None
     lengths: dict[int, int] = field(default_factory=dict)
     fail: Exception | None = None
+    failing: tuple[str, ...] = ()
 
     async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
         self.started.append(request.version)
@@ -250,8 +256,11 @@ class FakeRollouts:
             await self.finish.wait()
         if self.fail is not None:
             raise self.fail
+        if request.name in self.failing:
+            raise RuntimeError("no server")
         length = self.lengths.get(request.version, 6)
-        return EvaluationResult((1.0, 0.0), (length - 1, length + 1), request.version, request.version)
+        answers = (EvaluatedAnswer(0, 1.0, True, length - 1, False), EvaluatedAnswer(1, 0.0, False, length + 1, True))
+        return EvaluationResult(answers, 0, request.version, request.version)
 
 
 @dataclass
@@ -504,10 +513,11 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     assert {2, 4} <= set(run.board.versions)  # a version that is measured is never skipped
     rows = {row["step"]: row for row in run.rows()}
     assert sorted(rows) == [0, 1, 2, 3, 4]
-    evaluation = {"eval/held_out/accuracy": 0.5, "eval/held_out/reward_mean": 0.5, "eval/held_out/len_mean": 6.0}
+    measured = {"accuracy": 0.5, "reward_mean": 0.5, "len_mean": 6.0, "truncated": 0.5, "prompts": 2.0}
+    evaluation = {f"eval/held_out/{metric}": value for metric, value in measured.items()}
     assert rows[0] == {"step": 0, "policy_version": 0, **evaluation}
     assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [0, 2, 4]
-    assert run.summary()["eval"] == {"held_out": 0.5}
+    assert run.summary()["eval"] == {"held_out": {"version": 4, **measured}}
     assert [item["version"] for item in run.summary()["evaluations"]] == [0, 2, 4]
     assert run.summary()["evaluations_failed"] == []
 
@@ -520,7 +530,24 @@ async def test_a_failed_evaluation_does_not_hold_the_run_and_is_told(tmp_path: P
     assert [row["step"] for row in run.rows()] == [0, 1, 2, 3]
     assert all(row["eval/held_out/failed"] == 1.0 and "eval/held_out/accuracy" not in row for row in run.rows())
     reason = "RuntimeError: no server"
-    assert run.summary()["evaluations_failed"] == [{"version": version, "reason": reason} for version in range(4)]
+    assert run.summary()["evaluations_failed"] == [
+        {"version": version, "set": "held_out", "reason": reason} for version in range(4)
+    ]
+
+
+async def test_of_several_sets_each_has_its_interval_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=3, eval__interval=1)
+    config.eval.sets = [EvalSetConfig("easy", interval=2), EvalSetConfig("hard"), EvalSetConfig("never", interval=0)]
+    run = Run(tmp_path, config)
+    run.rollouts.failing = ("hard",)
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    rows = run.rows()
+    assert [row["step"] for row in rows if "eval/easy/accuracy" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "eval/hard/failed" in row] == [0, 1, 2, 3]
+    summary = run.summary()
+    assert {name: found["version"] for name, found in summary["eval"].items()} == {"easy": 3}
+    assert [(item["version"], item["set"]) for item in summary["evaluations_failed"]] == [(v, "hard") for v in range(4)]
 
 
 async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) -> None:
@@ -677,7 +704,7 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
     assert second.rows()[2]["eval/held_out/failed"] == 1.0
     summary = second.summary()
     assert [item["version"] for item in summary["evaluations"]] == [0, 1, 3]
-    assert summary["evaluations_failed"] == [{"version": 2, "reason": "cut off by a restart"}]
+    assert summary["evaluations_failed"] == [{"version": 2, "set": "held_out", "reason": "cut off by a restart"}]
 
 
 async def test_an_evaluation_that_ended_after_the_last_checkpoint_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -712,7 +739,9 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
         first.stop.set()
         await task
     assert [row["step"] for row in first.rows()] == [0]
-    assert first.summary()["evaluations_failed"] == [{"version": 0, "reason": "given up, as the run ended"}]
+    assert first.summary()["evaluations_failed"] == [
+        {"version": 0, "set": "held_out", "reason": "given up, as the run ended"}
+    ]
 
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     await second.deliver(range(4))
@@ -1013,15 +1042,33 @@ async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before
         dropped: Sequence[DroppedRollout],
         given_up_after: int = 0,
         events_after: int = 0,
+        measured_after: int = 0,
     ) -> ConsumedReply:
         forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
         forgotten.update(run.manager.given_up[:given_up_after])
         assert run.board.data_state is not None
         assert forgotten <= set(UsedPrompts.read(run.board.data_state))
-        return await report(version, trained, dropped, given_up_after, events_after)
+        return await report(version, trained, dropped, given_up_after, events_after, measured_after)
 
     run.manager.report_consumed = checked  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)
     run.manager.give_up("e0-20")
     await run.loop.run()
     assert forgotten == {*(f"e0-{order}" for order in range(12)), "e0-20"}
+
+
+async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=1, checkpoint__interval=1)
+    config.dataset.curriculum.high = 0.8
+    first = Run(tmp_path, config)
+    first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
+    await first.deliver(range(4))
+    await first.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+
+    config = dataclasses.replace(config, total_train_steps=2)
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver(range(4, 8), oldest=1)
+    await second.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]

@@ -14,9 +14,9 @@ from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard, ReplaceableWorker, evaluate
+from asyncrl.master.connections import NameBoard, NothingEvaluated, ReplaceableWorker, evaluate
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.rollout.messages import Evaluate, EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid
 
@@ -24,10 +24,10 @@ LIMIT_S = 10.0
 
 
 @contextmanager
-def rollout_worker(rewards: list[float], version: int) -> Iterator[RequestServer]:
+def rollout_worker(rows: list[int], version: int) -> Iterator[RequestServer]:
     async def share(request: Evaluate) -> EvaluationResult:
-        assert request.version == 5
-        return EvaluationResult(tuple(rewards), (len(rewards),) * len(rewards), version, version)
+        assert (request.name, request.version) == ("hard", 5)
+        return EvaluationResult(tuple(map(answered, rows)), 1, version, version)
 
     serving = RequestServer("127.0.0.1", None, immediate={Evaluate: share})
     try:
@@ -36,13 +36,19 @@ def rollout_worker(rewards: list[float], version: int) -> Iterator[RequestServer
         serving.close()
 
 
+def answered(row: int) -> EvaluatedAnswer:
+    return EvaluatedAnswer(row, float(row), None, 4, False)
+
+
 async def test_an_evaluation_is_the_shares_of_all_rollout_workers() -> None:
-    with rollout_worker([1.0, 0.0], 5) as first, rollout_worker([], 5) as second, rollout_worker([1.0], 6) as third:
+    with rollout_worker([0, 3], 5) as first, rollout_worker([], 5) as second, rollout_worker([2], 6) as third:
         clients = [RequestClient(peer.endpoint, None) for peer in (first, second, third)]
-        result = await evaluate(clients, 5, LIMIT_S)
+        result = await evaluate(clients, "hard", 5, LIMIT_S)
+        with pytest.raises(NothingEvaluated, match="none of the 1 rows of 'hard' was answered"):
+            await evaluate(clients[1:2], "hard", 5, LIMIT_S)
         for client in clients:
             client.close()
-    assert result == EvaluationResult((1.0, 0.0, 1.0), (2, 2, 1), min_version=5, max_version=6)
+    assert result == EvaluationResult(tuple(map(answered, (0, 2, 3))), 3, min_version=5, max_version=6)
 
 
 async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_path: Path) -> None:
@@ -55,13 +61,13 @@ async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_pat
 
     key = names.worker_key(names.ROLLOUT_WORKER, 0)
     dies = RequestServer("127.0.0.1", None, immediate={Evaluate: never})
-    with FileResolver(str(tmp_path)) as resolver, rollout_worker([1.0], 5) as successor:
+    with FileResolver(str(tmp_path)) as resolver, rollout_worker([1], 5) as successor:
         worker = ReplaceableWorker(resolver, key, names.WorkerAddress(dies.endpoint, 1).encode(), None)
-        evaluation = asyncio.create_task(evaluate([worker], 5, LIMIT_S))
+        evaluation = asyncio.create_task(evaluate([worker], "hard", 5, LIMIT_S))
         await asked.wait()
         dies.close()
         resolver.add(key, names.WorkerAddress(successor.endpoint, 2).encode())
-        assert (await evaluation).rewards == (1.0,)
+        assert [answer.row for answer in (await evaluation).answers] == [1]
         worker.close()
 
 

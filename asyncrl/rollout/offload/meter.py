@@ -33,6 +33,7 @@ class Meter:
         self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._failures = 0
+        self._verdicts: dict[str, bool] = {}
         self._tools: list[Mapping[str, float]] = []
 
     def add_seconds(self, activity: Activity, seconds: float) -> None:
@@ -43,6 +44,15 @@ class Meter:
         """The reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)
         note_reward_part(name, value)
+
+    def add_verdict(self, name: str, right: bool) -> None:
+        """The reward `name`, a verdict, found an answer right or wrong; of several answers the last one counts."""
+        self._verdicts[name] = right
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether all verdicts found the last answer right; None where there was none."""
+        return all(self._verdicts.values()) if self._verdicts else None
 
     def add_failure(self) -> None:
         """A reward failed and `failure_reward` stood in for it."""

@@ -1,6 +1,7 @@
 """The process of a supervised experiment: `python -m asyncrl.trainer.supervised CONFIG.yaml OUT_DIR`.
 
-Progress goes to standard output as JSON lines, `{"step", "total", "loss", "eta_s"}`.
+Progress goes to standard output as JSON lines, `{"step", "total", "loss", "eta_s", "held_out_loss"}`, and what a person
+should know of the data as `{"note"}`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ def main(config_file: Path, out_dir: Path) -> None:
     """Make the model that the config describes."""
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SFTConfig), OmegaConf.load(config_file)))
     assert isinstance(config, SFTConfig), type(config)
-    make_base_model(config, out_dir, progress=_report)
+    make_base_model(config, out_dir, progress=_report, note=_note)
 
 
 def _report(progress: SFTProgress) -> None:
     print(json.dumps(asdict(progress)), flush=True)
+
+
+def _note(text: str) -> None:
+    print(json.dumps({"note": text}), flush=True)
 
 
 if __name__ == "__main__":

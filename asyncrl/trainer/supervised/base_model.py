@@ -27,7 +27,7 @@ from asyncrl.comm.private_files import NotPrivate, make_private_folder
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
-NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch")
+NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval")
 """Settings that change where or how fast a model is made, not which."""
 PLAIN_LINE_EVERY = 100
 """Steps between two progress lines where the output is no terminal."""
@@ -138,10 +138,16 @@ def _show_progress(process: subprocess.Popen[str], title: str) -> list[str]:
     with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None, loss=float("nan"))
         for line in process.stdout:
+            if line.startswith('{"note"'):
+                console.print(json.loads(line)["note"], markup=False, soft_wrap=True)
+                continue
             if not line.startswith('{"step"'):
                 other.append(line.rstrip("\n"))
                 continue
             row = json.loads(line)
+            if (held_out := row["held_out_loss"]) is not None:
+                told = f"{title}: step {row['step']}/{row['total']}  held-out loss {held_out:.4f}"
+                console.print(told, markup=False, soft_wrap=True)
             bar.update(task, total=row["total"], completed=row["step"], loss=row["loss"])
             if not console.is_terminal and row["step"] % PLAIN_LINE_EVERY == 0:
                 text = f"{title}: step {row['step']}/{row['total']}  loss {row['loss']:.3f}  {row['eta_s']:.0f} s left"

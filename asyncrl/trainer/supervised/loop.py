@@ -1,7 +1,8 @@
-"""Supervised training: it makes the base model that RL starts from.
+"""Supervised training, on one's own conversations or to make the base model that RL starts from.
 
 A run is a list of phases, each so many steps on one dataset's demonstrations. The demo has two: right demonstrations,
-then a few careless ones, so that the model knows two ways and RL has something to select.
+then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
+carries loss is said in `asyncrl.datasets.demonstrations`.
 
 What makes it fast on a CPU:
 
@@ -35,9 +36,28 @@ from transformers import (
 )
 
 from asyncrl.api import Tokenizer
-from asyncrl.datasets import DemonstrationDataset, load_dataset
-from asyncrl.datasets.demonstrations import Demonstration, by_length, demonstration_batches
-from asyncrl.datasets.tokenizers import CharTokenizer, FastTokenizer, HuggingFaceTokenizer, load_tokenizer
+from asyncrl.config.setting import Device
+from asyncrl.datasets import DemonstrationDataset, Placed
+from asyncrl.datasets.demonstrations import (
+    Demonstration,
+    DemonstrationFormat,
+    EncodedRows,
+    LazyRows,
+    Rows,
+    by_length,
+    demonstration_batches,
+    load_demonstrations,
+    shown_with_loss,
+)
+from asyncrl.datasets.prompts import PromptFormat, load_chat_template
+from asyncrl.datasets.survey import shown
+from asyncrl.datasets.tokenizers import (
+    CharTokenizer,
+    ChatTokenizer,
+    FastTokenizer,
+    HuggingFaceTokenizer,
+    load_tokenizer,
+)
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
 
@@ -52,24 +72,52 @@ class SFTPhase:
 
 @dataclass(frozen=True, slots=True)
 class SFTProgress:
-    """Reported after each step: 1-based step of `total`, loss in nats per answer token, seconds left."""
+    """Reported after each step: 1-based step of `total`, loss in nats per answer token, seconds left; where it was
+    measured after this step, the loss on held-out demonstrations.
+    """
 
     step: int
     total: int
     loss: float
     eta_s: float
+    held_out_loss: float | None = None
 
 
 ProgressCallback = Callable[[SFTProgress], None]
+NoteCallback = Callable[[str], None]
 
 
 def phases_of(config: SFTConfig) -> list[SFTPhase]:
     """The phases that `config` describes, with their datasets."""
-    phases = []
-    for phase in config.phases:
-        dataset = load_dataset(config.dataset.path, {**config.dataset.args, **phase.args}, "train", config.seed)
-        phases.append(SFTPhase(cast(DemonstrationDataset, dataset), phase.steps))
-    return phases
+    data = config.dataset
+    return [
+        SFTPhase(load_demonstrations(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed), steps)
+        for phase, steps in ((phase, phase.steps) for phase in config.phases)
+    ]
+
+
+def held_out_of(config: SFTConfig) -> DemonstrationDataset | None:
+    """The demonstrations that the held-out loss is measured on; None where it is not measured."""
+    data, held_out = config.dataset, config.eval
+    if not held_out.interval:
+        return None
+    fields = data.fields if held_out.fields is None else held_out.fields
+    if held_out.path is None:
+        return load_demonstrations(data.path, {**data.args, **held_out.args}, fields, "held_out", config.seed)
+    return load_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
+
+
+def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> DemonstrationFormat:
+    """How rows become demonstrations.
+
+    Raises:
+        ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
+    """
+    named = config.model.path or config.model.tokenizer
+    folder = Path(named).expanduser() if named else Path("a tokenizer of single letters")
+    return DemonstrationFormat(
+        PromptFormat(tokenizer, load_chat_template(folder, config.dataset)), config.dataset.train_on
+    )
 
 
 def make_base_model(
@@ -78,6 +126,7 @@ def make_base_model(
     *,
     phases: Sequence[SFTPhase] | None = None,
     progress: ProgressCallback | None = None,
+    note: NoteCallback | None = None,
 ) -> Path:
     """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
 
@@ -87,9 +136,10 @@ def make_base_model(
         out_dir: the folder to make; one that exists is replaced.
         phases: what to imitate, in order; by default `phases_of(config)`.
         progress: called after each step.
+        note: called with what a person should know of the data.
 
     Raises:
-        ValueError: there are no steps, or a setting is out of range.
+        ValueError: there are no steps, a setting is out of range, or a row cannot be used.
     """
     phases = phases_of(config) if phases is None else phases
     initial = config.model.path
@@ -100,10 +150,18 @@ def make_base_model(
         model = (
             _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
             if initial is None
-            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial))
+            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
         )
+        model.to(_device(config))  # type: ignore[arg-type]
         started = time.monotonic()
-        loss = train_on_demonstrations(model, tokenizer, phases, config, progress=progress)
+        measured: list[dict[str, Any]] = []
+
+        def keep(report: SFTProgress) -> None:
+            measured.append(asdict(report))
+            if progress is not None:
+                progress(report)
+
+        loss = train_on_demonstrations(model, tokenizer, phases, config, progress=keep, note=note)
     record = {
         "seed": config.seed,
         "steps": [phase.steps for phase in phases],
@@ -111,22 +169,23 @@ def make_base_model(
         "final_loss": loss,
         "seconds": round(time.monotonic() - started, 2),
     }
-    save_model(model, tokenizer, out_dir, record)
+    save_model(model.to("cpu"), tokenizer, out_dir, record, measured)  # type: ignore[arg-type]
     return out_dir
 
 
 def train_on_demonstrations(
     model: PreTrainedModel,
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     phases: Sequence[SFTPhase],
     config: SFTConfig,
     *,
     progress: ProgressCallback | None = None,
+    note: NoteCallback | None = None,
 ) -> float:
     """Train `model` in place; returns the last step's loss in nats per answer token.
 
     Raises:
-        ValueError: there are no steps, or a setting is out of range.
+        ValueError: there are no steps, a setting is out of range, or a row cannot be used.
     """
     total = sum(phase.steps for phase in phases)
     if total < 1:
@@ -138,13 +197,19 @@ def train_on_demonstrations(
         )
         for optimizer in optimizers
     ]
+    form, tell = demonstration_format(config, tokenizer), note or _nobody
+    rows = [_encoded(phase.dataset, form, config.dataset.max_tokens, "dataset", tell) for phase in phases]
+    held_out = held_out_of(config)
+    held_out_rows = None
+    if held_out is not None:
+        held_out_rows = _encoded(held_out, form, config.dataset.max_tokens, "held out", tell)[: config.eval.size]
+    if form.prompts.chat is not None:
+        tell(f"first conversation, ⟦what carries loss⟧:\n{shown(shown_with_loss(rows[0][0][0], tokenizer))}")
     model.train()
     started, loss = time.monotonic(), 0.0
     batches = itertools.chain.from_iterable(
-        demonstration_batches(
-            phase.dataset, tokenizer, batch_size=config.batch_size, steps=phase.steps, seed=config.seed + index
-        )
-        for index, phase in enumerate(phases)
+        demonstration_batches(encoded, batch_size=config.batch_size, steps=phase.steps, seed=config.seed + index)
+        for index, (phase, encoded) in enumerate(zip(phases, rows, strict=True))
     )
     for step, batch in enumerate(batches, start=1):
         loss = _accumulate_gradients(model, batch, config.tokens_per_micro_batch)
@@ -154,14 +219,58 @@ def train_on_demonstrations(
             optimizer.zero_grad()
         for scheduler in schedulers:
             scheduler.step()
+        measured = None
+        if held_out_rows is not None and (step % config.eval.interval == 0 or step == total):
+            measured = held_out_loss(model, held_out_rows, config.tokens_per_micro_batch)
         if progress is not None:
-            progress(SFTProgress(step, total, loss, (time.monotonic() - started) / step * (total - step)))
+            eta_s = (time.monotonic() - started) / step * (total - step)
+            progress(SFTProgress(step, total, loss, eta_s, measured))
     model.train(False)
     return loss
 
 
-def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, record: Mapping[str, Any]) -> None:
-    """Write weights, config, tokenizer and `training.json` aside and synced, then rename the folder to `out_dir`.
+def held_out_loss(model: PreTrainedModel, rows: Rows, max_tokens: int) -> float:
+    """Mean loss of `rows` in nats per answer token; the model is left in training mode."""
+    model.train(False)
+    batch = [demonstration for row in rows for demonstration in row]
+    with torch.no_grad():
+        runs = by_length([len(item.token_ids) for item in batch], max_tokens)
+        total = sum(_answer_loss(model, [batch[i] for i in run]).item() for run in runs)
+    model.train()
+    return total / sum(item.answer_length for item in batch)
+
+
+def _encoded(
+    dataset: DemonstrationDataset, form: DemonstrationFormat, max_tokens: int, name: str, tell: NoteCallback
+) -> Rows:
+    """The rows of a file, encoded now; those of a class when they are asked for."""
+    if not isinstance(dataset, Placed):
+        return LazyRows(dataset, form)
+    encoded = EncodedRows.of(dataset, form, max_tokens)
+    for line in encoded.notes:
+        tell(f"{name}: {line}")
+    return encoded.rows
+
+
+def _nobody(text: str) -> None:
+    """Takes a note."""
+
+
+def _device(config: SFTConfig) -> torch.device:
+    if config.device == Device.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(str(config.device))
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    out_dir: Path,
+    record: Mapping[str, Any],
+    measured: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write weights, config, tokenizer, `training.json` and, a line for each of `measured`, `metrics.jsonl` aside and
+    synced, then rename the folder to `out_dir`.
 
     Raises:
         TypeError: the tokenizer is none that `load_tokenizer` returns, which can be saved.
@@ -174,6 +283,9 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, reco
         )
     tokenizer.save(aside)
     (aside / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if measured:
+        lines = "".join(json.dumps(row) + "\n" for row in measured)
+        (aside / "metrics.jsonl").write_text(lines, encoding="utf-8")
     for file in aside.iterdir():
         atomic_dir.sync_file(file)
     atomic_dir.commit(out_dir)
@@ -197,7 +309,9 @@ def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]
     answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)
     for row, item in enumerate(demonstrations):
         tokens_BL[row, : len(item.token_ids)] = torch.tensor(item.token_ids)
-        answer_BL[row, item.prompt_length : len(item.token_ids)] = True
+        answer_BL[row, : len(item.token_ids)] = torch.tensor(item.loss_mask)
+    device = next(model.parameters()).device
+    tokens_BL, answer_BL = tokens_BL.to(device), answer_BL.to(device)
     hidden_BLH = model.base_model(input_ids=tokens_BL[:, :-1], use_cache=False).last_hidden_state
     predicts_BL = answer_BL[:, 1:]
     logits_AV = _output_layer(model)(hidden_BLH[predicts_BL])

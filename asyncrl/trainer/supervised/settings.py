@@ -8,7 +8,10 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any, Optional
 
-from asyncrl.config.setting import setting
+from asyncrl.config.setting import Device, setting
+from asyncrl.datasets.chat import AUTO
+from asyncrl.datasets.demonstrations import TrainOn
+from asyncrl.datasets.readers import is_data_path
 from asyncrl.rollout.settings import dataset
 from asyncrl.trainer.checks import hugging_face_folder
 
@@ -72,9 +75,35 @@ class SFTDatasetConfig:
 
     path: str = setting(
         "asyncrl.datasets.arithmetic:ArithmeticDataset",
-        "class with a `demonstration` method by import path, or a JSONL file",
+        "class with a `demonstration` method by import path, a JSONL or Parquet file, a folder of them, a folder saved "
+        "by `datasets`, or a name on the Hugging Face hub; docs/sft.md",
     )
     args: dict[str, Any] = setting(help="keyword arguments of the dataset's constructor", factory=dict)
+    fields: dict[str, str] = setting(
+        help="columns of a file under another name, `{messages: conversations, completion: output}`", factory=dict
+    )
+    chat_template: str = setting(
+        AUTO, "auto: the tokenizer's, where it has one; off: prompts and answers are plain text; or a Jinja file"
+    )
+    chat_template_args: dict[str, Any] = setting(
+        help="further variables of the chat template, as `{enable_thinking: false}`", factory=dict
+    )
+    system_prompt: str = setting("", "system message put before conversations that have none; empty: no such message")
+    train_on: TrainOn = setting(TrainOn.all, "assistant's turns that are imitated: all, or the last alone")
+    max_tokens: int = setting(4096, "longer rows of a file are left out, and counted", unit="tokens", minimum=2)
+
+
+@dataclass
+class SFTEvalConfig:
+    """The loss on demonstrations that are not trained on."""
+
+    interval: int = setting(
+        0, "steps between measurements of the held-out loss, at the end another; 0: never", unit="steps", minimum=0
+    )
+    path: Optional[str] = setting(None, "as dataset.path; null: the rows that dataset holds out")
+    args: dict[str, Any] = setting(help="as dataset.args, of eval.path", factory=dict)
+    fields: Optional[dict[str, str]] = setting(None, "as dataset.fields, of eval.path; null: those of dataset")
+    size: int = setting(256, "rows measured, from the top", unit="rows", minimum=1)
 
 
 @dataclass
@@ -84,6 +113,7 @@ class SFTConfig:
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
     fileroot: str = setting(DEFAULT_FILEROOT, "where models, checkpoints, logs and metrics go")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0)
+    device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)
     optimizer: SupervisedOptimizer = setting(
@@ -100,6 +130,7 @@ class SFTConfig:
     phases: list[SFTPhaseConfig] = setting(help="what to imitate, in order", factory=lambda: [SFTPhaseConfig()])
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)
+    eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
 
 
 def check(config: SFTConfig) -> Iterator[str]:
@@ -107,6 +138,13 @@ def check(config: SFTConfig) -> Iterator[str]:
     data = config.dataset
     args = [{**data.args, **phase.args} for phase in config.phases] or [data.args]
     yield from dict.fromkeys(problem for each in args for problem in dataset("dataset", data.path, each))
+    if is_data_path(data.path):
+        yield from (
+            f"dataset.args.{name}: it is set by asyncrl for supervised training; leave it out"
+            for name in ("demonstrations", "fields")
+            if name in data.args
+        )
+    yield from _held_out(config)
     if not config.phases:
         yield "phases=[]: there is nothing to imitate; give at least one, for example phases=[{steps: 1000}]"
     if config.model.path is not None:
@@ -123,3 +161,18 @@ def check(config: SFTConfig) -> Iterator[str]:
             )
         if "vocab_size" not in config.model.architecture:
             yield "model.architecture.vocab_size: missing; a model with model.tokenizer needs the tokenizer's size"
+
+
+def _held_out(config: SFTConfig) -> Iterator[str]:
+    """What is wrong with the rows that the held-out loss is measured on."""
+    data, held_out = config.dataset, config.eval
+    if not held_out.interval:
+        return
+    if held_out.path is not None:
+        yield from dataset("eval", held_out.path, held_out.args)
+    elif is_data_path(data.path) and not data.args.get("held_out_share"):
+        yield (
+            f"eval.path=null: the held-out loss would be measured on the training file {data.path!r} itself; give it a "
+            "file of its own (eval.path=...), hold out a share of this one (dataset.args.held_out_share=0.05), or "
+            "switch it off (eval.interval=0)"
+        )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.commands.input_checks import check_data
-from asyncrl.config.checks import validate
+from asyncrl.config.checks import validate, warnings
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 
@@ -149,3 +150,26 @@ def test_bad_data_ends_the_command_with_2_before_anything_is_made(
     assert ended.returncode == 2
     assert f"error: dataset.path='{bad}': {bad}:2 is not JSON" in ended.stderr
     assert not root.exists()
+
+
+def test_the_best_by_accuracy_is_refused_where_no_reward_is_a_verdict(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(data, completion):\n    return 0.5\n")
+    settings = [f"reward.path={tmp_path / 'mine.py'}:score", "checkpoint.interval=5"]
+    message = message_of("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", *settings)
+    assert "no reward is a verdict" in message
+    assert "eval/held_out/reward_mean" in message
+    check("async_ppo", "checkpoint.keep_best=eval/held_out/reward_mean", *settings)
+    check("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", "reward.verdict=true", *settings)
+
+
+def test_each_evaluation_set_is_loaded_and_one_that_is_the_training_file_is_said(write: Write) -> None:
+    good, bad = write(GOOD), write("{not json")
+    sets = f"eval.sets=[{{name: same, path: {good}}}, {{name: broken, path: {bad}}}]"
+    message = message_of("async_ppo", f"dataset.path={good}", sets)
+    assert f"eval.sets[1].path='{bad}'" in message
+    assert ":1 is not JSON" in message
+    config = load_experiment("async_ppo", [f"dataset.path={good}", sets.replace(str(bad), str(write(GOOD)))])
+    assert isinstance(config, ExperimentConfig)
+    (warning,) = [line for line in warnings(config) if line.startswith("eval")]
+    assert "eval.sets[0].path" in warning
+    assert "it is the training file" in warning

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.commands.hub import is_hub_name
 from asyncrl.config.checks import validate
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
@@ -37,8 +38,11 @@ def adopting(url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
-def test_every_built_in_experiment_is_valid_as_it_stands(name: str) -> None:
-    validate(load_experiment(name, []))
+def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_model: Path) -> None:
+    config = load_experiment(name, [])
+    if config.model.path is not None and is_hub_name(config.model.path):  # which becomes a folder before the checks
+        config.model.path = str(tiny_chat_model)
+    validate(config)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,24 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["checkpoint.keep_best=eval/held_out/accuracy", "eval.interval=7", "checkpoint.interval=31"],
             ["no step has both an evaluation (eval.interval=7) and a checkpoint (checkpoint.interval=31)"],
         ),
+        (
+            [
+                "eval.n_samples=8",
+                "eval.sampling.temperature=1",
+                "checkpoint.keep_best=eval/held_out/pass@4",
+                "eval.interval=7",
+                "checkpoint.interval=31",
+            ],
+            ["no step has both", "(eval.interval=7)", "(checkpoint.interval=31)"],
+        ),
+        (["checkpoint.keep_best=eval/held_out/pass@4"], ["no evaluation measures it"]),
+        (["eval.n_samples=4"], ["eval.n_samples=4", "greedy", "eval.sampling.temperature=1.0"]),
+        (["eval.name=a/b"], ["eval.name='a/b'", "letters, digits"]),
+        (["eval.sets=[{name: a, path: /nowhere.jsonl}]"], ["eval.sets[0].path='/nowhere.jsonl'", "no such file"]),
+        (["eval.sets=[{name: a, path: /}, {name: a, path: /}]"], ["eval.sets[1].name='a'", "another one"]),
+        (["eval.sets=[{name: a, path: /, size: 0}]"], ["eval.sets[0].size=0", "use 1 or more"]),
+        (["eval.sets=[{name: a, path: /}]", "eval.path=/"], ["eval.path='/'", "together with eval.sets"]),
+        (["eval.sampling.max_new_tokens=500", "generation.context_length=400"], ["= 532", "or more"]),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature=0.0", "use 1.0"]),
         (["generation.context_length=20"], ["generation.context_length=20", "or more"]),
         (["generation.max_running_requests=4"], ["generation.max_running_requests=4", "group_size=8"]),

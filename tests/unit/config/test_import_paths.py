@@ -129,7 +129,7 @@ async def test_what_a_rollout_worker_takes_is_found(
         _, reward, *_ = await env.step("1+1=2#2")
     parts = {
         "dataset": type(plugins.train_set).__name__,
-        "eval": type(plugins.eval_set).__name__,
+        "eval": type(plugins.eval_sets["held_out"][1]).__name__,
         "agent": type(plugins.agent).__name__,
         "env": env._env.__class__.__name__ if group == "env" else "",  # type: ignore[attr-defined]
         "reward": name if reward == 0.75 else "",

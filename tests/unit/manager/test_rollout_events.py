@@ -18,11 +18,14 @@ def test_a_line_is_told_until_its_number_is_named() -> None:
     events.admitted(Ticket("r1", MASTER, "e0-3", 7, 1), 2)
     events.finished("r1", 12)
     told = [Admitted("r1", "e0-3", 7, 1, MASTER, 2, 5.0), Finished("r1", 12, 5.0)]
-    assert (events.after(0), events.last_seq) == (told, 102)
-    assert events.after(101) == told[1:]
-    assert events.after(0) == told[1:], "what was named is forgotten"
+    assert (events.untold, events.last_seq) == (told, 102)
+    events.forget(101)
+    assert events.untold == told[1:]
+    events.forget(0)
+    assert events.untold == told[1:], "what was named is forgotten"
     events.dropped("r2", "stale", PromptGoes.returned)
-    assert events.after(102) == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
+    events.forget(102)
+    assert events.untold == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
 
 
 def service() -> ManagerService:

@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.metric_rows import RowQueue, batch_statistics, evaluation_statistics
+from asyncrl.master.metric_rows import RowQueue, batch_statistics
 from asyncrl.master.records import RolloutRecord
-from asyncrl.master.settings import EVALUATION_METRICS
-from asyncrl.rollout.messages import EvaluationResult
 
 
 def test_rows_come_out_in_order_each_with_its_evaluation() -> None:
@@ -41,11 +39,6 @@ def test_every_row_comes_out_once_and_in_order(data: st.DataObject) -> None:
             queue.evaluated(ends[position], {"seen": 1})
             out += queue.pop_ready()
     assert out == [(step, {"seen": 1} if step in evaluated else {}) for step in range(1, steps + 1)]
-
-
-def test_an_evaluation_measures_what_the_settings_may_name() -> None:
-    measured = evaluation_statistics("held_out", EvaluationResult((1.0, 0.0), (5, 7), 3, 3))
-    assert measured.keys() == {f"eval/held_out/{metric}" for metric in EVALUATION_METRICS}
 
 
 def record(
@@ -94,13 +87,3 @@ def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
     assert row["reward/groups_without_variance"] == 0.5
     assert row["rollout/len_mean"] == 18 / 4
     assert row["rollout/truncated"] == 0.25
-
-
-def test_accuracy_is_the_share_of_full_rewards() -> None:
-    result = EvaluationResult([1.0, 0.9, 0.0, 1.5], [1, 1, 1, 5], 3, 3)
-    row = evaluation_statistics("held_out", result)
-    assert row == {
-        "eval/held_out/accuracy": 0.5,
-        "eval/held_out/reward_mean": 0.85,
-        "eval/held_out/len_mean": 2.0,
-    }

@@ -8,30 +8,30 @@ import time
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 
-RESULT = EvaluationResult([1.0, 0.0, 1.0, 1.0], [2, 4, 6, 8], 3, 3)
+RESULT = EvaluationResult((), 0, 3, 3)
 
 
 class Watched:
-    """An announcer that evaluates multiples of 2, each until it is told to end."""
+    """An announcer that evaluates multiples of 2 on `a`, of 4 on `b` too, each until it is told to end."""
 
     def __init__(self) -> None:
         self.announced: list[int] = []
-        self.started: list[int] = []
-        self.ended: list[tuple[int, EvaluationResult | str]] = []
+        self.started: list[tuple[str, int]] = []
+        self.ended: list[tuple[int, dict[str, EvaluationResult | str]]] = []
         self.end = asyncio.Event()
         self.announcer = VersionAnnouncer(
             lambda version, path: self.announced.append(version),
             self._evaluate,
-            lambda version: version % 2 == 0,
-            lambda version, outcome: self.ended.append((version, outcome)),
+            lambda version: [name for name, interval in (("a", 2), ("b", 4)) if version % interval == 0],
+            lambda version, outcomes: self.ended.append((version, dict(outcomes))),
             time.monotonic,
         )
 
-    async def _evaluate(self, version: int) -> EvaluationResult:
-        self.started.append(version)
+    async def _evaluate(self, name: str, version: int) -> EvaluationResult:
+        self.started.append((name, version))
         await self.end.wait()
         self.end.clear()
-        if version == 4:
+        if (name, version) == ("a", 4):
             raise RuntimeError("no server\n--- remote traceback")
         return RESULT
 
@@ -55,34 +55,38 @@ async def test_versions_are_put_off_while_one_is_measured_and_only_the_newest_is
     assert watched.announcer.put_off == ()
     await watched.announcer.published(7, "v7")
     assert watched.announced == [2, 5, 7]
-    assert watched.ended == [(2, RESULT)]
+    assert watched.ended == [(2, {"a": RESULT})]
 
 
 async def test_a_version_to_be_measured_waits_for_the_measurement_before_it() -> None:
     watched = Watched()
-    watched.announcer.evaluate_if_due(0)
+    watched.announcer.evaluate_if_due(6)
     await rounds()
-    await watched.announcer.published(1, "v1")
-    publishing = asyncio.create_task(watched.announcer.published(2, "v2"))
+    await watched.announcer.published(9, "v9")
+    publishing = asyncio.create_task(watched.announcer.published(10, "v10"))
     await rounds()
     assert watched.announced == []
     assert not publishing.done()
     watched.end.set()
     await publishing
     await rounds()
-    assert watched.announced == [2]  # announcing 1 in between would be for nothing
-    assert watched.started == [0, 2]
+    assert watched.announced == [10]  # announcing 9 in between would be for nothing
+    assert watched.started == [("a", 6), ("a", 10)]
     await watched.announcer.close()
 
 
-async def test_a_failed_measurement_is_over_too() -> None:
+async def test_a_set_that_fails_does_not_keep_the_others_from_being_measured() -> None:
     watched = Watched()
     await watched.announcer.published(4, "v4")
     await rounds()
     await watched.announcer.published(5, "v5")
     watched.end.set()
+    await rounds()
+    assert watched.started == [("a", 4), ("b", 4)]
+    assert watched.announced == [4], "the other set is measured under the same version"
+    watched.end.set()
     await watched.announcer.evaluation_ended()
-    assert watched.ended == [(4, "RuntimeError: no server")]
+    assert watched.ended == [(4, {"a": "RuntimeError: no server", "b": RESULT})]
     assert watched.announced == [4, 5]
 
 
@@ -91,5 +95,5 @@ async def test_closing_ends_the_measurement_and_lets_go_of_its_row() -> None:
     await watched.announcer.published(2, "v2")
     await rounds()
     await watched.announcer.close()
-    assert watched.ended == [(2, "given up, as the run ended")]
+    assert watched.ended == [(2, {"a": "given up, as the run ended"})]
     await watched.announcer.evaluation_ended()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.observability.display import LiveDisplay, PlainDisplay, evaluations, trend
+from asyncrl.observability.display import LiveDisplay, PlainDisplay, main_figures, trend
 from asyncrl.observability.tail import JsonlTail
 
 ROW = {
@@ -71,7 +71,7 @@ def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
 
 def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:
     text = panel(EVALUATION)
-    for part in ("step 0/10", "accuracy held_out", "0.125", "no train step yet"):
+    for part in ("step 0/10", "held_out accuracy", "0.125", "no train step yet"):
         assert part in text
     assert "reward" not in text
     assert "▁█" in panel(EVALUATION, ROW), "the curve begins there"
@@ -122,9 +122,16 @@ def test_a_trend_rises_from_the_lowest_to_the_highest_bar() -> None:
     assert trend([]) == ""
 
 
-def test_evaluations_are_told_by_the_name_of_their_set() -> None:
-    assert evaluations(ROW) == {"held_out": 0.75}
-    assert evaluations(ROW, "failed") == {}
+def test_each_set_is_told_by_its_name_with_accuracy_where_there_is_a_verdict() -> None:
+    row = {"step": 3, "eval/a/accuracy": 0.75, "eval/a/reward_mean": 0.7, "eval/b.c/reward_mean": -0.5}
+    row |= {"eval/d/failed": 1.0}
+    assert main_figures(row) == {"a accuracy": 0.75, "b.c reward": -0.5}
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(row)
+    assert out.getvalue().splitlines() == [
+        "step 3/10  a accuracy 0.750  b.c reward -0.500",
+        "the evaluation of version 3 on d failed; the master_worker's log says why",
+    ]
 
 
 def test_the_tail_reads_each_whole_line_once_and_survives_a_cut(tmp_path: Path) -> None:

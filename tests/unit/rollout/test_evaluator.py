@@ -1,9 +1,11 @@
-"""An evaluation asks for every row of the worker's share, of the version that is evaluated."""
+"""An evaluation asks for every row of the worker's share of a set, of the version that is evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -20,56 +22,141 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.chat.client import EpisodeClient
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.prompts import BadPrompt
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.messages import EvaluatedAnswer
+from asyncrl.rollout.offload.meter import current_meter
+from asyncrl.rollout.settings import EvalConfig, EvalSetConfig, evaluation_sets
 from asyncrl.rollout.user_code import Plugins
+
+SETS = evaluation_sets(ExperimentConfig(eval=EvalConfig(sets=[EvalSetConfig("all"), EvalSetConfig("two", size=2)])))
 
 
 @dataclass
 class FakeClient:
     asked: list[tuple[str, int | None]] = field(default_factory=list)
+    hold: asyncio.Event | None = None
 
     async def generate(
         self, request: GenerationRequest, rollout_id: str | None = None, *, min_version: int | None = None
     ) -> GenerationResult:
         assert rollout_id is None, "no staleness count sees an evaluation"
         self.asked.append((request.request_id, min_version))
-        return GenerationResult(request.request_id, (Completion([3], [-0.5], [min_version or 0], "stop"),))
+        if self.hold is not None:
+            await self.hold.wait()
+        token = 3 + request.input_ids[0] % 2
+        return GenerationResult(request.request_id, (Completion([token], [-0.5], [min_version or 0], "length"),))
+
+
+async def score(data: Mapping[str, Any], completion: str) -> float:
+    """Whether the answer is the digit 1, as a verdict would be told: through the meter."""
+    current_meter().add_verdict("", completion == "1")
+    return 0.5 * (completion == "1")
 
 
 @dataclass
 class FakePlugins:
     agent: Agent
-    eval_set: range = range(5)
+    n_samples: int = 1
+
+    @property
+    def eval_sets(self) -> dict[str, Any]:
+        return {each.name: (replace(each, n_samples=self.n_samples), range(5)) for each in SETS}
 
     def make_envs(self, size: int) -> Callable[[], Environment]:
-        return lambda: SingleTurnEnv(reward=lambda data, completion: 1.0)
+        return lambda: SingleTurnEnv(reward=score)
 
     def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
         return EpisodeClient(policy, prompt, prompt.member, None)
 
-    def eval_prompt(self, row: int) -> Prompt:
-        return Prompt(f"eval-{row}", row, {"prompt": ""}, (1,), 1, SamplingParams())
+    def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
+        if row == 3:
+            raise BadPrompt("too long")
+        return Prompt(f"{name}-{row}-{member}", row, {"prompt": ""}, (row + member,), 1, SamplingParams())
 
 
-def evaluator(client: FakeClient, agent: Agent, **share: int) -> Evaluator:
-    return Evaluator(cast(Plugins, FakePlugins(agent)), cast(RolloutClient, client), **share)
+SINGLE_TURN = SingleTurnAgent(tokenizer=CharTokenizer())
 
 
-@pytest.mark.parametrize(("index", "size", "rows"), [(0, 9, [0, 2, 4]), (1, 9, [1, 3]), (1, 2, [1])])
-async def test_each_worker_answers_its_share_under_that_version(index: int, size: int, rows: list[int]) -> None:
+def evaluator(client: FakeClient, agent: Agent = SINGLE_TURN, n_samples: int = 1, **share: int) -> Evaluator:
+    plugins = cast(Plugins, FakePlugins(agent, n_samples))
+    return Evaluator(plugins, cast(RolloutClient, client), **{"index": 0, "workers": 1, "max_concurrent": 2} | share)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "rows", "left_out"), [("all", 0, [0, 2, 4], 0), ("all", 1, [1], 1), ("two", 1, [1], 0)]
+)
+async def test_each_worker_answers_its_share_of_a_set_under_that_version(
+    name: str, index: int, rows: list[int], left_out: int
+) -> None:
     client = FakeClient()
-    agent = SingleTurnAgent(tokenizer=CharTokenizer())
-    await evaluator(client, agent, index=index, workers=2, size=size).evaluate(7)
-    assert client.asked == [(f"eval-{row}", 7) for row in rows]
+    result = await evaluator(client, index=index, workers=2).evaluate(name, 7)
+    assert client.asked == [(f"{name}-{row}-0", 7) for row in rows]
+    assert result.answers == tuple(EvaluatedAnswer(row, 0.5 * (row % 2), row % 2 == 1, 1, True) for row in rows)
+    assert (result.left_out, result.min_version, result.max_version) == (left_out, 7, 7)
 
 
-async def test_what_the_agent_raises_ends_the_evaluation() -> None:
-    class Broken(Agent):
-        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:
+async def test_of_several_answers_to_a_prompt_each_has_its_own_verdict() -> None:
+    client = FakeClient()
+    result = await evaluator(client, n_samples=3).evaluate("two", 7)
+    assert [(answer.row, answer.right) for answer in result.answers] == [
+        *((0, right) for right in (False, True, False)),
+        *((1, right) for right in (True, False, True)),
+    ]
+
+
+async def test_no_more_episodes_run_at_a_time_than_allowed() -> None:
+    client = FakeClient(hold=asyncio.Event())
+    evaluation = asyncio.create_task(evaluator(client, n_samples=4).evaluate("two", 7))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(client.asked) == 2
+    assert client.hold is not None
+    client.hold.set()
+    assert len((await evaluation).answers) == 8
+
+
+class Failing(Agent):
+    def __init__(self, *fails: int) -> None:
+        self.tries: Counter[str] = Counter()
+        self.fails = dict(enumerate(fails))
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:
+        self.tries[prompt.prompt_id] += 1
+        if self.tries[prompt.prompt_id] <= self.fails[prompt.order]:
             raise KeyError("no such field")
+        return await SINGLE_TURN.run(prompt, env, client)
 
+
+async def test_an_episode_that_fails_is_tried_again_and_ends_the_evaluation_when_it_always_does() -> None:
+    agent = Failing(2, 0)
+    assert len((await evaluator(FakeClient(), agent).evaluate("two", 7)).answers) == 2
+    assert agent.tries == {"two-0-0": 3, "two-1-0": 1}
     with pytest.raises(KeyError, match="no such field"):
-        await evaluator(FakeClient(), Broken(), index=0, workers=1, size=2).evaluate(7)
+        await evaluator(FakeClient(), Failing(3, 0)).evaluate("two", 7)
+
+
+async def test_a_prompt_that_the_agent_rejects_is_left_out_and_counted() -> None:
+    class Picky(Agent):
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:
+            return [] if prompt.order == 0 else await SINGLE_TURN.run(prompt, env, client)
+
+    result = await evaluator(FakeClient(), Picky()).evaluate("two", 7)
+    assert ([answer.row for answer in result.answers], result.left_out) == ([1], 1)
+
+
+async def test_a_new_evaluation_ends_the_one_that_nobody_waits_for_any_more() -> None:
+    client = FakeClient(hold=asyncio.Event())
+    evaluating = evaluator(client)
+    first = asyncio.create_task(evaluating.evaluate("all", 7))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(evaluating.evaluate("two", 8))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert client.hold is not None
+    client.hold.set()
+    assert {answer.row for answer in (await second).answers} == {0, 1}

@@ -113,6 +113,7 @@ class FakeGate:
     acks: list[int] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     goal: int = 0
+    resting: set[str] = field(default_factory=set)
 
     async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
         self.acks.append(returned_ack)
@@ -126,7 +127,10 @@ class FakeGate:
         if not granted and not pending:
             await asyncio.Event().wait()
         grants = [
-            GrantedRollout(r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None) for r in granted
+            GrantedRollout(
+                r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None, r.prompt_id in self.resting
+            )
+            for r in granted
         ]
         return AllocateReply(grants, pending, 0, False)
 
@@ -154,6 +158,7 @@ async def run(
     generate: Callable[..., Awaitable[GenerationResult]] = answer,
     train_prompt: Callable[[PromptRef], Prompt] | None = None,
     limit_s: float = 10.0,
+    right_at: float | None = None,
 ) -> list[Trajectory]:
     """Run the loop until `gate.goal` rollouts have ended; returns what was pushed."""
     pushed: list[Trajectory] = []
@@ -168,7 +173,7 @@ async def run(
         plugins.train_prompt = train_prompt  # type: ignore[method-assign]
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
-    loop = RolloutLoop(stream, cast(Plugins, plugins), manager, client, push, config)
+    loop = RolloutLoop(stream, cast(Plugins, plugins), manager, client, push, config, right_at=right_at)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     try:
@@ -194,6 +199,21 @@ async def test_every_admitted_rollout_is_pushed_and_then_reported_in_data_order(
     assert len(pushed) == 20
     assert sorted(t.order for t in pushed) == list(range(20))
     assert all(ended.accepted and ended.tokens == 6 for ended in gate.finished.values())
+
+
+async def test_a_curriculum_hears_the_share_of_right_answers_and_what_rests_is_dropped_without_a_rollout() -> None:
+    first, second = PromptStream(1000, seed=0).ref(0).prompt_id, PromptStream(1000, seed=0).ref(1).prompt_id
+    gate = FakeGate(admit=3, resting={second})
+    filters = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig(name="zero_variance")])
+    agent = EchoAgent(lambda prompt_id: (1.0, 0.5) if prompt_id == first else (2.0, 2.0))
+    pushed = await run(gate, agent, config=filters, right_at=1.0)
+    assert [trajectory.prompt_id for trajectory in pushed] == [first]
+    (ended,) = gate.outcome_of(first)
+    assert (ended.accepted, ended.success) == (True, 0.5)
+    (ended,) = gate.outcome_of(second)
+    assert (ended.accepted, ended.reason, ended.return_prompt, ended.success) == (False, "curriculum", False, None)
+    (filtered,) = (each for each in gate.finished.values() if each.reason not in ("", "curriculum"))
+    assert filtered.success == 1.0, "what a filter rejects is measured too"
 
 
 async def test_no_more_rollouts_run_at_a_time_than_max_concurrent() -> None:

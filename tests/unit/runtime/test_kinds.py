@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.kinds import KINDS, Run
 
 
 def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
@@ -14,7 +14,8 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
         "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in KINDS.values())"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    assert [name for name, kind in KINDS.items() if kind.leads] == ["master_worker"]
+    leaders = {run: [name for name, kind in KINDS.items() if kind.leads and run in kind.runs] for run in Run}
+    assert leaders == {Run.train: ["master_worker"], Run.evaluate: ["evaluation_master"]}
 
 
 def test_the_registry_imports_no_process() -> None:

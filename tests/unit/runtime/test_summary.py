@@ -16,9 +16,13 @@ from asyncrl.runtime.summary import summary_lines
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
     books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
-    failed = [{"version": 5, "reason": "no answer within 300 s"}]
+    failed = [{"version": 5, "set": "hard", "reason": "no answer within 300 s"}]
     journal = Mock(evaluations=[], evaluations_failed=failed)
-    journal.accuracies.return_value = {"held_out": 0.5}
+    figures = {"reward_mean": 0.5, "len_mean": 33.4, "truncated": 0.125, "prompts": 8.0}
+    journal.last_evaluations.return_value = {
+        "held_out": {"version": 6, "accuracy": 0.5, "pass@4": 0.75, **figures},
+        "graded": {"version": 5, **figures},
+    }
     for what in ("rollout_worker/0", WHOLE_RUN, "rollout_worker/0"):
         note_restart(tmp_path, what, "was killed by signal SIGKILL")
     note_went_on(tmp_path, "rollout_worker/0", 1.5)
@@ -26,10 +30,12 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
     write_summary(tmp_path, 6, 6, books, journal)
     lines = summary_lines(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == {"rollout_worker/0": 2, WHOLE_RUN: 1}
-    assert lines[:5] == [
+    assert lines[:6] == [
         "steps      6",
-        "accuracy   0.500 on held_out",
-        "FAILED     evaluation of version 5: no answer within 300 s",
+        "evaluated  graded: reward 0.500, 33 tokens, 12 % cut off (8 prompts, version 5)",
+        "evaluated  held_out: accuracy 0.500, pass@4 0.750, reward 0.500, 33 tokens, 12 % cut off "
+        "(8 prompts, version 6)",
+        "FAILED     evaluation of version 5 on hard: no answer within 300 s",
         "books      submitted 12 = trained 8 + dropped 3 (stale 3) + abandoned 1",
         "restarts   rollout_worker/0 2, the whole run 1; 4.5 s until they went on",
     ]

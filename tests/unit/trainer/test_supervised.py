@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.demonstrations import by_length, demonstration_batches
+from asyncrl.datasets.demonstrations import DemonstrationFormat, LazyRows, by_length, demonstration_batches
 from asyncrl.datasets.files import FileDataset
+from asyncrl.datasets.prompts import PromptFormat
 from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,
@@ -146,8 +147,14 @@ def test_every_index_is_in_one_run_within_the_budget(lengths: list[int], budget:
 
 def test_demonstrations_end_with_the_end_token_and_visit_every_row_once_an_epoch() -> None:
     dataset, tokenizer = ArithmeticDataset(num_rows=12), CharTokenizer()
-    batches = list(demonstration_batches(dataset, tokenizer, batch_size=4, steps=3, seed=1))
-    texts = {tokenizer.decode(item.token_ids) for batch in batches for item in batch}
-    assert texts == {row["prompt"] + dataset.demonstration(row) for row in map(dataset.row, range(12))}
-    assert all(item.token_ids[-1] == tokenizer.eos_token_id for batch in batches for item in batch)
-    assert all(tokenizer.decode(item.token_ids[: item.prompt_length])[-1] == "=" for batch in batches for item in batch)
+    rows = LazyRows(dataset, DemonstrationFormat(PromptFormat(tokenizer)))
+    batches = list(demonstration_batches(rows, batch_size=4, steps=3, seed=1))
+    items = [item for batch in batches for item in batch]
+    assert {tokenizer.decode(item.token_ids) for item in items} == {
+        row["prompt"] + dataset.demonstration(row) for row in map(dataset.row, range(12))
+    }
+    for item in items:
+        assert item.token_ids[-1] == tokenizer.eos_token_id
+        prompt = item.loss_mask.index(True)
+        assert tokenizer.decode(item.token_ids[:prompt])[-1] == "="
+        assert all(item.loss_mask[prompt:])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from asyncrl.manager.given_up_prompts import GivenUpPrompts
+from asyncrl.manager.numbered_log import NumberedLog
 
 
-def after(prompts: GivenUpPrompts, seq: int) -> list[str]:
+def after(prompts: NumberedLog[str], seq: int) -> list[str]:
     prompts.forget(seq)
     return prompts.unrecorded
 
 
 def test_a_prompt_is_told_until_its_number_is_named() -> None:
-    prompts = GivenUpPrompts(after=100)
+    prompts = NumberedLog[str](after=100)
     assert after(prompts, 0) == []
     prompts.add("a")
     prompts.add("b")
@@ -25,6 +25,6 @@ def test_a_prompt_is_told_until_its_number_is_named() -> None:
 
 
 def test_a_manager_that_was_restarted_tells_all_whatever_number_its_predecessor_came_to() -> None:
-    prompts = GivenUpPrompts(after=200)
+    prompts = NumberedLog[str](after=200)
     prompts.add("a")
     assert after(prompts, 102) == ["a"]

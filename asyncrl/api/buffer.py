@@ -1,0 +1,38 @@
+"""The order in which finished rollouts are trained, where several wait: a function named in `buffer.order.path`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRollout:
+    """A finished rollout that waits to be trained.
+
+    Attributes:
+        prompt_id: the prompt's name in its epoch, `e<epoch>-<row>`.
+        order: its position in the data order.
+        age: versions between the policy and the group's oldest token.
+        rewards: of each sample, shaping included.
+        generated: tokens that the policy wrote, of each sample.
+        truncated: whether each was cut off.
+        metrics: the rollout's own numbers: times, rewards by name.
+    """
+
+    prompt_id: str
+    order: int
+    age: int
+    rewards: tuple[float, ...]
+    generated: tuple[int, ...]
+    truncated: tuple[bool, ...]
+    metrics: Mapping[str, float]
+
+
+class BufferOrder(Protocol):
+    """Ranks waiting rollouts. It runs in the MasterWorker before each step, for each of them: keep it quick."""
+
+    def __call__(self, rollout: ReadyRollout) -> float:
+        """The rank of `rollout`, a finite number: the least are trained first, of equals the oldest."""
+        ...

@@ -1,0 +1,191 @@
+"""`asyncrl eval MODEL [setting=value ...]`: evaluate a model that stands, without a trainer.
+
+MODEL is the folder of a run, whose own settings then hold, a Hugging Face folder, or a name on the hub. Generation
+servers, a GserverManager and workers are started as in training; each set of `eval` is answered once and reported as a
+table and, with `--out`, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.commands.hub import is_hub_name, resolve_hub_names
+from asyncrl.commands.input_checks import check_prompts
+from asyncrl.config.checks import validate
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError, Device
+from asyncrl.observability.metrics import read_rows
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.kinds import Run
+from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.resume import TrialError
+from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
+from asyncrl.trainer.settings import LoraConfig
+
+_NAME = "run"
+"""What a run's own settings are called while they are read as an experiment."""
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line after `eval`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"{program} eval", description="Evaluate a model without training.")
+    parser.add_argument("model", metavar="MODEL", help="folder of a run, Hugging Face folder, or name on the hub")
+    parser.add_argument("overrides", nargs="*", metavar="setting=value")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the policy after N steps; default: the newest")
+    parser.add_argument("--experiment", metavar="NAME", help="whose settings hold; by default, of a run, its own")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write what was measured there too")
+    args = parser.parse_intermixed_args(argv)
+    os.umask(PRIVATE_UMASK)
+    scratch = Path(tempfile.mkdtemp(prefix="asyncrl-eval-"))
+    code = EXIT_CONFIG
+    try:
+        code = _evaluate(args, scratch)
+    except (ConfigError, TrialError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    if code in (EXIT_OK, EXIT_CONFIG):
+        shutil.rmtree(scratch)
+    else:
+        print(f"logs are in {scratch}", file=sys.stderr)
+    return code
+
+
+def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
+    """Evaluate as `args` say; files of the launch go below `scratch`."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    named = str(args.model)
+    given = Path(named).expanduser()
+    is_run = (given / CONFIG_FILE).is_file()
+    if not is_run and not (given / "config.json").is_file() and not is_hub_name(named):
+        raise ConfigError(f"{named!r} is no run (it has no {CONFIG_FILE}) and no Hugging Face folder (no config.json)")
+    if not is_run and args.experiment is None:
+        raise ConfigError("--experiment: whose settings are to hold? A Hugging Face folder has none of its own")
+    if args.step is not None and not is_run:
+        raise ConfigError(f"--step {args.step}: {named!r} is no run, and has no steps")
+    config = _settings(args, given if is_run else None, scratch)
+    config.model.path = str(_policy(given, args.step, scratch)) if is_run else named
+    resolve_hub_names(config)
+    config = _alone(config, scratch)
+    validate(config)
+    for group, found in check_prompts(config, of_evaluation_alone=True).items():
+        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong):
+            console.print(f"{group}: {line}")
+    launcher = Launcher(config, _Progress(console), Run.evaluate)
+    launcher.prepare()
+    code = launcher.run()
+    rows = read_rows(run_dir_of(config) / METRICS_FILE)
+    console.print(_table(named, rows))
+    if args.out is not None:
+        measured = {"model": named, "step": args.step, "sets": rows}
+        args.out.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    if code == EXIT_OK and any("failed" in row for row in rows):
+        return EXIT_FAILED
+    return code
+
+
+def _settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> ExperimentConfig:
+    """The settings that hold: of the experiment, or else of the run, with what the command line says."""
+    name, folder = args.experiment, args.config_dir
+    if name is None:
+        assert run is not None
+        name, folder = _NAME, scratch / "experiments"
+        folder.mkdir()
+        own = OmegaConf.to_container(OmegaConf.load(run / CONFIG_FILE))
+        assert isinstance(own, dict)
+        text = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["experiment_schema", "_self_"], **own}))
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    config = load_experiment(name, args.overrides, folder)
+    if not isinstance(config, ExperimentConfig):
+        raise ConfigError(f"--experiment {name}: supervised training has no evaluation sets; name an RL experiment")
+    return config
+
+
+def _policy(run: Path, step: int | None, scratch: Path) -> Path:
+    """A Hugging Face folder with the policy of `run` after `step` steps."""
+    if step == 0:
+        return Path(str(read_run_config(run).model.path))
+    from asyncrl.commands.exporting import ExportError, export  # which loads torch
+    from asyncrl.weights.loading import WeightUpdateError
+    from asyncrl.weights.manifest import ManifestError
+
+    try:
+        export(run, step, scratch / "model")
+    except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
+        raise ConfigError(f"{run}: {error}") from error
+    return scratch / "model"
+
+
+def _alone(config: ExperimentConfig, scratch: Path) -> ExperimentConfig:
+    """`config` for a launch that evaluates every set once, trains nothing and keeps nothing but its logs."""
+    sets = [replace(each, interval=None) for each in config.eval.sets]
+    path = Path(str(config.model.path)).expanduser().resolve()
+    return replace(
+        config,
+        experiment_name="eval",
+        trial_name="0",
+        fileroot=str(scratch),
+        model=replace(config.model, path=str(path), lora=LoraConfig()),
+        eval=replace(config.eval, interval=1, sets=sets),
+        checkpoint=replace(config.checkpoint, keep_best=None),
+        manager=replace(config.manager, weight_transport="disk"),
+        trainer=replace(config.trainer, device=Device.cpu),  # so that all GPUs are the servers'
+    )
+
+
+class _Progress:
+    """Shows what the launcher has to say and each set as it ends."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        """Print the remark."""
+        self._console.print(text)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Say that a set is done."""
+        self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A column for each set, a row for each metric that one of them has."""
+    figures = [_figures(row) for row in rows]
+    table = Table(title=model, title_justify="left")
+    table.add_column("")
+    for row in rows:
+        table.add_column(str(row["set"]), justify="right", overflow="fold")
+    for name in dict.fromkeys(name for found in figures for name in found):
+        table.add_row(name, *(found.get(name, "") for found in figures))
+    return table
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, str]:
+    """What there is to tell of a set, in words."""
+    if "failed" in row:
+        return {"failed": str(row["failed"])}
+    prefix = f"eval/{row['set']}/"
+    found = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+    shown = {key: f"{value:.0f}" if key == "prompts" else f"{value:.3f}" for key, value in found.items()}
+    return shown | ({"left out": str(row["left_out"])} if row["left_out"] else {})

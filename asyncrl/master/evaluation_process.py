@@ -1,0 +1,53 @@
+"""EvaluationMaster: has a model that stands evaluated on all sets, in a launch without a trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from asyncrl.comm import names
+from asyncrl.comm.request_reply import RequestClient
+from asyncrl.master.connections import connect, evaluate
+from asyncrl.master.evaluation_statistics import evaluation_statistics
+from asyncrl.rollout.settings import EvaluationSet, evaluation_sets
+from asyncrl.runtime.run_dir import METRICS_FILE
+from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.runtime.worker import AsyncWorker
+
+VERSION = 0
+"""The policy version of a model that nobody trains."""
+
+
+class EvaluationMaster(AsyncWorker):
+    """Writes a line into `metrics.jsonl` for each set, as it ends: `set`, its metrics, and `left_out`, the rows that
+    were not answered; or `set` and `failed`, the reason why there are none.
+    """
+
+    async def main(self) -> None:
+        """Evaluate each set, then end, which ends the launch."""
+        try:
+            workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers)
+        except StopRequested:
+            return
+        self.ready()
+        try:
+            with (self.run_dir / METRICS_FILE).open("w", encoding="utf-8") as lines:
+                for each in evaluation_sets(self.config):
+                    lines.write(json.dumps({"set": each.name, **await self._evaluate(workers, each)}) + "\n")
+                    lines.flush()
+        except StopRequested:
+            self.log.info("asked to stop")
+        finally:
+            for worker in workers:
+                worker.close()
+
+    async def _evaluate(self, workers: list[RequestClient], each: EvaluationSet) -> dict[str, float | str]:
+        evaluating = evaluate(workers, each.name, VERSION, self.config.eval.timeout_s)
+        try:
+            result = await or_stop(evaluating, self.stop, math.inf)
+        except StopRequested:
+            raise
+        except Exception as error:
+            self.log.warning("the evaluation on %s failed", each.name, exc_info=error)
+            return {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        return {**evaluation_statistics(each.name, result), "left_out": result.left_out}

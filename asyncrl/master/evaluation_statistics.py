@@ -1,0 +1,65 @@
+"""What an evaluation measures of a set, as the metrics eval/<set>/<metric>.
+
+Rewards are reported as means. Accuracy, and pass@k where each prompt got several answers, are there where a reward is a
+verdict (`asyncrl.api.verdict`): an episode is right if the verdict on its last answer was, wrong if it ended without.
+
+pass@k is the probability that of k answers to a prompt at least one is right, averaged over prompts; of n answers, c of
+them right, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models
+Trained on Code, equation 1). pass@1 is the accuracy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import comb, fsum
+
+from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
+
+ALWAYS = ("reward_mean", "len_mean", "truncated", "prompts")
+"""What each evaluation measures: mean reward, mean number of generated tokens, share of answers that were cut off, and
+how many prompts were answered."""
+
+
+def pass_ks(n_samples: int) -> Iterator[int]:
+    """The k of pass@k that are reported for `n_samples` answers: 2, 4, 8, ... and `n_samples` itself."""
+    k = 2
+    while k < n_samples:
+        yield k
+        k *= 2
+    if n_samples > 1:
+        yield n_samples
+
+
+def evaluation_metrics(n_samples: int) -> tuple[str, ...]:
+    """The names of what an evaluation with `n_samples` answers measures; those of verdicts first."""
+    return ("accuracy", *(f"pass@{k}" for k in pass_ks(n_samples)), *ALWAYS)
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `n` answers of which `right` are right; needs 1 <= k <= n."""
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def evaluation_statistics(name: str, result: EvaluationResult) -> dict[str, float]:
+    """The metrics of one evaluation on the set `name`, with at least one answer."""
+    answers = result.answers
+    groups: defaultdict[int, list[EvaluatedAnswer]] = defaultdict(list)
+    for answer in answers:
+        groups[answer.row].append(answer)
+    found: dict[str, float] = {}
+    if any(answer.right is not None for answer in answers):
+        found["accuracy"] = _mean(answer.right is True for answer in answers)
+        counts = [(len(group), sum(answer.right is True for answer in group)) for group in groups.values()]
+        for k in pass_ks(min(n for n, _ in counts)):
+            found[f"pass@{k}"] = _mean(pass_at_k(n, right, k) for n, right in counts)
+    found["reward_mean"] = _mean(answer.reward for answer in answers)
+    found["len_mean"] = _mean(answer.tokens for answer in answers)
+    found["truncated"] = _mean(answer.truncated for answer in answers)
+    found["prompts"] = float(len(groups))
+    return {f"eval/{name}/{metric}": value for metric, value in found.items()}
+
+
+def _mean(values: Iterator[float]) -> float:
+    listed = list(values)
+    return fsum(listed) / len(listed)

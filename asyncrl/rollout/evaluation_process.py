@@ -1,0 +1,25 @@
+"""EvaluationWorker: a RolloutWorker of a launch that only evaluates."""
+
+from __future__ import annotations
+
+from asyncrl.manager.client import ManagerClient
+from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.process import RolloutWorker
+from asyncrl.rollout.user_code import Plugins
+
+
+class EvaluationWorker(RolloutWorker):
+    """Answers its share of the evaluation sets; it has no training prompts and nobody to hand trajectories to."""
+
+    def _load_plugins(self) -> Plugins:
+        return Plugins(self.config, training=False)
+
+    async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
+        self._evaluator = self._make_evaluator(client)
+        server = self._request_server()
+        try:
+            self._register(server.endpoint)
+            self.ready()
+            await self.stop.wait()
+        finally:
+            server.close()

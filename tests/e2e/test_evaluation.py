@@ -1,0 +1,83 @@
+"""Evaluation with real processes: of several sets during a run, and by the command, of a run and of a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 4)]
+
+
+def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl.launch", "eval", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+
+def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weights(
+    start_run: Any, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    broken = "{name: broken, path: 'asyncrl.datasets.arithmetic:ArithmeticDataset', sampling: {max_new_tokens: 200}}"
+    sets = f"[{{name: own, path: {rows}}}, {{name: sampled, path: {rows}, interval: 2, n_samples: 3, "
+    sets += f"sampling: {{temperature: 1.0, max_new_tokens: 4}}}}, {broken}]"
+    run = start_run(
+        total_train_steps=2, eval__interval=1, eval__sets=sets, generation__context_length=0, rollout__workers=2
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    by_step = {row["step"]: row for row in run.metrics()}
+    assert "eval/own/accuracy" not in by_step[2], "the reward is a grade"
+    assert [step for step, row in by_step.items() if "eval/sampled/reward_mean" in row] == [0, 2]
+    assert by_step[2]["eval/own/prompts"] == 8.0
+    assert by_step[2]["eval/sampled/len_mean"] <= 4.0
+    summary = run.summary()
+    assert {item["set"] for item in summary["evaluations_failed"]} == {"broken"}, "longer than the model's positions"
+    assert "FAILED     evaluation of version 2 on broken" in run.output
+    assert "the evaluation of version 1 on broken failed" in run.output
+
+    out = tmp_path / "out.json"
+    done = evaluate(run.run_dir, "--step", 2, "--out", out)
+    assert done.returncode == 1, "a set failed"
+    measured = {row["set"]: row for row in json.loads(out.read_text())["sets"]}
+    for name in ("own", "sampled"):
+        for metric in ("reward_mean", "len_mean", "truncated", "prompts"):
+            key = f"eval/{name}/{metric}"
+            assert measured[name][key] == pytest.approx(by_step[2][key]), f"{key}: {done.stdout}{done.stderr}"
+    assert "failed" in measured["broken"]
+    assert "logs are in" in done.stderr
+
+
+def test_the_command_evaluates_a_folder_with_an_experiments_settings(tiny_model: Path, tmp_path: Path) -> None:
+    settings = ["eval.size=4", "eval.n_samples=2"]
+    settings += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
+    out = tmp_path / "out.json"
+    done = evaluate(tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["sets"]
+    assert row["eval/held_out/accuracy"] <= row["eval/held_out/pass@2"]
+    assert (row["eval/held_out/prompts"], row["left_out"]) == (4.0, 0)
+    assert "pass@2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/nowhere"], "'/nowhere' is no run"),
+        (["{model}"], "--experiment: whose settings"),
+        (["{model}", "--experiment", "sft"], "--experiment sft: supervised"),
+        (["{model}", "--experiment", "async_ppo", "--step", "3"], "is no run, and has no steps"),
+        (["{model}", "--experiment", "async_ppo", "eval.size=0"], "eval.size=0"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_line(arguments: list[str], said: str, tiny_model: Path) -> None:
+    done = evaluate(*(argument.format(model=tiny_model) for argument in arguments))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
