@@ -113,7 +113,7 @@ def test_context_is_what_is_needed_or_set_within_the_models_positions(
     setting: int, positions: int, expected: int
 ) -> None:
     config = ExperimentConfig()
-    config.generation.context_length = setting
+    config.dataset.max_prompt_tokens, config.generation.context_length = 512, setting
     assert context_length(config, {"max_position_embeddings": positions}) == expected
     assert context_length(config, {"text_config": {"max_position_embeddings": positions}}) == expected
 

@@ -140,7 +140,8 @@ class Launch:
         (self.folder / "summary.json").write_text(json.dumps({"steps": self.version, "books": told}))
 
     def _report(self) -> None:
-        self.ledger.take(self.events.after(self.seen))
+        self.events.forget(self.seen)
+        self.ledger.take(self.events.untold)
         self.seen = self.events.last_seq
 
     def _record(self, ticket: Ticket, version: int) -> RolloutRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import KINDS, Run
 
 
@@ -14,8 +15,15 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
         "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in KINDS.values())"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    leaders = {run: [name for name, kind in KINDS.items() if kind.leads and run in kind.runs] for run in Run}
-    assert leaders == {Run.train: ["master_worker"], Run.evaluate: ["evaluation_master"]}
+    config = ExperimentConfig()
+    leaders = [
+        [name for name, kind in KINDS.items() if kind.leads and run in kind.runs and kind.processes(config, ())]
+        for run in Run
+    ]
+    assert leaders == [["master_worker"], ["evaluation_master"]]
+    config.samples.only = True
+    keeping = [name for name, kind in KINDS.items() if kind.leads and Run.train in kind.runs]
+    assert [name for name in keeping if KINDS[name].processes(config, ())] == ["recorder"]
 
 
 def test_the_registry_imports_no_process() -> None:

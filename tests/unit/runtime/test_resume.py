@@ -54,6 +54,8 @@ FIXED = {
     "seed": "7",
     "dataset.path": "asyncrl.datasets.demonstrations:Others",
     "dataset.args": "{max_numbers: 5}",
+    "dataset.fields": "{prompt: question}",
+    "dataset.sources": "[{path: 'asyncrl.datasets.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.lora.rank": "8",
     "model.lora.alpha": "8",
