@@ -5,7 +5,10 @@ Feedback carries no loss; all tries share the last one's reward.
 
 from __future__ import annotations
 
-from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Tokenizer, messages_of
+from collections.abc import Sequence
+from dataclasses import replace
+
+from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, Tokenizer, messages_of
 
 
 class RetryAgent(Agent):
@@ -26,29 +29,31 @@ class RetryAgent(Agent):
         self._tokenizer, self._chat = tokenizer, chat
         self._max_turns, self._turn_discount = max_turns, turn_discount
 
-    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> float:
-        """The episode's reward."""
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
+        """What the client recorded, with the last try's reward and the number of `turns` as a metric."""
         await env.reset(options={"data": prompt.data})
         converse = self._in_messages if self._chat else self._in_tokens
-        return await converse(prompt, env, client)
+        reward, turns = await converse(prompt, env, client)
+        samples = client.samples(reward * self._turn_discount ** (turns - 1))
+        return [replace(sample, metrics={"turns": float(turns)}) for sample in samples]
 
-    async def _in_messages(self, prompt: Prompt, env: Environment, client: ChatClient) -> float:
-        messages, turn = messages_of(prompt), 0
+    async def _in_messages(self, prompt: Prompt, env: Environment, client: ChatClient) -> tuple[float, int]:
+        messages, turn = messages_of(prompt), 1
         while True:
             reply = await client.chat(messages)
             feedback, reward, solved, _, _ = await env.step(reply.content)
-            if solved or reply.finish_reason == "length" or turn + 1 == self._max_turns:
-                return float(reward * self._turn_discount**turn)
+            if solved or reply.finish_reason == "length" or turn == self._max_turns:
+                return float(reward), turn
             messages += [reply.message, {"role": "user", "content": feedback.strip()}]
             turn += 1
 
-    async def _in_tokens(self, prompt: Prompt, env: Environment, client: ChatClient) -> float:
-        ids, turn = prompt.input_ids, 0
+    async def _in_tokens(self, prompt: Prompt, env: Environment, client: ChatClient) -> tuple[float, int]:
+        ids, turn = prompt.input_ids, 1
         while True:
-            request = GenerationRequest(f"{prompt.prompt_id}/{turn}/{prompt.member}", ids, 1, prompt.sampling)
+            request = GenerationRequest(f"{prompt.prompt_id}/{turn - 1}/{prompt.member}", ids, 1, prompt.sampling)
             (answer,) = (await client.generate(request)).completions
             feedback, reward, solved, _, _ = await env.step(self._tokenizer.decode(answer.token_ids))
-            if solved or answer.finish_reason == "length" or turn + 1 == self._max_turns:
-                return float(reward * self._turn_discount**turn)
+            if solved or answer.finish_reason == "length" or turn == self._max_turns:
+                return float(reward), turn
             ids = (*ids, *answer.token_ids, *self._tokenizer.encode(feedback))
             turn += 1

@@ -199,6 +199,17 @@ def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_r
     assert len({row["agent/turns"] for row in rows}) > 1
 
 
+def test_who_answers_wrongly_tries_again(start_run: Any) -> None:
+    rows = finished(start_run, "several_turns").rows()
+    turns = [row["agent/turns"] for row in rows]
+    assert all(1.0 < each <= 2.0 for each in turns), turns
+
+
+def test_a_rollout_function_may_answer_more_than_once(start_run: Any) -> None:
+    rows = finished(start_run, "custom_rollout", trainer__ppo_minibatches=2).rows()
+    assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
+
+
 OWN_EPISODES = """
 from asyncrl.api import GenerationRequest
 

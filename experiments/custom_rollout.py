@@ -1,0 +1,25 @@
+"""An episode of one's own as a function: up to `looks` answers from scratch, the first right one ends it."""
+
+from __future__ import annotations
+
+from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Tokenizer
+
+
+async def run(
+    prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer: Tokenizer, looks: int = 2, price: float = 0.2
+) -> float:
+    """The reward of all answers of the episode: 1 where one was right, less `price` for each look beyond the first.
+
+    Each answer begins at the prompt, and so is a sample of its own: an episode gives one to `looks` samples.
+    """
+    reward = 0.0
+    for number in range(looks):
+        request = GenerationRequest(
+            f"{prompt.prompt_id}/{prompt.member}/{number}", prompt.input_ids, 1, prompt.sampling
+        )
+        (answer,) = (await client.generate(request)).completions
+        await env.reset(options={"data": prompt.data})
+        _, reward, *_ = await env.step(tokenizer.decode(answer.token_ids))
+        if reward == 1.0:
+            return reward - price * number
+    return reward
