@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
+EMPTY_ANSWER = "EmptyModelResponseError"
+"""What verifiers calls an answer without text and calls: the model's fault, and worth nothing; no failure."""
 MODEL = "policy"
 
 
@@ -77,8 +79,14 @@ class Classic:
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
         client = self._make_client(self._shared.with_options(base_url=base_url, api_key=api_key))
         made = await self._env.run_rollout(self._table(split)[row], client, MODEL, {})
-        if made.get("error"):
-            raise RuntimeError(f"the rollout failed: {json.dumps(made['error'], default=str)[:2000]}")
+        if error := made.get("error"):
+            if error.get("error") == EMPTY_ANSWER:
+                return {
+                    "reward": 0.0,
+                    "parts": {name: 0.0 for name, weight in self._weights.items() if weight},
+                    "metrics": {"empty_answer": 1.0},
+                }
+            raise RuntimeError(f"the rollout failed: {json.dumps(error, default=str)[:2000]}")
         values = {name: float(value) for name, value in (made.get("metrics") or {}).items() if value is not None}
         parts = {name: value for name, value in values.items() if self._weights.get(name)}
         metrics = {name: value for name, value in values.items() if name not in parts}
