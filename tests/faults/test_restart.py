@@ -79,7 +79,7 @@ def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(start_ru
     assert len(set(orders)) == len(orders) == steps * BATCH + suspected
     settled = (steps - 4) * BATCH
     assert orders[:settled] == list(range(settled)), orders
-    rewards = [row for row in run.metrics() if any(name.endswith("/accuracy") for name in row)]
+    rewards = [row for row in run.metrics() if any(name.endswith("/reward_mean") for name in row)]
     assert [row["step"] for row in rows_evaluated(run)] == [row["step"] for row in rewards]
 
 
