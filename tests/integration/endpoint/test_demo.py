@@ -143,8 +143,10 @@ async def samples(plugins: Plugins, policy: EnginePolicy, prompts: int) -> list[
 def assert_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        for name in ("tokens", "loss_mask", "behave_logprobs", "versions"):
+        for name in ("tokens", "loss_mask", "versions"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        # samples that share a row of the engine, as they do where they come together, differ in the last bit
+        np.testing.assert_allclose(one.behave_logprobs, other.behave_logprobs, rtol=0, atol=1e-6)
         assert (one.reward, one.truncated, one.episode) == (other.reward, other.truncated, other.episode)
 
 
