@@ -30,6 +30,7 @@ def main() -> None:
     """See the module's docstring."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         spec = json.load(file)
+    os.umask(0o022)  # the program is another user, and the process that asks for it may keep all from others
     _build(spec)
     os.chroot(_ROOT)
     os.chdir("/work")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
@@ -74,6 +75,16 @@ def test_it_sees_the_interpreter_and_its_folder_and_nothing_else(sandbox: Sandbo
         "own folder 1",
         "environment ['HOME', 'LANG', 'PATH'] ['look.py', 'mine.txt']",
     ]
+
+
+def test_the_umask_of_a_run_does_not_keep_the_program_out(sandbox: Sandbox) -> None:
+    """The processes of a run create nothing that others may read; its files are another user's to the program."""
+    before = os.umask(0o077)
+    try:
+        ended = sandbox.run({"a.py": "print('there')"}, ["a.py"])
+    finally:
+        os.umask(before)
+    assert (ended.stdout, ended.stderr) == ("there\n", "")
 
 
 def test_it_reads_its_input_and_its_arguments(sandbox: Sandbox) -> None:
