@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 st
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
+
+COMMANDS = ("audit", "eval", "export", "replay", "rollout", "show")
+"""What is no experiment: modules of `asyncrl.commands`, each with a `main` of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,31 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncrl.config.setting import ConfigError
 
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["export"]:
-        from asyncrl.commands import export
-
-        return export.main(argv[1:], program())
-    if argv[:1] == ["audit"]:
-        from asyncrl.commands import audit
-
-        return audit.main(argv[1:], program())
-    if argv[:1] == ["rollout"]:
-        from asyncrl.commands import rollout
-
-        return rollout.main(argv[1:], program())
-    if argv[:1] == ["replay"]:
-        from asyncrl.commands import replay
-
-        return replay.main(argv[1:], program())
-    if argv[:1] == ["show"]:
-        from asyncrl.commands import show
-
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        return show.main(argv[1:], program())
-    if argv[:1] == ["eval"]:
-        from asyncrl.commands import eval as evaluation
-
-        return evaluation.main(argv[1:], program())
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(f"asyncrl.commands.{argv[0]}")
+        return int(command.main(argv[1:], program()))
     args = _parse(argv, program())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None

@@ -95,19 +95,12 @@ class HttpServer:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen; returns the URL. Port 0 takes a free one."""
-        server = web.Server(
-            self._handle,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=HEADER_LIMIT_S,
-            lingering_time=_LINGER_S,
-            auto_decompress=False,
-        )
-        self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self._runner.setup()
+        self._runner = await careful_runner(self._handle)
+        answering = self._runner.server
+        assert answering is not None, "set up"
         limit_s = None if self._tls is None else HANDSHAKE_LIMIT_S  # aiohttp's TCPSite leaves a handshake a minute
         self._server = await asyncio.get_running_loop().create_server(
-            server, host, port, ssl=self._tls, ssl_handshake_timeout=limit_s
+            answering, host, port, ssl=self._tls, ssl_handshake_timeout=limit_s
         )
         scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
         return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
@@ -139,6 +132,21 @@ class HttpServer:
         if self._expected is None or hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
             return
         raise Refused(401, {"error": "missing or wrong bearer token"}, "unauthorized")
+
+
+async def careful_runner(handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> web.ServerRunner:
+    """What serves `handle` with the limits of this module, set up; a caller that leaves cancels its request."""
+    server = web.Server(
+        handle,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=HEADER_LIMIT_S,
+        lingering_time=_LINGER_S,
+        auto_decompress=False,
+    )
+    runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    return runner
 
 
 class _RefusalCollector(Collector):

@@ -20,7 +20,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http_server import HEADER_LIMIT_S, Refused, read_body
+from asyncrl.comm.http_server import Refused, careful_runner, read_body
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.calls import Api
 from asyncrl.inference.openai.chat_completions import ChatCompletions
@@ -31,8 +31,6 @@ MODEL: Final = "policy"
 """The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""
 KEEP_ALIVE_S: Final = 15.0
 """A stream that waits for the policy says so at this interval; clients take longer silence for a lost connection."""
-_SHUTDOWN_S: Final = 1.0
-_LINGER_S: Final = 2.0
 
 _Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamResponse]]
 
@@ -90,16 +88,7 @@ class Endpoint:
             self._runner = None
 
     async def _start(self) -> None:
-        server = web.Server(
-            self._handle,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=HEADER_LIMIT_S,
-            lingering_time=_LINGER_S,
-            auto_decompress=False,
-        )
-        self._runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self._runner.setup()
+        self._runner = await careful_runner(self._handle)
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
         host, port = self._runner.addresses[0][:2]
