@@ -359,6 +359,10 @@ class ManagerService:
             self.rollouts.replay(noted)
         for owner in self.gate.owners | self.rollouts.incarnations.keys():
             self.leases.renew(owner, self._clock())
+        if self._pacing is not None:  # when they began is not known; as of now they are young
+            for owner in self.gate.owners:
+                for rollout_id in self.gate.running_of(owner):
+                    self._pacing.started(rollout_id, self._clock())
         self._admit()
         return self.rollouts.begun
 

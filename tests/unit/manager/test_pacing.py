@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -199,37 +201,45 @@ def test_any_run_ends(seed: int) -> None:
     run.run(15, seed)
 
 
-async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
-    clock = [0.0]
-    service = ManagerService(
+def paced_service(log_file: Path | None = None, clock: Callable[[], float] = lambda: 0.0) -> ManagerService:
+    return ManagerService(
         batch_size=2,
         max_staleness=8,
         routing="round_robin",
         lease_s=1e9,
         pacing=DeadlinePacing(2, 8),
-        clock=lambda: clock[0],
+        clock=clock,
+        log_file=log_file,
     )
+
+
+async def granted(service: ManagerService, *numbers: int, timeout_s: float = 0.0) -> list[str]:
+    rollouts = [m.WantedRollout(str(number), f"p{number}", number) for number in numbers]
+    request = m.AllocateRequest(worker="rollout_worker/0", rollouts=rollouts, timeout_s=timeout_s)
+    return [each.rollout_id for each in (await service.allocate_rollout(request)).granted]
+
+
+async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
+    clock = [0.0]
+    service = paced_service(clock=lambda: clock[0])
     service.begin(0)
-    names = iter(range(1000))
-
-    async def ask(count: int) -> list[str]:
-        rollouts = [
-            m.WantedRollout(str(number), f"p{number}", number) for number, _ in zip(names, range(count), strict=False)
-        ]
-        reply = await service.allocate_rollout(m.AllocateRequest(worker="rollout_worker/0", rollouts=rollouts))
-        return [granted.rollout_id for granted in reply.granted]
-
-    running = await ask(30)
+    running = await granted(service, *range(30))
     assert len(running) == 4, "two batches, of the 18 that the bound allows"
-    waiting = asyncio.create_task(
-        service.allocate_rollout(
-            m.AllocateRequest(worker="rollout_worker/0", rollouts=[m.WantedRollout("late", "late", 99)], timeout_s=30.0)
-        )
-    )
+    waiting = asyncio.create_task(granted(service, 99, timeout_s=30.0))
     await asyncio.sleep(0)
     assert not waiting.done()
     clock[0] = 1.0
     ended = [m.FinishedRollout(name, accepted=True) for name in running]
     await service.finish_rollout(m.FinishRequest(worker="rollout_worker/0", finished=ended))
     await service.report_consumed(m.ConsumedReport(1, running[:2], []))
-    assert [granted.rollout_id for granted in (await waiting).granted] == ["late"]
+    assert await waiting == ["99"]
+
+
+async def test_a_service_that_goes_on_paces_with_what_runs(tmp_path: Path) -> None:
+    first = paced_service(tmp_path / "log")
+    first.begin(0)
+    assert len(await granted(first, *range(30))) == 4
+    await first.log.flush()
+    second = paced_service(tmp_path / "log")
+    assert second.begin_again()
+    assert await granted(second, *range(40, 50)) == []
