@@ -250,13 +250,8 @@ class Replay:
         self._set_fate(known, _FINISHED)
 
     def _drop(self, line: Dropped) -> None:
-        known = self._known(line.rollout)
+        known = self._ending(line.rollout, "dropped")
         if known is None:
-            return
-        if known.late:
-            return
-        if known.fate not in (_RUNNING, _FINISHED):
-            self._report(f"rollout {line.rollout} was dropped and {known.fate} before: it has two ends")
             return
         allowed: dict[str, tuple[PromptGoes, ...]] = {
             _LOST_WORKER: (PromptGoes.returned,),
@@ -272,14 +267,19 @@ class Replay:
         if line.prompt is PromptGoes.given_up:
             self._use(known.prompt, known.order, "dropped for good")
 
-    def _abandon(self, line: Abandoned) -> None:
-        known = self._known(line.rollout)
-        if known is None:
-            return
-        if known.late:
-            return
+    def _ending(self, rollout_id: str, how: str) -> _Rollout | None:
+        """The rollout that ends now as `how` says; None where it is unknown, or has ended before."""
+        known = self._known(rollout_id)
+        if known is None or known.late:
+            return None
         if known.fate not in (_RUNNING, _FINISHED):
-            self._report(f"rollout {line.rollout} was abandoned and {known.fate} before: it has two ends")
+            self._report(f"rollout {rollout_id} was {how} and {known.fate} before: it has two ends")
+            return None
+        return known
+
+    def _abandon(self, line: Abandoned) -> None:
+        known = self._ending(line.rollout, "abandoned")
+        if known is None:
             return
         self._check_time(line.rollout, known, line.at)
         self._set_fate(known, _ABANDONED)
