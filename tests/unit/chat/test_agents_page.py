@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.api import Prompt, Sample, SamplingParams
+from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.episode import run_group
@@ -51,10 +51,30 @@ def load(folder: Path, text: str) -> ExperimentConfig:
     return made
 
 
-async def roll_out(config: ExperimentConfig, tokenizer: ChatTokenizer, *texts: str) -> Sequence[Sample]:
+class TurnsOfAGroup(FakePolicy):
+    """Says `turns[i]`, in any order, in the episodes' i-th turns: one that is ahead does not take another's words.
+
+    The turn is told by how many messages lie before it.
+    """
+
+    def __init__(self, end_id: int, tokenizer: ChatTokenizer, turns: Sequence[Sequence[str]]) -> None:
+        super().__init__(end_id, 700, tokenizer.encode)
+        self._turns = [list(texts) for texts in turns]
+        self._messages_before: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        before = list(request.input_ids).count(self._end_id)
+        if before not in self._messages_before:  # an episode's turns come one after the other, so this is the next turn
+            self._messages_before.append(before)
+        if self._turns:
+            self._texts = [self._turns[self._messages_before.index(before)].pop(0)]
+        return await super().generate(request)
+
+
+async def roll_out(config: ExperimentConfig, tokenizer: ChatTokenizer, *turns: Sequence[str]) -> Sequence[Sample]:
     plugins = Plugins(config)
     (end_id,) = tokenizer.encode("<|im_end|>")
-    policy = FakePolicy(end_id, 700, tokenizer.encode, *texts)
+    policy = TurnsOfAGroup(end_id, tokenizer, turns)
     ids = tuple(tokenizer.encode("What is 3 + 4?"))
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
     prompt = Prompt("p", 0, row, ids, 3, SamplingParams(max_new_tokens=16, seed=7))
@@ -79,17 +99,16 @@ async def test_what_the_page_says_of_rewards_is_so(folder: Path, tokenizer: Chat
     for title, text in SETTINGS:
         by_title.setdefault(title, text)
 
-    async def rewards(title: str, *texts: str) -> list[float]:
+    async def rewards(title: str, *turns: Sequence[str]) -> list[float]:
         config = load(folder, by_title[title])
-        return sorted((sample.total_reward for sample in await roll_out(config, tokenizer, *texts)), reverse=True)
+        return sorted((sample.total_reward for sample in await roll_out(config, tokenizer, *turns)), reverse=True)
 
-    assert await rewards("A reward", "It is 7.", "7 or 8", "") == [1.0, 0.0, 0.0]
-    # all three guess, then those two again that were wrong, then one; who is first is the threads' affair
-    guesses = ("7", "3", "9", "7", "8", "7")
+    assert await rewards("A reward", ["It is 7.", "7 or 8", ""]) == [1.0, 0.0, 0.0]
+    guesses = (["7", "3", "9"], ["7", "8"], ["7"])  # all three guess, then those two again that were wrong, then one
     assert await rewards("An environment", *guesses) == [1.0, 0.5, 0.25]
     assert await rewards("A rollout of your own", *guesses) == [1.0, 0.5, 0.25]
     assert await rewards("Rewards of turns", *guesses) == pytest.approx([0.9, 0.8, 0.7])
-    assert await rewards("The whole group at once", "7", "seven and more", "7") == [1.0, 0.0, 0.0]
+    assert await rewards("The whole group at once", ["7", "seven and more", "7"]) == [1.0, 0.0, 0.0]
     samples = await roll_out(load(folder, by_title["Several conversations in an episode"]), tokenizer)
     assert [sample.episode for sample in samples] == [0, 0, 1, 1, 2, 2]
 
