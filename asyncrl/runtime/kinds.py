@@ -65,6 +65,18 @@ class Share:
     ranks: int
 
 
+def _one(config: ExperimentConfig) -> int:
+    return 1
+
+
+def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    return Resources(niceness=_niceness(config, here))
+
+
+def _niceness(config: ExperimentConfig, here: Share) -> int:
+    return 0 if here.gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessKind:
     """One kind of process.
@@ -82,8 +94,8 @@ class ProcessKind:
     """
 
     path: str
-    count: Callable[[ExperimentConfig], int]
-    resources: Callable[[ExperimentConfig, int, Share], Resources]
+    count: Callable[[ExperimentConfig], int] = _one
+    resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
     runs: frozenset[Run] = _TRAIN
     leads: bool = False
     serves: bool = False
@@ -133,14 +145,6 @@ def _recorders(config: ExperimentConfig) -> int:
     return 1 if config.samples.only else 0
 
 
-def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    return Resources(niceness=_niceness(config, here))
-
-
-def _niceness(config: ExperimentConfig, here: Share) -> int:
-    return 0 if here.gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
-
-
 def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
     """GPUs of the `index`-th taker of `each` out of `gpus`, in turn."""
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
@@ -158,32 +162,24 @@ KINDS = {
         serves=True,
         restart=Restart.alone,
     ),
-    ROLLOUT_WORKER: ProcessKind(
-        "asyncrl.rollout.process:RolloutWorker", _rollout_workers, _on_cpu, restart=Restart.alone
-    ),
+    ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     EVALUATION_WORKER: ProcessKind(
         "asyncrl.rollout.evaluation_process:EvaluationWorker",
         _rollout_workers,
-        _on_cpu,
         runs=_EVALUATE,
         placed_as=ROLLOUT_WORKER,
     ),
     GSERVER_MANAGER: ProcessKind(
         "asyncrl.manager.process:GserverManager",
         _managers,
-        _on_cpu,
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.alone,
     ),
-    MASTER_WORKER: ProcessKind(
-        "asyncrl.master.process:MasterWorker", _masters, _on_cpu, leads=True, restart=Restart.together
-    ),
-    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorders, _on_cpu, leads=True, placed_as=MASTER_WORKER),
+    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.together),
+    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
     EVALUATION_MASTER: ProcessKind(
         "asyncrl.master.evaluation_process:EvaluationMaster",
-        lambda config: 1,
-        _on_cpu,
         runs=_EVALUATE,
         leads=True,
         placed_as=MASTER_WORKER,

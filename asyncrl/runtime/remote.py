@@ -26,7 +26,7 @@ from asyncrl.runtime import keeper
 from asyncrl.runtime.claim import read_holder
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.process_tree import mark_of
-from asyncrl.runtime.run_dir import log_file
+from asyncrl.runtime.run_dir import log_file, read_run_config
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 SILENCE_S = 120.0
@@ -60,6 +60,8 @@ class RemoteBackend(LauncherBackend):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
+        self.arguments = read_run_config(run_dir).system.launcher_args
+        """Of the command, as the user adds them."""
         self._local = open_backend("local", run_dir)
         holder = read_holder(run_dir)
         self._mark = {} if holder is None else mark_of(holder.launch)

@@ -59,6 +59,9 @@ class SystemConfig:
         "the model and the data under the same paths",
         factory=list,
     )
+    launcher_args: list[str] = setting(
+        help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']", factory=list
+    )
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
         "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"

@@ -19,7 +19,7 @@ class Backend(RemoteBackend):
         step += [f"--job-name={plan.name}", f"--cpus-per-task={plan.resources.threads}", "--quiet"]
         gpus = len(plan.resources.gpus)
         step += ["--exact", f"--gres=gpu:{gpus}"] if gpus else ["--overlap", "--gres=none"]
-        return [*step, "--", *command]
+        return [*step, *self.arguments, "--", *command]
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """See the base class; which GPUs a process sees is Slurm's to say."""

@@ -19,4 +19,4 @@ class Backend(RemoteBackend):
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
         """`ssh` without a terminal, which would echo its input; the shell at the other end gets one quoted line."""
         options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
-        return ["ssh", "-T", *options, "--", plan.host.name, shlex.join(command)]
+        return ["ssh", "-T", *options, *self.arguments, "--", plan.host.name, shlex.join(command)]
