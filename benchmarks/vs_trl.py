@@ -22,26 +22,19 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
+import kept_policies
 
-from asyncrl.commands.exporting import export
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.observability.metrics import read_rows
-from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.rewards.arithmetic import arithmetic_reward
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 TORCH, TRL = "torch==2.13.0", "trl==1.16.0"
-STEPS, EVALUATE_EVERY, UNTIL, HELD_OUT = 40, 2, 0.9, 1024
-"""Of 1024 problems an accuracy of 0.9 has a standard error of 0.009."""
+STEPS, EVALUATE_EVERY, UNTIL = 40, 2, 0.9
 SLOW = (0.1, 3.0, 0.3)
 """Least, most and median seconds of a verdict."""
 LIMIT_S = 3600.0
@@ -82,14 +75,6 @@ def write_rows(file: Path, count: int, seed: int) -> Path:
     return file
 
 
-def accuracy(folder: Path, base: Path) -> float:
-    """Greedy, on the held-out problems, which are the same for every run."""
-    torch.set_num_threads(2)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(base)
-    asked = ReferenceTrainer(ReferenceConfig(), model, tokenizer, ArithmeticDataset(), arithmetic_reward)
-    return asked.greedy_accuracy(ArithmeticDataset(split="held_out", num_rows=HELD_OUT))
-
-
 def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
     """One run of TRL."""
     scratch = out / f"trl-seed{seed}{'-slow' if slow else ''}"
@@ -118,16 +103,18 @@ def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: P
     events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]
     if done.returncode != 0 or len(events) < steps:
         raise SystemExit(f"TRL ended with {done.returncode} after {len(events)} steps; see {scratch / 'output.txt'}")
-    kept = {step: accuracy(scratch / f"v{step}", model) for step in range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY)}
-    return outcome([event["seconds"] for event in events], kept)
+    seconds = [event["seconds"] for event in events]
+    kept = range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY)
+    curve = [(step, seconds[step - 1], kept_policies.accuracy(scratch / f"v{step}", model)) for step in kept]
+    return outcome(seconds, curve)
 
 
 def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overrides: Sequence[str]) -> Outcome:
     """One run of asyncrl."""
     trial = f"asyncrl-seed{seed}{'-slow' if slow else ''}"
     settings = [f"fileroot={out}", "experiment_name=vs_trl", f"trial_name={trial}", "resume=restart", f"seed={seed}"]
-    settings += [f"model.path={model}", f"total_train_steps={steps}", "eval.interval=0"]
-    settings += [f"checkpoint.interval={EVALUATE_EVERY}", f"checkpoint.keep={steps}", "logging.tensorboard=false"]
+    settings += [f"model.path={model}", f"total_train_steps={steps}", "logging.tensorboard=false"]
+    settings += kept_policies.settings(EVALUATE_EVERY, steps)
     if slow:
         settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=128"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
@@ -136,18 +123,13 @@ def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overr
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     if done.returncode != 0 or len(rows) != steps:
         raise SystemExit(f"asyncrl ended with {done.returncode} after {len(rows)} steps; see {run_dir / 'logs'}")
-    kept = {}
-    for step in range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY):
-        with tempfile.TemporaryDirectory() as folder:
-            export(run_dir, step, Path(folder) / "policy")
-            kept[step] = accuracy(Path(folder) / "policy", model)
-    return outcome([row["time/elapsed_s"] for row in rows], kept)
+    curve = kept_policies.curve(run_dir, model, EVALUATE_EVERY)
+    return outcome([row["time/elapsed_s"] for row in rows], curve)
 
 
-def outcome(seconds: Sequence[float], accuracies: Mapping[int, float]) -> Outcome:
-    """What the ends of steps, in seconds, and the accuracies after some of them, by step, say."""
+def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:
+    """What the ends of steps, in seconds, and the policies that were kept say."""
     steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
-    curve = [(step, seconds[step - 1], found) for step, found in accuracies.items()]
     at_s, at_step = next(((at, step) for step, at, found in curve if found >= UNTIL), (None, None))
     return Outcome(statistics.median(steps), at_s, at_step, curve)
 
