@@ -21,7 +21,6 @@ from asyncrl.rewards.arithmetic import arithmetic_reward
 
 HELD_OUT = 1024
 """Problems, the same for every run whatever its seed: an accuracy of 0.9 has a standard error of 0.009."""
-THREADS = 2
 
 
 def settings(every: int, steps: int) -> list[str]:
@@ -31,7 +30,7 @@ def settings(every: int, steps: int) -> list[str]:
 
 def accuracy(policy: Path, base: Path) -> float:
     """Greedy, of the policy in the folder `policy`, with the tokenizer of `base`."""
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)  # several wait for each other where cores are busy
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), load_tokenizer(base)
     asked = ReferenceTrainer(ReferenceConfig(), model, tokenizer, ArithmeticDataset(), arithmetic_reward)
     return asked.greedy_accuracy(ArithmeticDataset(split="held_out", num_rows=HELD_OUT))
@@ -39,7 +38,8 @@ def accuracy(policy: Path, base: Path) -> float:
 
 def curve(run: Path, base: Path, every: int) -> list[tuple[int, float, float]]:
     """(step, seconds since the first step began, accuracy) of every policy that the run in the folder `run` kept."""
-    seconds = {int(row["step"]): float(row["time/elapsed_s"]) for row in read_rows(run / "metrics.jsonl")}
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"]]  # without the initial model's
+    seconds = {int(row["step"]): float(row["time/elapsed_s"]) for row in rows}
     found = []
     for step in range(every, max(seconds) + 1, every):
         with tempfile.TemporaryDirectory() as folder:
