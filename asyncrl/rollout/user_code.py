@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -93,14 +94,20 @@ class Plugins:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def make_envs(self, size: int) -> Callable[[], Environment]:
-        """Makes the environments of one group of `size` episodes, one for each call."""
+        """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""
         config = self._config.env
         if not config.vectorized:
             return self.make_env
         from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
 
         code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
-        return VectorGames(functools.partial(self.offloader.call, code), size, **self._env.args).member
+        call = functools.partial(self.offloader.call, code)
+
+        def games(size: int) -> VectorGames:
+            return VectorGames(call, size, **self._env.args)
+
+        together, made = games(size), itertools.count()
+        return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
 
     def make_env(self) -> Environment:
         """A new environment, for one episode. One whose methods block is made when it is first used, in a thread."""

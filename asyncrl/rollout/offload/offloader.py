@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
-from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.policy import Limits
@@ -161,6 +161,7 @@ class Offloader:
                 code.label,
                 f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
                 "or run it in a process (run_in: process), which can be killed",
+                how="hangs in too many threads",
             )
         async with self._places:
             with self._told(code):
@@ -202,7 +203,7 @@ class Offloader:
                     raise
                 raise _too_slow(code, "it was cancelled") from error
             except UnusualExit as error:
-                raise UserCodeError(code.label, str(error)) from error
+                raise UserCodeError(code.label, str(error), how=str(error)) from error
 
     @contextlib.contextmanager
     def _told(self, code: Code) -> Iterator[None]:
@@ -261,19 +262,22 @@ def _checked(code: Code, function: Callable[[], Any]) -> Any:
     except UserCodeError:
         raise
     except (SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError, GeneratorExit) as error:
-        raise UserCodeError(code.label, f"raised {type(error).__name__}: {error}") from error
+        raise _raised(code, error) from error
     except Exception as error:
         raise _raised(code, error) from error
 
 
-def _raised(code: Code, error: Exception) -> UserCodeError:
+def _raised(code: Code, error: BaseException) -> UserCodeError:
     if isinstance(error, UserCodeError):
         return error
-    return UserCodeError(code.label, f"raised {type(error).__name__}: {error}")
+    how = f"raised {type(error).__name__}"
+    return UserCodeError(code.label, f"{how}: {error}", how=how)
 
 
 def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeError:
-    return UserCodeError(code.label, f"did not return within {code.timeout_s:g} s; {fate}", still_runs=still_runs)
+    return UserCodeError(
+        code.label, f"did not return within {code.timeout_s:g} s; {fate}", how=TOO_SLOW, still_runs=still_runs
+    )
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.rollout.offload import child
-from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Call, Reply, Target, packed
 from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
 from asyncrl.rollout.offload.process_tree import kill_tree, usage
@@ -109,7 +109,7 @@ class ProcessPool:
         try:
             packed_call = packed(Call(target, sees, arguments))
         except ValueError as error:
-            raise UserCodeError(label, f"was given what {error}") from error
+            raise UserCodeError(label, f"was given what {error}", how="was given what cannot travel") from error
         async with self._slots:
             process = self._idle.pop() if self._idle else None
             reply = None
@@ -127,7 +127,7 @@ class ProcessPool:
                     else:
                         await asyncio.shield(self._end(process))
         if reply.error:
-            raise UserCodeError(label, f"raised {reply.error}\n{reply.traceback}")
+            raise _raised(label, "raised ", reply)
         return reply.value
 
     async def close(self) -> None:
@@ -155,7 +155,9 @@ class ProcessPool:
         except BaseException as error:
             await asyncio.shield(self._end(process))
             if isinstance(error, TimeoutError | _Died):
-                raise UserCodeError(label, f"has no process: it did not start; {_printed(process)}") from error
+                raise UserCodeError(
+                    label, f"has no process: it did not start; {_printed(process)}", how="has no process"
+                ) from error
             raise
         return process
 
@@ -165,7 +167,7 @@ class ProcessPool:
             return
         reply = await self._limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
         if reply.error:
-            raise UserCodeError(label, f"cannot be loaded in a process: {reply.error}\n{reply.traceback}")
+            raise _raised(label, "cannot be loaded in a process: ", reply)
         process.loaded.add(key)
 
     async def _limited(self, process: _Process, label: str, call: bytes, timeout_s: float) -> Reply:
@@ -180,15 +182,19 @@ class ProcessPool:
                     return asking.result()
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
-                    raise UserCodeError(label, f"did not return within {timeout_s:g} s; its process was killed")
+                    raise UserCodeError(
+                        label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
+                    )
                 if process.process.returncode is not None:  # and something that it started holds its pipes
                     raise _Died("ended")
                 if why := excess(self._limits, await asyncio.to_thread(usage, process.process.pid)):
-                    raise UserCodeError(label, f"{why}; its process was killed")
+                    raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
                 wait_s = min(WATCH_EVERY_S, left_s)
         except _Died as error:
             code = await self._exit_code(process)
-            raise UserCodeError(label, f"lost its process: it {error} ({code}); {_printed(process)}") from error
+            raise UserCodeError(
+                label, f"lost its process: it {error} ({code}); {_printed(process)}", how="lost its process"
+            ) from error
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -215,6 +221,12 @@ class ProcessPool:
         if process.printing is not None:
             process.printing.cancel()
             await asyncio.gather(process.printing, return_exceptions=True)
+
+
+def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
+    kind = reply.error.partition(":")[0]
+    how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
+    return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
 
 
 def _printed(process: _Process) -> str:
