@@ -122,7 +122,22 @@ class EnvConfig(PluginConfig):
         False, "gymnasium only: the games of a group are one vector environment, stepped together"
     )
     timeout_s: float = setting(
-        300.0, "limit of one call of your environment; beyond it the rollout fails", unit="s", minimum=0.01
+        300.0, "limit of one call of your environment; beyond it its episode fails", unit="s", minimum=0.01
+    )
+    run_in: RunIn = setting(
+        RunIn.auto,
+        "thread, or process: each episode's environment then has a process of its own, which is killed where it "
+        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
+        "a thread for `def`, an event loop of your own for `async def`",
+    )
+    processes: int = setting(
+        16,
+        "with run_in=process, environments that a RolloutWorker has at the same time; other episodes wait at `reset`",
+        unit="processes",
+        minimum=1,
+    )
+    process_max_episodes: int = setting(
+        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
     )
 
 
@@ -414,6 +429,13 @@ _GYMNASIUM_VECTOR = "asyncrl.envs.gymnasium_vector:VectorGames"
 
 
 def _environment(env: EnvConfig) -> Iterator[str]:
+    if env.run_in == RunIn.loop:
+        yield "env.run_in=loop: an environment is never called on the worker's own event loop; use auto"
+    if env.run_in == RunIn.process and env.vectorized:
+        yield (
+            "env.run_in=process: the games of env.vectorized=true are one object, which is stepped in a thread; leave "
+            "one of them out"
+        )
     name = env.path.removeprefix(GYMNASIUM)
     if name == env.path:
         if env.vectorized:

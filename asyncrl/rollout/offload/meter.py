@@ -22,6 +22,8 @@ class Activity(StrEnum):
 
     generate = auto()
     env = auto()
+    env_wait = auto()
+    """For a free process, where environments have one each."""
     reward = auto()
     tool = auto()
 

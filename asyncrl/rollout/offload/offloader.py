@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,7 +21,7 @@ from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.policy import Limits
-from asyncrl.rollout.offload.processes import ProcessPool
+from asyncrl.rollout.offload.processes import Lease, ProcessPool
 from asyncrl.rollout.offload.slow_calls import SlowCalls
 from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit
 from asyncrl.rollout.offload.user_loop import UserLoop, run_on
@@ -71,15 +71,20 @@ class Offloader:
     """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
 
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
+
+    Args:
+        env_processes: processes for environments, one of an episode's in each.
+        env_episodes: episodes after which such a process is renewed.
     """
 
-    def __init__(self, settings: OffloadSettings) -> None:
+    def __init__(self, settings: OffloadSettings, env_processes: int = 1, env_episodes: int = 1) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
         self._threads = DaemonThreads("user-code")
         self._places = asyncio.Semaphore(settings.threads)
         self._pool = ProcessPool(settings.processes, limits)
+        self._env_pool = ProcessPool(env_processes, replace(limits, max_calls=env_episodes))
         self._slow = SlowCalls(settings.slow_call_s)
         self._abandoned: dict[str, int] = {}
         self._running: dict[int, str] = {}
@@ -96,7 +101,7 @@ class Offloader:
         """Kill the processes; threads end with the worker."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        await self._pool.close()
+        await asyncio.gather(self._pool.close(), self._env_pool.close())
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function` returns, run where `code` belongs.
@@ -120,9 +125,18 @@ class Offloader:
         The limit is then the caller's own, whose call this is a part of.
         """
         if code.run_in != RunIn.process and not is_async(function):
-            with self._told(code):
+            with self.told(code):
                 return _checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
+
+    async def lease(self, label: str) -> Lease:
+        """A process for an environment, once there is one free; in the worker's own loop.
+
+        Raises:
+            UserCodeError: it did not start.
+        """
+        with timed(Activity.env_wait):
+            return await self._env_pool.lease(label)
 
     async def on_users_loop(self, work: Awaitable[Any]) -> Any:
         """What the user's coroutine `work` returns, run on the users' loop without a limit or a label."""
@@ -142,7 +156,7 @@ class Offloader:
 
     def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
         begun = time.monotonic()
-        with self._told(code):
+        with self.told(code):
             value = _checked(code, work)
         if (held_s := time.monotonic() - begun) > HELD_S:
             _log.warning(
@@ -152,7 +166,7 @@ class Offloader:
 
     async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
         assert code.target is not None, code.label
-        with self._told(code):
+        with self.told(code):
             return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s)
 
     async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
@@ -164,7 +178,7 @@ class Offloader:
                 how="hangs in too many threads",
             )
         async with self._places:
-            with self._told(code):
+            with self.told(code):
                 running = self._threads.run(partial(_checked, code, function))
                 try:
                     async with asyncio.timeout(code.timeout_s) as limit:
@@ -194,7 +208,7 @@ class Offloader:
             except Exception as error:
                 raise _raised(code, error) from error
 
-        with self._told(code):
+        with self.told(code):
             try:
                 async with asyncio.timeout(code.timeout_s) as limit:
                     return await run(work())
@@ -206,7 +220,7 @@ class Offloader:
                 raise UserCodeError(code.label, str(error), how=str(error)) from error
 
     @contextlib.contextmanager
-    def _told(self, code: Code) -> Iterator[None]:
+    def told(self, code: Code) -> Iterator[None]:
         """Within: a call of `code`, which is timed, named if it is slow, and known to run."""
         number, begun = next(self._numbers), time.monotonic()
         self._running[number] = code.label
