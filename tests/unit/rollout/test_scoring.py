@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from asyncrl.api import (
     GenerationRequest,
     GenerationResult,
     Prompt,
+    RunIn,
     Sample,
     SamplingParams,
 )
@@ -96,6 +98,12 @@ class PlainEnv(Environment):
 
     def close(self):
         home.append(threading.get_ident())
+
+
+def picky(episode):
+    if episode.completion == "12":
+        raise ValueError("cannot read this")
+    return 0
 
 
 class AwaitingEnv(SingleTurnEnv):
@@ -220,10 +228,10 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with plugins.offloader, asyncio.timeout(60):
         with metered() as meter:
-            samples, _ = await run_group(
+            samples, counted = await run_group(
                 plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
             )
-    return samples, meter.metrics(), called_in()
+    return samples, meter.metrics() | counted, called_in()
 
 
 async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: ExperimentConfig) -> None:
@@ -263,6 +271,52 @@ async def test_agents_and_environments_in_either_form_get_the_same_rewards_off_t
     assert homes
     assert threading.get_ident() not in homes
     assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0
+
+
+@pytest.mark.parametrize("env", ["PlainEnv", "AwaitingEnv"])
+@pytest.mark.parametrize("agent", ["PlainAgent", "function", ""])
+async def test_environments_in_processes_give_the_same_rewards(config: ExperimentConfig, agent: str, env: str) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", f":{env}"), RunIn.process
+    if agent:
+        config.agent.path = config.reward.path.replace(":twos", f":{agent}")
+    assert list(check(config)) == []
+    samples, metrics, homes = await roll_out(config)
+    assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (1.0, 1), (2.0, 2)]
+    assert bool(homes) == bool(agent), "the environment's own is in another process"
+    assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0
+
+
+async def test_a_reward_of_episodes_that_fails_costs_the_episodes_it_fails_on(config: ExperimentConfig) -> None:
+    config.rewards = [part(config, "twos"), part(config, "picky"), part(config, "Ranks")]
+    config.reward = ExperimentConfig().reward
+    samples, metrics, _ = await roll_out(config)
+    assert [(sample.episode, sample.reward) for sample in samples] == [(0, 3.0 + 0.5), (2, 2.0)]
+    (name,) = [name for name in metrics if name.startswith("rollout/lost_episodes: ")]
+    assert re.fullmatch(r"rollout/lost_episodes: reward .*mine.py:picky raised ValueError", name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"run_in": RunIn.loop}, "env.run_in=loop: an environment is never called on the worker's own"),
+        (
+            {"run_in": RunIn.process, "vectorized": True, "path": "gymnasium:FrozenLake-v1"},
+            "env.run_in=process: the games of env.vectorized=true are one object",
+        ),
+    ],
+)
+def test_where_an_environment_cannot_run_is_refused(
+    config: ExperimentConfig, settings: dict[str, Any], message: str
+) -> None:
+    for name, value in settings.items():
+        setattr(config.env, name, value)
+    assert any(problem.startswith(message) for problem in check(config)), list(check(config))
+
+
+def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentConfig) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":AwaitingEnv"), RunIn.thread
+    with pytest.raises(ConfigError, match=r"env.run_in=thread: .*AwaitingEnv' has an `async def step`"):
+        Plugins(config)
 
 
 @pytest.mark.parametrize(
