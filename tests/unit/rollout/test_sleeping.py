@@ -1,4 +1,4 @@
-"""Environments and rewards that sleep synchronously: as many at a time as is configured, the loop free, the cause named."""
+"""Environments and rewards that sleep synchronously: as many at a time as is set, the loop free, the cause named."""
 
 from __future__ import annotations
 
