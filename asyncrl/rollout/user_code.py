@@ -30,10 +30,10 @@ from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
-from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.rollout.offload.offloader import Code, Offloader, Seats, is_async
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
@@ -69,8 +69,10 @@ class Plugins:
             each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
         }
         """By name, the sets that are evaluated."""
-        env = config.env
-        self.offloader = Offloader(config.rollout.user_code, env.processes, env.process_max_episodes)
+        self.offloader = Offloader(
+            config.rollout.user_code,
+            *(Seats(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
+        )
         """Runs the user's code; to be entered in the worker's event loop."""
         served = config.rollout.endpoint
         self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
@@ -94,9 +96,28 @@ class Plugins:
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
         try:
-            return scored_agent(adapted_agent(agent, self.offloader), rewards, self.tokenizer)
+            return scored_agent(adapted_agent(agent, self.offloader, self._agent_process()), rewards, self.tokenizer)
         except TypeError as error:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
+
+    def _agent_process(self) -> AgentProcess | None:
+        """How the agent is made in a process; None where it does not run in one.
+
+        Raises:
+            TypeError: it cannot run where it is to.
+        """
+        config = self._config.agent
+        found = _loaded("agent", config)
+        run = getattr(found, "run", found)
+        place = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
+        if place == RunIn.thread and is_async(run):
+            raise TypeError("agent.run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
+        if place != RunIn.process:
+            return None
+        if "tools" in inspect.signature(found).parameters:
+            raise TypeError("agent.run_in=process: it takes `tools`, which are the worker's; use agent.run_in=thread")
+        limit_s, chat = self._config.rollout.rollout_timeout_s, self._format.chat is not None
+        return AgentProcess(Target(config.path, dict(config.args)), str(self._config.model.path), chat, limit_s)
 
     def make_envs(self, size: int) -> Callable[[], Environment]:
         """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""

@@ -1,6 +1,6 @@
 """A process of the pool: reads calls, runs them one after the other in its main thread, answers.
 
-It calls functions, or holds one object, an environment, whose methods it calls.
+It calls functions, or holds one object, an environment or an agent, whose methods it calls.
 
     python -m asyncrl.rollout.offload.child MEMORY_BYTES
 
@@ -78,12 +78,18 @@ class _Held:
         self._object: Any = None
         self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
 
-    def make(self, target: Target) -> None:
-        """Make the object.
+    def make(self, target: Target, agent: Sequence[Any]) -> None:
+        """Make the object: an environment or, with the arguments of `ChildAgent`, an agent, which is made once.
 
         Raises:
             TypeError: it is no environment.
         """
+        if agent:
+            from asyncrl.rollout.offload.child_agent import ChildAgent  # it brings numpy and tokenizers
+
+            model, chat = agent
+            self._object = self._object or ChildAgent(target, model, chat, self._ask)
+            return
         found: Any = load_plugin(target.path)
         made = found(reward=self._reward, **target.args)
         if not isinstance(made, Environment):
@@ -101,16 +107,21 @@ class _Held:
 
     def _reward(self, data: Any, completion: str) -> Any:
         """The environment's reward, which the worker calls; a number, to be awaited where there is an event loop."""
-        _send(self._replies, Reply(asks=[data, completion]))
+        value = self._ask(data, completion)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return value
+        return _awaited_value(value)
+
+    def _ask(self, *what: Any) -> Any:
+        self._replies.write(packed(Reply(asks=list(what))))
+        self._replies.flush()
         (length,) = LENGTH.unpack(self._calls.read(LENGTH.size))
         answer = msgspec.msgpack.decode(self._calls.read(length), type=Answer)
         if answer.error:
             raise RuntimeError(answer.error)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return answer.value
-        return _awaited_value(answer.value)
+        return answer.value
 
 
 async def _awaited_value(value: Any) -> Any:
@@ -120,7 +131,7 @@ async def _awaited_value(value: Any) -> Any:
 def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]], held: _Held) -> Reply:
     try:
         if call.sees == MAKE:
-            held.make(call.target)
+            held.make(call.target, call.arguments)
             return Reply()
         if call.sees == USE:
             return Reply(held.use(*call.arguments))

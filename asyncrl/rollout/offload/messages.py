@@ -28,7 +28,8 @@ class Target(msgspec.Struct, frozen=True):
 
 
 MAKE, USE = "make", "use"
-"""Of a `Call`: make the process's object, an instance of `target`; or use it: `arguments` are the method's name, its
+"""Of a `Call`: make the process's object, an instance of `target` (with `arguments` an agent, else an environment); or
+use it: `arguments` are the method's name, its
 arguments and its keyword arguments."""
 
 
@@ -44,7 +45,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
 
     `left_behind`: processes that the call started are still there. `asks`: it is no reply yet, the call goes on once
-    the worker has called the object's reward with these arguments.
+    the worker has answered this: the arguments of the environment's reward, or what an agent calls.
     """
 
     value: Any = None

@@ -24,6 +24,8 @@ class Activity(StrEnum):
     env = auto()
     env_wait = auto()
     """For a free process, where environments have one each."""
+    agent_wait = auto()
+    """Likewise, of agents."""
     reward = auto()
     tool = auto()
 

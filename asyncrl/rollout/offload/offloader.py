@@ -47,6 +47,14 @@ class OffloadSettings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Seats:
+    """How many processes there are for episodes, and after how many of these each is renewed."""
+
+    processes: int = 1
+    episodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Code:
     """A piece of users' code.
 
@@ -73,18 +81,21 @@ class Offloader:
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
 
     Args:
-        env_processes: processes for environments, one of an episode's in each.
-        env_episodes: episodes after which such a process is renewed.
+        envs: processes for environments, one of an episode's in each.
+        agents: likewise for agents.
     """
 
-    def __init__(self, settings: OffloadSettings, env_processes: int = 1, env_episodes: int = 1) -> None:
+    def __init__(self, settings: OffloadSettings, envs: Seats | None = None, agents: Seats | None = None) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
         self._threads = DaemonThreads("user-code")
         self._places = asyncio.Semaphore(settings.threads)
         self._pool = ProcessPool(settings.processes, limits)
-        self._env_pool = ProcessPool(env_processes, replace(limits, max_calls=env_episodes))
+        self._leased = {
+            activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
+            for activity, seats in ((Activity.env_wait, envs or Seats()), (Activity.agent_wait, agents or Seats()))
+        }
         self._slow = SlowCalls(settings.slow_call_s)
         self._abandoned: dict[str, int] = {}
         self._running: dict[int, str] = {}
@@ -101,7 +112,7 @@ class Offloader:
         """Kill the processes; threads end with the worker."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        await asyncio.gather(self._pool.close(), self._env_pool.close())
+        await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function` returns, run where `code` belongs.
@@ -129,14 +140,17 @@ class Offloader:
                 return _checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
 
-    async def lease(self, label: str) -> Lease:
-        """A process for an environment, once there is one free; in the worker's own loop.
+    async def lease(self, label: str, waits: Activity) -> Lease:
+        """A process for an episode, once there is one free; in the worker's own loop.
+
+        Args:
+            waits: what waiting counts as: `env_wait` is for an environment, `agent_wait` for an agent.
 
         Raises:
             UserCodeError: it did not start.
         """
-        with timed(Activity.env_wait):
-            return await self._env_pool.lease(label)
+        with timed(waits):
+            return await self._leased[waits].lease(label)
 
     async def on_users_loop(self, work: Awaitable[Any]) -> Any:
         """What the user's coroutine `work` returns, run on the users' loop without a limit or a label."""

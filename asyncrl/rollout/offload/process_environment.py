@@ -72,7 +72,7 @@ class ProcessEnvironment(Environment):
             self._failed = True  # until it has not
             try:
                 if self._lease is None:
-                    self._lease = await self._offloader.lease(self._label)
+                    self._lease = await self._offloader.lease(self._label, Activity.env_wait)
                     await self._ask("made", Call(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
                 self._failed = self._closed  # closed meanwhile: nobody else gives the process back

@@ -52,6 +52,8 @@ class _Process:
     printed: int = 0
     tail: bytes = b""
     printing: asyncio.Task[None] | None = None
+    waits: bool = False
+    """For an answer of the worker's: it uses no more than it did."""
 
     async def ask(self, call: bytes, answer: Callback | None = None) -> Reply:
         """The reply to `call`, packed (to the start, where it is empty).
@@ -61,17 +63,21 @@ class _Process:
 
         Raises:
             _Died: see there.
-            UserCodeError: `answer` raised it, and the call failed with that.
+            Exception: `answer` raised it, and the call failed with that.
         """
-        reply, failure = await self._reply(call), None
+        failure: Exception | None = None
+        reply = await self._reply(call)
         while reply.asks is not None:
             if answer is None:
                 raise _Died("asked where nobody answers")
+            self.waits = True
             try:
-                given = Answer(await answer(*reply.asks))
-            except UserCodeError as error:
-                failure, given = error, Answer(error=str(error))
-            reply = await self._reply(packed(given))
+                given = packed(Answer(await answer(*reply.asks)))
+            except Exception as error:
+                failure, given = error, packed(Answer(error=_sendable(error)))
+            finally:
+                self.waits = False
+            reply = await self._reply(given)
         if reply.error and failure is not None:
             raise failure
         return reply
@@ -266,7 +272,8 @@ class ProcessPool:
                     )
                 if process.process.returncode is not None:  # and something that it started holds its pipes
                     raise _Died("ended")
-                if why := excess(self._limits, await asyncio.to_thread(usage, process.process.pid)):
+                used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
+                if used is not None and (why := excess(self._limits, used)):
                     raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
                 wait_s = min(WATCH_EVERY_S, left_s)
         except _Died as error:
@@ -306,6 +313,10 @@ def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
     kind = reply.error.partition(":")[0]
     how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
     return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
+
+
+def _sendable(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _printed(process: _Process) -> str:

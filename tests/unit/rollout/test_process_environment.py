@@ -28,7 +28,7 @@ from asyncrl.rollout.episode import Tries, run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.offload.offloader import Offloader, Seats
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.settings import UserCodeConfig
 
@@ -128,7 +128,7 @@ Make = Callable[..., ProcessEnvironment]
 @pytest.fixture
 async def offloader() -> AsyncIterator[Offloader]:
     settings = UserCodeConfig(process_memory_mb=1024, process_children=8)
-    async with Offloader(settings, env_processes=2, env_episodes=2) as made:
+    async with Offloader(settings, Seats(processes=2, episodes=2)) as made:
         yield made
 
 
@@ -180,12 +180,12 @@ async def test_an_episode_has_a_process_for_itself_and_it_is_renewed_after_so_ma
     assert len(set(pids)) == 2
     waits = asyncio.create_task(pid_of(third))
     await asyncio.sleep(0)
-    assert not waits.done(), "env_processes=2"
+    assert not waits.done(), "processes=2"
     await first.close()
     assert await waits == pids[0]
     await third.close()
     fourth = make("Counting")
-    assert await pid_of(fourth) not in pids, "env_episodes=2"
+    assert await pid_of(fourth) not in pids, "episodes=2"
     for env in (second, fourth):
         await env.close()
 
