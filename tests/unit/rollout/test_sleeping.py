@@ -135,6 +135,6 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     assert all(ended.accepted for ended in gate.ended)
     assert len(pushed) == ROLLOUTS
     activity = "rollout/env_s" if sleeper == "step" else "rollout/reward_s"
-    assert all(trajectory.metrics[activity] > 0.01 * BEATS / 2 for trajectory in pushed[:1])
+    assert max(trajectory.metrics[activity] for trajectory in pushed) > 0.01 * BEATS / 2
     label = f"env {module}:Sleeps.step took " if sleeper == "step" else f"reward {module}:sleeps took "
     assert any(message.startswith(label) for message in caplog.messages)
