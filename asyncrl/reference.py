@@ -46,6 +46,7 @@ from asyncrl.algorithms.spec import ObjectiveSpec
 from asyncrl.algorithms.stats import Stats, merge_stats, values
 from asyncrl.api import (
     Completion,
+    GenerationClient,
     GenerationRequest,
     GenerationResult,
     Prompt,
@@ -53,6 +54,7 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
+from asyncrl.chat.client import EpisodeClient
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets import Dataset
@@ -65,6 +67,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.rollout.episode import run_group
 from asyncrl.trainer.engines.decay_groups import decay_groups
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
@@ -179,14 +182,17 @@ class ReferenceTrainer:
         policy = BatchingPolicy(self.behaviour, version)
 
         async def play() -> list[Sequence[Sample]]:
-            return await asyncio.gather(
-                *(
-                    self.agent.run_group(prompt, partial(SingleTurnEnv, reward=self.reward), policy)
-                    for prompt in prompts
-                )
+            make_env = partial(SingleTurnEnv, reward=self.reward)
+            played = await asyncio.gather(
+                *(run_group(self.agent, make_env, prompt, policy, self._client) for prompt in prompts)
             )
+            return [samples for samples, _ in played]
 
         return asyncio.run(play())
+
+    @staticmethod
+    def _client(policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
+        return EpisodeClient(policy, prompt, prompt.member, None)
 
     def minibatches(self, groups: Sequence[Sequence[TrainSample]]) -> Iterator[list[TrainSample]]:
         """Whole groups, of any number of samples, permuted by (run seed, version), in equal contiguous parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.api import (
     Agent,
@@ -61,14 +61,15 @@ class GameAgent(Agent):
         return [replace(sample, truncated=cut_off, metrics=metrics) for sample in samples]
 
 
-class _Talk:
-    """A conversation: an observation goes in, the policy's answer comes out."""
+class _Talk(Protocol):
+    """A conversation."""
 
     async def answer(self, observation: str) -> tuple[str, Completion]:
-        raise NotImplementedError
+        """The policy's answer to `observation`, as text and as tokens."""
+        ...
 
 
-class _Messages(_Talk):
+class _Messages:
     def __init__(self, prompt: Prompt, client: ChatClient) -> None:
         self._client, self._messages = client, messages_of(prompt)
 
@@ -83,7 +84,7 @@ class _Messages(_Talk):
         return reply.content, reply.completion
 
 
-class _Tokens(_Talk):
+class _Tokens:
     def __init__(self, prompt: Prompt, client: ChatClient, tokenizer: Tokenizer, separator: str) -> None:
         self._prompt, self._client, self._tokenizer, self._separator = prompt, client, tokenizer, separator
         self._ids, self._turn = prompt.input_ids, 0

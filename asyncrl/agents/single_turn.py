@@ -13,10 +13,12 @@ from asyncrl.api import (
     Environment,
     GenerationClient,
     GenerationRequest,
+    GroupClient,
     Prompt,
     Sample,
     Tokenizer,
 )
+from asyncrl.api.agent import tried
 from asyncrl.api.reward import reward_parts
 
 
@@ -27,22 +29,38 @@ class SingleTurnAgent(Agent):
         self._tokenizer = tokenizer
 
     async def run_group(
-        self, prompt: Prompt, make_env: Callable[[], Environment], client: GenerationClient
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """The group's samples, in the order of the completions."""
+        """The group's samples, in the order of the completions. One that cannot be scored is tried again alone."""
         request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
         result = await client.generate(request)
+
+        async def scored(member: int, completion: Completion) -> Sequence[Sample]:
+            first = prompt.of_member(member)
+
+            async def play(own: Prompt) -> Sequence[Sample]:
+                env = make_env()
+                try:
+                    again = None if own is first else (await self._answer(own, client))
+                    sample = await self._scored(prompt, env, again or completion)
+                finally:
+                    await env.close()
+                return [replace(sample, episode=member)]
+
+            return await tried(first, play, client)
+
         async with asyncio.TaskGroup() as tasks:
-            scoring = [
-                tasks.create_task(self._scored(prompt, make_env(), completion)) for completion in result.completions
-            ]
-        return [replace(task.result(), episode=episode) for episode, task in enumerate(scoring)]
+            scoring = [tasks.create_task(scored(*each)) for each in enumerate(result.completions)]
+        return [sample for task in scoring for sample in task.result()]
 
     async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
         """One answer on its own: for agents that do more with it, as subclasses of this one."""
+        return await self._scored(prompt, env, await self._answer(prompt, client))
+
+    async def _answer(self, prompt: Prompt, client: GenerationClient) -> Completion:
         request = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}", prompt.input_ids, 1, prompt.sampling)
         (completion,) = (await client.generate(request)).completions
-        return await self._scored(prompt, env, completion)
+        return completion
 
     async def _scored(self, prompt: Prompt, env: Environment, completion: Completion) -> Sample:
         with reward_parts() as parts:

@@ -3,7 +3,7 @@
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
-from asyncrl.api.agent import Agent, EpisodeError, GroupClient, Outcome
+from asyncrl.api.agent import Agent, EpisodeError, EpisodeTimeout, GroupClient, Outcome
 from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.environment import Environment, StepResult
@@ -32,6 +32,7 @@ __all__ = [
     "Episode",
     "EpisodeError",
     "EpisodeReward",
+    "EpisodeTimeout",
     "FinishReason",
     "GenerationClient",
     "GenerationRequest",

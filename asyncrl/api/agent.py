@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from asyncrl.api.chat import ChatClient
 from asyncrl.api.environment import Environment
@@ -16,6 +16,8 @@ from asyncrl.api.generation import GenerationClient, GenerationRequest, Generati
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import Sample
+
+_T = TypeVar("_T")
 
 Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
 """What an episode gives: its samples, or its reward, which all that its client recorded then has; None rejects it."""
@@ -28,12 +30,75 @@ class EpisodeError(RuntimeError):
     """The user's agent broke its contract; the message names the agent and what it did."""
 
 
+class EpisodeTimeout(EpisodeError):
+    """An episode, or an agent that plays its group at once, still played when the rollout's time was over."""
+
+
 class GroupClient(GenerationClient, Protocol):
-    """The policy, as who rolls out a whole group asks it."""
+    """The policy, as who rolls out a whole group asks it, and what becomes of episodes that fail."""
 
     def episode(self, prompt: Prompt) -> ChatClient:
         """The policy of one episode, which records what it answers; `prompt` is `Prompt.of_member` of the group's."""
         ...
+
+    def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
+        """What to play next where the episode of `prompt` failed with `error`: the prompt with another random stream;
+        None where it has had its tries, and is counted as lost.
+        """
+        ...
+
+    def seconds_left(self) -> float | None:
+        """Of the rollout's time; None: it has no limit."""
+        ...
+
+
+async def tried(
+    prompt: Prompt,
+    play: Callable[[Prompt], Awaitable[Sequence[_T]]],
+    client: GroupClient,
+    *,
+    limited: bool = True,
+) -> Sequence[_T]:
+    """What `play` gives for the episode of `prompt`, which costs no other: where it fails it is tried again alone.
+
+    Failed has what raises (SystemExit too), what is cancelled from within, and what still plays when the rollout's time
+    is over, unless it is not `limited`.
+
+    Returns:
+        The outcome of the first try that did not fail; nothing where `client` gave the episode up.
+    """
+    own: Prompt | None = prompt
+    while own is not None:
+        failure: Exception
+        try:
+            async with asyncio.timeout(client.seconds_left() if limited else None) as limit:
+                return await play(own)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # it is the rollout that was cancelled
+                raise
+            failure = cancelled_within("the episode", prompt)
+            failure.__cause__ = error
+        except SystemExit as error:
+            failure = EpisodeError(f"the episode of prompt {prompt.prompt_id} called sys.exit({error.code!r:.80})")
+            failure.__cause__ = error
+        except Exception as error:
+            failure = timed_out(prompt) if limit.expired() else error
+        own = client.try_again(own, failure)
+    return ()
+
+
+def cancelled_within(what: str, prompt: Prompt) -> EpisodeError:
+    """How a CancelledError is told of that nobody asked for."""
+    return EpisodeError(
+        f"{what} was cancelled from within, on prompt {prompt.prompt_id}: a task or connection that the agent or its "
+        "environment awaits was cancelled; catch asyncio.CancelledError there"
+    )
+
+
+def timed_out(prompt: Prompt) -> EpisodeTimeout:
+    """How that is told of which still plays when the rollout's time is over."""
+    return EpisodeTimeout(f"prompt {prompt.prompt_id} was still played when rollout.rollout_timeout_s was over")
 
 
 class Agent:
@@ -109,26 +174,39 @@ class Agent:
     ) -> Sequence[Sample]:
         """The prompt's group by the form that the agent implements; what the RolloutWorker calls.
 
+        An episode by `run` that fails is tried again alone (`tried`); the other forms play the group as one.
+
         Returns:
-            Any number of samples, each with its episode; none where every episode was rejected.
+            Any number of samples, each with its episode; none where every episode was rejected or given up.
 
         Raises:
-            EpisodeError: the agent returned something else.
-            ExceptionGroup: of what episodes raised; the others were cancelled.
+            EpisodeError: the agent returned something else, or plays its group at once and took too long.
         """
-        form = self.form()
-        if form == "run":
+        if self.form() == "run":
+
+            async def play(own: Prompt) -> list[Sample]:
+                return await self._episode(own, make_env(), client)
+
             async with asyncio.TaskGroup() as tasks:
                 members = [
-                    tasks.create_task(self._episode(prompt.of_member(member), make_env(), client))
+                    tasks.create_task(tried(prompt.of_member(member), play, client))
                     for member in range(prompt.group_size)
                 ]
             return [sample for member in members for sample in member.result()]
-        if form == "run_group":
-            samples = await self.run_group(prompt, make_env, client)
-        else:
-            samples = await self._with_queues(prompt, make_env(), client)
-        return self._numbered(prompt, samples)
+        try:
+            async with asyncio.timeout(client.seconds_left()) as limit:
+                return self._numbered(prompt, await self._at_once(prompt, make_env, client))
+        except Exception as error:
+            if limit.expired():
+                raise timed_out(prompt) from error
+            raise
+
+    async def _at_once(
+        self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+    ) -> Sequence[Sample]:
+        if self.form() == "run_group":
+            return await self.run_group(prompt, make_env, client)
+        return await self._with_queues(prompt, make_env(), client)
 
     async def _episode(self, prompt: Prompt, env: Environment, client: GroupClient) -> list[Sample]:
         own = client.episode(prompt)

@@ -32,3 +32,9 @@ class Prompt:
         seed = self.sampling.seed
         own = None if seed is None else seed_from("member", seed, member)
         return replace(self, member=member, sampling=replace(self.sampling, seed=own))
+
+    def again(self, attempt: int) -> Prompt:
+        """The episode's prompt for its try number `attempt`, the first being 0: with another seed."""
+        seed = self.sampling.seed
+        own = None if seed is None else seed_from("try", seed, attempt)
+        return replace(self, sampling=replace(self.sampling, seed=own))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum, auto
 
 
@@ -59,3 +61,15 @@ def failed_in(label: str | None) -> str:
 def is_filter_reason(reason: str) -> bool:
     """Whether `reason` is one that a filter gave."""
     return reason.partition(":")[0] not in _OWN
+
+
+LOST_EPISODES = "rollout/lost_episodes: "
+"""Begins the metrics that count episodes which were given up while the rest of their groups went on; the name of what
+failed, and how, follows: `rollout/lost_episodes: env my.py:Game.step raised ValueError`."""
+
+
+def lost_episodes(metrics: Mapping[str, float]) -> Counter[str]:
+    """By what failed, the episodes that `metrics` count as lost."""
+    begins = LOST_EPISODES
+    lost = {name.removeprefix(begins): int(value) for name, value in metrics.items() if name.startswith(begins)}
+    return Counter(lost)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.config.setting import PluginConfig, setting
+from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
 from asyncrl.observability.settings import LoggingConfig, SamplesConfig
 from asyncrl.rollout.settings import (
+    AgentConfig,
     DatasetConfig,
     EnvConfig,
     EvalConfig,
@@ -58,7 +59,7 @@ class ExperimentConfig:
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    agent: PluginConfig = field(default_factory=lambda: PluginConfig(path="asyncrl.agents.single_turn:SingleTurnAgent"))
+    agent: AgentConfig = field(default_factory=AgentConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rewards: list[NamedRewardConfig] = setting(

@@ -3,8 +3,10 @@
 Its members step in time: each waits until all that still play have said what they do. A member leaves when its game
 ends or is closed. All games of a group begin with the seeds that their members give, once.
 
-`SyncVectorEnv` and vector environments of their own (`vectorization_mode: vector_entry_point`) do; `AsyncVectorEnv`
-cannot share texts between its processes.
+`SyncVectorEnv` and `AsyncVectorEnv` (`vectorization_mode: async`) do. Of the latter the processes are those of a fork
+server, as a RolloutWorker has threads, and share no memory, in which texts would come out as something else; they are
+killed where one of them has died or hangs. A vector environment of the game's own (`vector_entry_point`) takes one seed
+for all, so its games cannot begin alike.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AutoresetMode
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
@@ -45,12 +48,12 @@ class VectorGames:
         actions: Sequence[str] = (),
         invalid_reward: float = 0.0,
     ) -> None:
-        self._call, self._size, self._id, self._kwargs = (
-            call,
-            size,
-            id,
-            {"vectorization_mode": "sync", **(kwargs or {})},
-        )
+        self._call, self._size, self._id = call, size, id
+        self._kwargs: dict[str, Any] = {"vectorization_mode": "sync", **(kwargs or {})}
+        if self._kwargs["vectorization_mode"] == "async":
+            own = self._kwargs.get("vector_kwargs") or {}
+            self._kwargs["vector_kwargs"] = {"shared_memory": False, "context": "forkserver", **own}
+        self._broken = False
         self._text, self.invalid_reward = GameText(observe, act, actions), invalid_reward
         self._vector: Any = None
         self._playing = set(range(size))
@@ -96,7 +99,7 @@ class VectorGames:
         if self._playing:
             await self._advance()
         elif self._vector is not None:
-            await self._call(self._vector.close)
+            await self._call(self._end)
 
     async def _together(self, member: int, what: Any) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -112,10 +115,17 @@ class VectorGames:
         given = {member: what for member, (what, _) in said.items()}
         try:
             results = await self._call(self._begin if self._vector is None else self._step, given)
-        except Exception as error:
+        except BaseException as error:
+            self._broken = True
+            cancelled = not isinstance(error, Exception)  # the member that steps for all of them
+            reason = RuntimeError("another game of the vector was given up in its step") if cancelled else error
             for _, future in said.values():
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(reason)
+                    if cancelled:
+                        future.exception()  # who was cancelled does not look at it
+            if cancelled:
+                raise
             return
         for member, (_, future) in said.items():
             if not future.done():
@@ -128,8 +138,21 @@ class VectorGames:
                 "env.args.kwargs: with autoreset_mode=Disabled a group ends with its first game; leave it out"
             )
         self._text.check(_Single(vector))
-        observations, infos = vector.reset(seed=[seeds.get(member) for member in range(self._size)])
         self._vector = vector
+        if isinstance(vector, AsyncVectorEnv) and vector.shared_memory and _has_text(vector.single_observation_space):
+            raise ValueError(
+                "env.args.kwargs.vector_kwargs.shared_memory=true: texts do not come through shared memory as they "
+                "are; leave it out"
+            )
+        own: list[int | None] | None = [seeds.get(member) for member in range(self._size)]
+        if self._kwargs["vectorization_mode"] not in ("sync", "async"):
+            if set(seeds.values()) != {None}:
+                raise ValueError(
+                    f"env.args.kwargs.vectorization_mode={self._kwargs['vectorization_mode']!s}: it takes one seed for "
+                    "all games, and the rows give each game its own; use sync or async, or rows without a seed"
+                )
+            own = None
+        observations, infos = vector.reset(seed=own)
         return [(text, _own(infos, member)) for member, text in enumerate(self._words(observations))]
 
     def _step(self, given: Mapping[int, Any]) -> list[StepResult]:
@@ -144,11 +167,29 @@ class VectorGames:
             for member, text in enumerate(self._words(observations))
         ]
 
+    def _end(self) -> None:
+        vector = self._vector
+        if self._broken and isinstance(vector, AsyncVectorEnv):  # its own end would wait for those that are gone
+            for process in vector.processes:
+                process.kill()
+            for process in vector.processes:
+                process.join()
+            vector.closed = True
+        else:
+            vector.close()
+
     def _words(self, observations: Any) -> list[str]:
         vector, single = self._vector, _Single(self._vector)
         rendered = vector.render() if vector.render_mode == "ansi" else [None] * self._size
         each = zip(iterate(vector.observation_space, observations), rendered, strict=True)
         return [self._text.observation(observation, single, picture) for observation, picture in each]
+
+
+def _has_text(space: Any) -> bool:
+    if isinstance(space, spaces.Text):
+        return True
+    parts = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else ()
+    return any(map(_has_text, parts.values() if isinstance(parts, Mapping) else parts))
 
 
 def _own(infos: Mapping[str, Any], member: int) -> dict[str, Any]:

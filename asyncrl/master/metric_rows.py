@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.master.buffer import TrainBatch
 
 Row = dict[str, Any]
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 def batch_statistics(batch: TrainBatch) -> Row:
     """Statistics of a batch's rollouts: rewards of episodes, generated lengths of samples, ages of trained tokens.
 
-    Of each of the rollouts' own metrics the mean over those that have it.
+    Of each of the rollouts' own metrics the mean over those that have it; lost episodes are added up.
     """
     by_record = [record.episode_rewards for record in batch.records]
     rewards = np.array([reward for episodes in by_record for reward in episodes])
@@ -39,19 +40,24 @@ def batch_statistics(batch: TrainBatch) -> Row:
     for record in batch.records:
         for name, value in record.metrics.items():
             own[name].append(value)
-    return {name: sum(values) / len(values) for name, values in own.items()} | {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/groups_without_variance": flat / len(batch.records),
-        "rollout/samples_per_episode": len(generated) / len(rewards),
-        "rollout/len_mean": float(generated.mean()),
-        "rollout/len_max": float(generated.max()),
-        "rollout/truncated": float(truncated.mean()),
-        "staleness/max": float(max(ages, default=0)),
-        "staleness/mean": sum(age * count for age, count in ages.items()) / tokens,
-        "tokens/trained": float(sum(ages.values())),
-        "tokens/batch": float(sum(record.tokens for record in batch.records)),
-    }
+    lost = {name: sum(own.pop(name)) for name in list(own) if name.startswith(LOST_EPISODES)}
+    return (
+        {name: sum(values) / len(values) for name, values in own.items()}
+        | lost
+        | {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/groups_without_variance": flat / len(batch.records),
+            "rollout/samples_per_episode": len(generated) / len(rewards),
+            "rollout/len_mean": float(generated.mean()),
+            "rollout/len_max": float(generated.max()),
+            "rollout/truncated": float(truncated.mean()),
+            "staleness/max": float(max(ages, default=0)),
+            "staleness/mean": sum(age * count for age, count in ages.items()) / tokens,
+            "tokens/trained": float(sum(ages.values())),
+            "tokens/batch": float(sum(record.tokens for record in batch.records)),
+        }
+    )
 
 
 @dataclass(slots=True)

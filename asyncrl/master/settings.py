@@ -73,7 +73,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from signatures.problems("buffer.order", order.path, order.args, positional=1)
     elif order.args:
         yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
-    if config.group_size == 1 and config.algorithm.advantage.name in ("grpo", "dr_grpo", "opo", "gpg"):
+    if config.group_size < least_episodes(config):
         yield (
             f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the episodes of a "
             "group, and one has nothing to be compared with; use group_size=2 or more, or another advantage"
@@ -84,6 +84,15 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.advantage.params.turn_discount={discount}: turns are compared by their number, which is lost "
             "where on_stale=mask takes a turn's tokens away; use on_stale=drop or wait"
         )
+
+
+_COMPARING = ("grpo", "dr_grpo", "opo", "gpg")
+"""Advantages that compare the episodes of a group, of which one alone would have none."""
+
+
+def least_episodes(config: ExperimentConfig) -> int:
+    """Episodes that a group needs for its advantages."""
+    return 2 if config.algorithm.advantage.name in _COMPARING else 1
 
 
 def _critic(config: ExperimentConfig) -> int | None:

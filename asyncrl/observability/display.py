@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.comm.drop_reasons import failure
+from asyncrl.comm.drop_reasons import failure, lost_episodes
 from asyncrl.observability.settings import DisplayMode
 
 Row = Mapping[str, Any]
@@ -87,6 +87,7 @@ class _Failures:
 
     def __init__(self) -> None:
         self.rollouts: Counter[str] = Counter()
+        self.episodes: Counter[str] = Counter()
 
     def take(self, row: Row) -> list[str]:
         """The remarks on `row`."""
@@ -103,6 +104,12 @@ class _Failures:
                     f"{count} rollouts failed {what}, {self.rollouts[reason]} since the start; the rollout_workers' "
                     "logs say why"
                 )
+        for name, count in lost_episodes(row).items():
+            self.episodes[name] += count
+            remarks.append(
+                f"{count} episodes were lost, as {name}, {self.episodes[name]} since the start; the rollout_workers' "
+                "logs say why"
+            )
         return remarks
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,15 +17,20 @@ from asyncrl.api import (
     Agent,
     ChatClient,
     Environment,
-    EpisodeError,
+    EpisodeTimeout,
     GenerationClient,
     GenerationRequest,
     GenerationResult,
     Prompt,
     Sample,
 )
+from asyncrl.api.agent import cancelled_within
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import named_columns
+from asyncrl.comm.drop_reasons import LOST_EPISODES
+from asyncrl.rollout.offload.errors import named_failure
+
+_log = logging.getLogger(__name__)
 
 Filter = Callable[[GroupView], Verdict]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
@@ -63,13 +70,44 @@ class _EpisodePolicy:
         return await self.policy.generate(request)
 
 
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """What is done about episodes that fail.
+
+    Attributes:
+        number: how often an episode is played in all, before it is given up.
+        least: episodes without which a group is worth nothing, once some were given up.
+        limit_s: what plays longer than this after the group began is given up; None: no limit.
+    """
+
+    number: int = 1
+    least: int = 1
+    limit_s: float | None = None
+
+
 @dataclass(slots=True)
 class Group:
-    """The policy as a group asks it, and as its episodes do; see `asyncrl.api.GroupClient`."""
+    """The policy as a group asks it, and as its episodes do; see `asyncrl.api.GroupClient`.
+
+    Args:
+        agent: named where no other code of users is known to have failed.
+    """
 
     policy: GenerationClient
     make_client: MakeClient
+    agent: str
+    tries: Tries
     clients: list[CountingClient] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter)
+    """Episodes that were given up, by what failed and how."""
+    last_failure: Exception | None = None
+    """Of the last episode that was given up."""
+    _ends_at: float | None = None
+    _failures: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        if self.tries.limit_s is not None:
+            self._ends_at = time.monotonic() + self.tries.limit_s
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self.policy.generate(request)
@@ -80,29 +118,58 @@ class Group:
         self.clients.append(client)
         return client
 
+    def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
+        """As of `GroupClient`; when the rollout's time is over nothing is tried again."""
+        self._failures[prompt.member] += 1
+        failures, name = self._failures[prompt.member], named_failure(error, self.agent)
+        again = failures < self.tries.number and not isinstance(error, EpisodeTimeout)
+        _log.warning(
+            "episode %d of prompt %s failed, %s: %s",
+            *(prompt.member, prompt.prompt_id, "to be tried again" if again else "given up", name),
+            exc_info=error,
+        )
+        if again:
+            return prompt.again(failures)
+        self.lost[name] += 1
+        self.last_failure = error
+        return None
+
+    def seconds_left(self) -> float | None:
+        """As of `GroupClient`."""
+        return None if self._ends_at is None else self._ends_at - time.monotonic()
+
     def metrics(self) -> dict[str, float]:
-        """What the episodes' clients counted, summed."""
+        """What the episodes' clients counted, summed; and the episodes that were lost."""
         total: Counter[str] = Counter()
         for client in self.clients:
             total.update(client.metrics)
-        return dict(total)
+        return dict(total) | {f"{LOST_EPISODES}{name}": float(count) for name, count in self.lost.items()}
 
 
 async def run_group(
-    agent: Agent, make_env: Callable[[], Environment], prompt: Prompt, policy: GenerationClient, make_client: MakeClient
+    agent: Agent,
+    make_env: Callable[[], Environment],
+    prompt: Prompt,
+    policy: GenerationClient,
+    make_client: MakeClient,
+    tries: Tries = Tries(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 
-    One that fails ends the others: the group is tried again as a whole, or its statistics would be of those episodes
-    that did not fail.
+    One that fails costs itself: it is tried again alone, with a random stream of its own, then given up and counted
+    (`LOST_EPISODES`), and the group is the others. Statistics over those that remain are unbiased as long as what fails
+    does not depend on the answers; where it does, a reward's `failure_reward` keeps the answer. An agent that plays its
+    group at once fails as one.
 
     Returns:
         The group, any number of samples, each with its episode, none where the agent rejects the prompt; and what the
         episodes' clients counted.
 
     Raises:
+        EpisodeTimeout: fewer than `tries.least` episodes had ended within the limit.
         EpisodeError: the agent broke its contract, or something that it awaits was cancelled.
-        Exception: whatever the agent, an environment or the policy raised; of a group the first.
+        Exception: whatever the agent, an environment or the policy raised; of a group the first, where it was played at
+            once, and the last where too few of its episodes are left.
     """
     environments: list[Environment] = []
 
@@ -110,10 +177,14 @@ async def run_group(
         environments.append(make_env())
         return environments[-1]
 
-    group = Group(policy, make_client)
+    name = type(agent).__name__
+    group = Group(policy, make_client, name, tries)
     try:
         try:
-            return await agent.roll_out(prompt, make, group), group.metrics()
+            samples = await agent.roll_out(prompt, make, group)
+            if group.last_failure is not None and len({sample.episode for sample in samples}) < tries.least:
+                raise group.last_failure
+            return samples, group.metrics()
         finally:
             for client in group.clients:
                 client.close()
@@ -124,10 +195,7 @@ async def run_group(
         task = asyncio.current_task()
         if task is None or task.cancelling():  # it is this rollout that was cancelled
             raise
-        raise EpisodeError(
-            f"agent {type(agent).__name__} was cancelled from within, on prompt {prompt.prompt_id}: a task or "
-            "connection that it or its environment awaits was cancelled; catch asyncio.CancelledError there"
-        ) from error
+        raise cancelled_within(f"agent {name}", prompt) from error
 
 
 async def _close(environments: Sequence[Environment]) -> None:

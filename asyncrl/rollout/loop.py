@@ -9,11 +9,16 @@ Life of a rollout here
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
-A rollout that fails (the agent, the environment or a server raised) is dropped as `failed`, with the name of the
-user's code where it is that (`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A
-row that makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything
-fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the
-last error. Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
+An episode that fails (the agent, the environment, a reward or a server raised, or it took too long) is tried again
+alone, `MAX_ATTEMPTS` times in all, then given up; the group is the others (`episode.run_group`). What was given up is
+counted by name in the metrics of the next trajectory that is pushed.
+
+A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
+agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
+(`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
+makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything fails the
+loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the last error.
+Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
 """
 
 from __future__ import annotations
@@ -27,14 +32,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
-from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
-from asyncrl.comm.drop_reasons import DropReason, failed_in, given_up
+from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
+from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
-from asyncrl.rollout.episode import judge, metrics_of, run_group, shape
+from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.offload.errors import failed_label
 from asyncrl.rollout.offload.meter import Activity, metered, timed
@@ -48,6 +53,9 @@ ALLOCATE_WAIT_S = 5.0
 MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 MAX_ATTEMPTS = 3
+"""Of an episode, and of a prompt."""
+AFTERWARDS_S = 60.0
+"""Beyond `rollout.rollout_timeout_s`, which ends the episodes: to score them, and to hand them over."""
 MAX_FAILURES_IN_A_ROW = 16
 
 
@@ -101,6 +109,7 @@ class RolloutLoop:
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
+        least_episodes: a group with fewer of them fails, where others were given up.
         right_at: reward from which an answer is right, for a curriculum; None: there is none.
     """
 
@@ -114,7 +123,10 @@ class RolloutLoop:
         config: RolloutConfig,
         registered_in: Sequence[str] = (),
         right_at: float | None = None,
+        least_episodes: int = 1,
     ) -> None:
+        self._tries = Tries(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
+        self._lost: Counter[str] = Counter()
         self._right_at = right_at
         self._stream, self._plugins, self._gate = stream, plugins, gate
         self._client, self._push, self._config = client, push, config
@@ -176,13 +188,13 @@ class RolloutLoop:
             _log.info("prompt %s came back and was not out", returned.prompt_id)
 
     async def _roll_out(self, candidate: _Candidate) -> None:
-        limit = asyncio.timeout(self._config.rollout_timeout_s)
+        limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
         try:
             async with limit:
                 outcome = await self._attempt(candidate)
             self._failures_in_a_row = 0
         except Exception as error:
-            if isinstance(error, TimeoutError) and limit.expired():  # else it is one of the user's own
+            if isinstance(error, EpisodeTimeout) or limit.expired():  # other TimeoutErrors are the user's own
                 _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
                 outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.timeout)
             else:
@@ -207,7 +219,9 @@ class RolloutLoop:
                 candidate.prompt,
                 policy,
                 plugins.episode_client,
+                self._tries,
             )
+        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._success(samples)
@@ -216,7 +230,12 @@ class RolloutLoop:
             return self._rejection(candidate, verdict, success)
         shaped = shape(samples, self._shapings)
         metrics = metrics_of(samples) | counted | meter.metrics()
-        await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics))
+        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
+        try:
+            await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics | lost))
+        except BaseException:
+            self._lost.update(lost)
+            raise
         tokens = sum(len(sample.tokens) for sample in samples)
         return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens, success=success)
 

@@ -18,6 +18,7 @@ from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.manager.client import ManagerClient
+from asyncrl.master.settings import least_episodes
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
@@ -113,7 +114,9 @@ class RolloutWorker(AsyncWorker):
             curriculum = config.dataset.curriculum
             right_at = curriculum.right_at if curriculum.is_on else None
             loop = RolloutLoop(
-                stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins, right_at
+                *(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
+                right_at=right_at,
+                least_episodes=least_episodes(config),
             )
             self.ready()
             await self._until_stopped(loop, pusher)

@@ -10,14 +10,16 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
+from asyncrl.api.agent import tried
 from asyncrl.api.reward import RewardParts, is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
@@ -27,6 +29,8 @@ from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 from asyncrl.rollout.settings import NamedRewardConfig, RewardConfig
+
+_NO_REWARD = "returned what is no reward"
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +118,18 @@ def _sees(function: Callable[..., Any]) -> Sees:
     return Sees(names[0]) if names and names[0] in (Sees.episode, Sees.group) else Sees.answer
 
 
+Added: TypeAlias = "tuple[float, dict[str, float]]"
+"""What rewards add to a sample, and what each of them gave, by name."""
+
+
+def _added(parts: Sequence[RewardPart], values: Sequence[float]) -> Added:
+    given = RewardParts()
+    for part, value in zip(parts, values, strict=True):
+        if part.name and part.weight:
+            given.add(part.name, value / part.weight)
+    return sum(values), given.means()
+
+
 class Rewards:
     """The parts, called where they belong."""
 
@@ -150,24 +166,23 @@ class Rewards:
                 total += _stand_in(part, error)
         return total
 
-    async def episodes(self, group: Sequence[Episode]) -> list[tuple[float, dict[str, float]]]:
-        """`[S]`: what the rewards of episodes and groups add to each sample, and what each of them gave, by name.
+    async def episode(self, episode: Episode) -> Added:
+        """What the rewards of episodes add to a sample.
 
         Raises:
             UserCodeError: as for `answer`.
         """
-        totals, parts = [0.0] * len(group), [RewardParts() for _ in group]
-        by_episode = await asyncio.gather(
-            *(self._one(part, episode) for part in self._of_episodes for episode in group)
-        )
-        by_group = await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups))
-        own = [by_episode[first : first + len(group)] for first in range(0, len(by_episode), len(group))]
-        for part, values in zip((*self._of_episodes, *self._of_groups), (*own, *by_group), strict=True):
-            for number, value in enumerate(values):
-                totals[number] += value
-                if part.name and part.weight:
-                    parts[number].add(part.name, value / part.weight)
-        return [(total, each.means()) for total, each in zip(totals, parts, strict=True)]
+        values = await asyncio.gather(*(self._one(part, episode) for part in self._of_episodes))
+        return _added(self._of_episodes, values)
+
+    async def group(self, group: Sequence[Episode]) -> list[Added]:
+        """`[S]`: what the rewards of groups add to each sample.
+
+        Raises:
+            UserCodeError: as for `answer`.
+        """
+        by_part = await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups))
+        return [_added(self._of_groups, [values[number] for values in by_part]) for number in range(len(group))]
 
     async def _one(self, part: RewardPart, *args: Any) -> float:
         try:
@@ -181,10 +196,11 @@ class Rewards:
             try:
                 values = list(values)
             except TypeError:
-                raise UserCodeError(part.code.label, f"returned {values!r:.80} for a group; return a list") from None
+                message = f"returned {values!r:.80} for a group; return a list"
+                raise UserCodeError(part.code.label, message, how=_NO_REWARD) from None
             if len(values) != len(group):
                 message = f"returned {len(values)} rewards for a group of {len(group)} samples; return one for each"
-                raise UserCodeError(part.code.label, message)
+                raise UserCodeError(part.code.label, message, how=_NO_REWARD)
             return [_number(part, value) for value in values]
         except UserCodeError as error:
             return [_stand_in(part, error) for _ in group]
@@ -201,12 +217,13 @@ def _number(part: RewardPart, value: object) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserCodeError(part.code.label, f"returned {value!r:.80}; a reward is a finite number")
+        raise UserCodeError(part.code.label, f"returned {value!r:.80}; a reward is a finite number", how=_NO_REWARD)
     if part.verdict:
         if number not in (0.0, 1.0):
             raise UserCodeError(
                 part.code.label,
                 f"is declared a verdict and returned {number:g}; return 0 or 1, or set its verdict to false",
+                how=_NO_REWARD,
             )
         current_meter().add_verdict(part.name, number == 1.0)
     return _weighted(part, number)
@@ -268,15 +285,38 @@ class ScoredAgent(Agent):
     async def roll_out(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """The agent's samples with these rewards added; each conversation of an episode is seen by itself."""
+        """The agent's samples with these rewards added; each conversation of an episode is seen by itself.
+
+        An episode whose own rewards fail is scored again, then given up; where those of a group fail the group does.
+        """
         samples = await self._agent.roll_out(prompt, make_env, client)
         if not samples:
             return samples
-        added = await self._rewards.episodes([episode_of(prompt, sample, self._tokenizer) for sample in samples])
-        return [
-            replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
-            for sample, (more, parts) in zip(samples, added, strict=True)
-        ]
+        seen = [episode_of(prompt, sample, self._tokenizer) for sample in samples]
+        by_episode: defaultdict[int, list[int]] = defaultdict(list)
+        for number, sample in enumerate(samples):
+            by_episode[sample.episode].append(number)
+
+        async def score(member: int) -> Sequence[tuple[int, Added]]:
+            numbers = by_episode[member]
+
+            async def play(_: Prompt) -> Sequence[tuple[int, Added]]:
+                added = await asyncio.gather(*(self._rewards.episode(seen[number]) for number in numbers))
+                return list(zip(numbers, added, strict=True))
+
+            return await tried(prompt.of_member(member), play, client, limited=False)
+
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(score(member)) for member in by_episode]
+        own = dict(scored for task in scoring for scored in task.result())
+        kept = sorted(own)
+        of_group = await self._rewards.group([seen[number] for number in kept]) if kept else []
+        return [_with(_with(samples[number], own[number]), added) for number, added in zip(kept, of_group, strict=True)]
+
+
+def _with(sample: Sample, added: Added) -> Sample:
+    more, parts = added
+    return replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
 
 
 def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:

@@ -111,6 +111,31 @@ class SamplingConfig:
 
 
 @dataclass
+class AgentConfig(PluginConfig):
+    """The agent."""
+
+    path: str = setting(
+        "asyncrl.agents.single_turn:SingleTurnAgent",
+        "import path of a class or of a function run(prompt, env, client); docs/agents.md",
+    )
+    run_in: RunIn = setting(
+        RunIn.auto,
+        "thread, or process: each episode of a plain `def run` then has a process of its own, which is killed where it "
+        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as it is marked, else a "
+        "thread for `def`, an event loop of your own for `async def`",
+    )
+    processes: int = setting(
+        16,
+        "with run_in=process, episodes that a RolloutWorker plays at the same time; others wait",
+        unit="processes",
+        minimum=1,
+    )
+    process_max_episodes: int = setting(
+        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
+    )
+
+
+@dataclass
 class EnvConfig(PluginConfig):
     """The environment."""
 
@@ -122,7 +147,22 @@ class EnvConfig(PluginConfig):
         False, "gymnasium only: the games of a group are one vector environment, stepped together"
     )
     timeout_s: float = setting(
-        300.0, "limit of one call of your environment; beyond it the rollout fails", unit="s", minimum=0.01
+        300.0, "limit of one call of your environment; beyond it its episode fails", unit="s", minimum=0.01
+    )
+    run_in: RunIn = setting(
+        RunIn.auto,
+        "thread, or process: each episode's environment then has a process of its own, which is killed where it "
+        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
+        "a thread for `def`, an event loop of your own for `async def`",
+    )
+    processes: int = setting(
+        16,
+        "with run_in=process, environments that a RolloutWorker has at the same time; other episodes wait at `reset`",
+        unit="processes",
+        minimum=1,
+    )
+    process_max_episodes: int = setting(
+        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
     )
 
 
@@ -137,7 +177,7 @@ class RewardConfig(PluginConfig):
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
     timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
     failure_reward: Optional[float] = setting(
-        None, "what an answer is worth whose reward fails; null: its rollout fails and its prompt is tried again"
+        None, "what an answer is worth whose reward fails; null: its episode is tried again, then lost"
     )
     verdict: Optional[bool] = setting(
         None, "whether it is 1 for right answers and 0 for wrong ones: then there is accuracy; null: as it is marked"
@@ -207,7 +247,10 @@ class RolloutConfig:
         "needed, as learned from how long rollouts, steps and waits take (deadline), so that it is young in training",
     )
     rollout_timeout_s: float = setting(
-        600.0, "limit of one rollout; beyond it the rollout is dropped", unit="s", minimum=1.0
+        600.0,
+        "limit of one rollout: episodes that still play then are lost; it is dropped where too few are left",
+        unit="s",
+        minimum=1.0,
     )
     filters: list[ChoiceConfig] = setting(
         help="group filters, in order; a rejected group is counted by reason", factory=list
@@ -368,6 +411,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
     yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
+    if config.agent.run_in == RunIn.loop:
+        yield "agent.run_in=loop: an agent of yours is never called on the worker's own event loop; use auto"
     yield from _environment(config.env)
     yield from _rewards(config)
 
@@ -414,6 +459,13 @@ _GYMNASIUM_VECTOR = "asyncrl.envs.gymnasium_vector:VectorGames"
 
 
 def _environment(env: EnvConfig) -> Iterator[str]:
+    if env.run_in == RunIn.loop:
+        yield "env.run_in=loop: an environment is never called on the worker's own event loop; use auto"
+    if env.run_in == RunIn.process and env.vectorized:
+        yield (
+            "env.run_in=process: the games of env.vectorized=true are one object, which is stepped in a thread; leave "
+            "one of them out"
+        )
     name = env.path.removeprefix(GYMNASIUM)
     if name == env.path:
         if env.vectorized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams
 from asyncrl.api.agent import agent_of
+from asyncrl.api.reward import marked_run_in
 from asyncrl.chat.client import ChatPolicy
 from asyncrl.chat.parsers import choose, parser
 from asyncrl.chat.request import Limits
@@ -28,12 +30,14 @@ from asyncrl.datasets.readers import is_data_path
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
-from asyncrl.rollout.offload.adapters import OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.rollout.offload.offloader import Code, Offloader, Seats, is_async
+from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
-from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EvaluationSet, evaluation_sets
+from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig, EvaluationSet, evaluation_sets
 from asyncrl.rollout.tools import RunTools, check_format
 from asyncrl.tools.toolbox import Toolbox
 
@@ -65,7 +69,10 @@ class Plugins:
             each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
         }
         """By name, the sets that are evaluated."""
-        self.offloader = Offloader(config.rollout.user_code)
+        self.offloader = Offloader(
+            config.rollout.user_code,
+            *(Seats(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
+        )
         """Runs the user's code; to be entered in the worker's event loop."""
         served = config.rollout.endpoint
         self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
@@ -75,6 +82,7 @@ class Plugins:
         self._env = environment_of(config.env)
         found = _loaded("env", self._env)
         self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
+        self._env_in_process = _env_place(config.env, found) == RunIn.process
         check_format(config, self._format.chat.source if self._format.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
@@ -88,23 +96,51 @@ class Plugins:
 
     def _adapted(self, agent: Agent, rewards: Rewards) -> Agent:
         try:
-            return scored_agent(adapted_agent(agent, self.offloader), rewards, self.tokenizer)
+            return scored_agent(adapted_agent(agent, self.offloader, self._agent_process()), rewards, self.tokenizer)
         except TypeError as error:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
+    def _agent_process(self) -> AgentProcess | None:
+        """How the agent is made in a process; None where it does not run in one.
+
+        Raises:
+            TypeError: it cannot run where it is to.
+        """
+        config = self._config.agent
+        found = _loaded("agent", config)
+        run = getattr(found, "run", found)
+        place = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
+        if place == RunIn.thread and is_async(run):
+            raise TypeError("agent.run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
+        if place != RunIn.process:
+            return None
+        if "tools" in inspect.signature(found).parameters:
+            raise TypeError("agent.run_in=process: it takes `tools`, which are the worker's; use agent.run_in=thread")
+        limit_s, chat = self._config.rollout.rollout_timeout_s, self._format.chat is not None
+        return AgentProcess(Target(config.path, dict(config.args)), str(self._config.model.path), chat, limit_s)
+
     def make_envs(self, size: int) -> Callable[[], Environment]:
-        """Makes the environments of one group of `size` episodes, one for each call."""
+        """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""
         config = self._config.env
         if not config.vectorized:
             return self.make_env
         from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
 
         code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
-        return VectorGames(functools.partial(self.offloader.call, code), size, **self._env.args).member
+        call = functools.partial(self.offloader.call, code)
+
+        def games(size: int) -> VectorGames:
+            return VectorGames(call, size, **self._env.args)
+
+        together, made = games(size), itertools.count()
+        return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
 
     def make_env(self) -> Environment:
-        """A new environment, for one episode. One whose methods block is made when it is first used, in a thread."""
+        """A new environment, for one episode. One whose methods block is made when it is first used, where it runs."""
         config = self._config.env
+        if self._env_in_process:
+            target = Target(self._env.path, self._env.args)
+            return ProcessEnvironment(target, self._reward, f"env {config.path}", config.timeout_s, self.offloader)
         make = functools.partial(_built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
@@ -233,6 +269,20 @@ def environment_of(config: PluginConfig) -> PluginConfig:
     if not config.path.startswith(GYMNASIUM):
         return config
     return PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
+
+
+def _env_place(config: EnvConfig, found: Any) -> RunIn:
+    """Where the environment runs: as the setting says, or as its class or function is marked.
+
+    Raises:
+        ConfigError: it cannot run there.
+    """
+    wanted = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
+    if wanted == RunIn.thread and is_async(getattr(found, "step", found)):
+        raise ConfigError(
+            f"env.run_in=thread: {config.path!r} has an `async def step`, which runs on an event loop; leave it at auto"
+        )
+    return wanted
 
 
 def _agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:

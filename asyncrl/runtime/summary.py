@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import failure
+from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.restart_log import count_restarts, restart_seconds
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
@@ -38,6 +40,7 @@ def summary_lines(run_dir: Path) -> list[str]:
             for failed in summary["evaluations_failed"]
         ]
         lines += _books_lines(summary["books"])
+    lines += _lost_episodes(run_dir / METRICS_FILE)
     if restarts := count_restarts(run_dir):
         counts = ", ".join(f"{what} {count}" for what, count in sorted(restarts.items()))
         lines.append(f"restarts   {counts}; {restart_seconds(run_dir):.1f} s until they went on")
@@ -46,6 +49,17 @@ def summary_lines(run_dir: Path) -> list[str]:
         f"metrics    {run_dir / METRICS_FILE}",
         f"weights    {run_dir / WEIGHTS_DIR}",
         f"logs       {run_dir / LOGS_DIR}",
+    ]
+
+
+def _lost_episodes(metrics: Path) -> list[str]:
+    """By what failed, the episodes that groups which were trained went without."""
+    lost: Counter[str] = Counter()
+    for row in JsonlTail(metrics).read():
+        lost += lost_episodes(row)
+    return [
+        f"LOST       {count} episodes, as {name}; the logs of the rollout_workers say more"
+        for name, count in sorted(lost.items())
     ]
 
 

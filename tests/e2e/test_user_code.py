@@ -53,8 +53,9 @@ from asyncrl.envs.single_turn import SingleTurnEnv
 
 
 def score(data, completion):
-    fate = (len(completion) + sum(map(ord, data["prompt"]))) % 20
-    if fate == 0:
+    asked = sum(map(ord, data["prompt"]))
+    fate = (len(completion) + asked) % 20
+    if fate == 0 or asked % 10 == 5:
         os._exit(3)
     if fate == 1:
         time.sleep(3600)
@@ -128,5 +129,6 @@ def test_rewards_that_hang_or_crash_and_environments_that_raise_are_counted_by_n
     assert dropped.get(f"failed: env {file}:RaisingEnv.reset", 0) > 0, dropped
     assert "worker_died" not in dropped
     assert run.survivors() == []
-    log = (run.run_dir / "logs" / "rollout_worker-0.log").stat().st_size
-    assert log < 2_000_000
+    log = (run.run_dir / "logs" / "rollout_worker-0.log").read_text()
+    assert len(log) < 2_000_000
+    assert f"failed, to be tried again: reward {file}:score " in log, "an episode is tried again alone"

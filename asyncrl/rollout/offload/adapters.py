@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
+from asyncrl.rollout.offload.child_agent import answer, outcome_of
 from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.messages import MAKE, USE, Call, Target
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.rollout.offload.processes import START_LIMIT_S
 
 
 def is_built_in(thing: object) -> bool:
@@ -22,12 +27,25 @@ def is_built_in(thing: object) -> bool:
     return module.partition(".")[0] == "asyncrl"
 
 
-def adapted_agent(agent: Agent, offloader: Offloader) -> Agent:
-    """`agent`, off the worker's event loop.
+@dataclass(frozen=True, slots=True)
+class AgentProcess:
+    """How an agent is made in a process: what names it, and the folder of its tokenizer; and its limit, in seconds."""
+
+    target: Target
+    model: str
+    chat: bool
+    timeout_s: float
+
+
+def adapted_agent(agent: Agent, offloader: Offloader, process: AgentProcess | None = None) -> Agent:
+    """`agent`, off the worker's event loop; with `process` in processes.
 
     Raises:
-        TypeError: its `collect_trajectory` is a plain function: its queues are those of an event loop.
+        TypeError: its `collect_trajectory` is a plain function: its queues are those of an event loop. Or it is to run
+            in processes and is no plain `run`.
     """
+    if process is not None:
+        return _in_process(agent, offloader, process)
     name, form = type(agent).__name__, type(agent).form()
     assert form is not None, "an agent that implements nothing cannot be made"
     plain = not is_async(getattr(agent, form))
@@ -44,6 +62,39 @@ def adapted_agent(agent: Agent, offloader: Offloader) -> Agent:
         kind = _AgentOnUsersLoop
     adapted: Agent = type(name, (kind,), {})(agent, offloader)  # messages about an agent have its class's name
     return adapted
+
+
+def _in_process(agent: Agent, offloader: Offloader, process: AgentProcess) -> Agent:
+    name, form = type(agent).__name__, type(agent).form()
+    if form != "run" or is_async(agent.run):
+        raise TypeError(
+            f"agent.run_in=process: agent {name} is no plain `def run(prompt, env, client)`; what it has that computes "
+            "or may crash belongs into an environment, a tool or a reward with run_in=process, and the agent where it "
+            "is (agent.run_in=auto), as it mostly waits for the policy"
+        )
+    adapted: Agent = type(name, (_EpisodeInProcess,), {})(process, offloader)
+    return adapted
+
+
+class _EpisodeInProcess(Agent):
+    """One episode at a time in a process of its own; client and environment are asked for over its pipe."""
+
+    def __init__(self, process: AgentProcess, offloader: Offloader) -> None:
+        self._process, self._offloader = process, offloader
+        self._label = f"agent {process.target.path}"
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
+        process, label = self._process, self._label
+        lease, whole = await self._offloader.lease(label, Activity.agent_wait), False
+        try:
+            make = Call(process.target, MAKE, [process.model, process.chat])
+            await lease.ask(label, make, START_LIMIT_S, partial(answer, env, client))
+            use = Call(process.target, USE, ["run", [prompt], {}])
+            raw = await lease.ask(label, use, process.timeout_s, partial(answer, env, client))
+            whole = True
+            return outcome_of(raw)
+        finally:
+            await asyncio.shield(lease.give_back(whole=whole))
 
 
 class _AgentOnUsersLoop(Agent):

@@ -1,5 +1,7 @@
 """A process of the pool: reads calls, runs them one after the other in its main thread, answers.
 
+It calls functions, or holds one object, an environment or an agent, whose methods it calls.
+
     python -m asyncrl.rollout.offload.child MEMORY_BYTES
 
 It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
@@ -16,15 +18,16 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
 
+from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.rollout.offload.messages import LENGTH, Call, Reply, Target, packed
+from asyncrl.rollout.offload.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
 
 LOAD = "load"
 """Of a `Call`: only load its target."""
@@ -38,11 +41,12 @@ def main() -> None:
     _limit(int(sys.argv[1]))
     own_pid = os.getpid()
     loaded: dict[bytes, Callable[..., Any]] = {}
+    held = _Held(calls, replies)
     decoder = msgspec.msgpack.Decoder(Call)
     _send(replies, Reply())
     while head := calls.read(LENGTH.size):
         call = decoder.decode(calls.read(*LENGTH.unpack(head)))
-        reply = _answer(call, loaded)
+        reply = _answer(call, loaded, held)
         if os.getpid() != own_pid:  # the function forked, and this is what it forked
             os._exit(0)
         _send(replies, reply, left_behind=_left_behind())
@@ -66,8 +70,71 @@ def _limit(memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]]) -> Reply:
+class _Held:
+    """The process's one object, and what it may ask of the worker."""
+
+    def __init__(self, calls: BinaryIO, replies: BinaryIO) -> None:
+        self._calls, self._replies = calls, replies
+        self._object: Any = None
+        self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
+
+    def make(self, target: Target, agent: Sequence[Any]) -> None:
+        """Make the object: an environment or, with the arguments of `ChildAgent`, an agent, which is made once.
+
+        Raises:
+            TypeError: it is no environment.
+        """
+        if agent:
+            from asyncrl.rollout.offload.child_agent import ChildAgent  # it brings numpy and tokenizers
+
+            model, chat = agent
+            self._object = self._object or ChildAgent(target, model, chat, self._ask)
+            return
+        found: Any = load_plugin(target.path)
+        made = found(reward=self._reward, **target.args)
+        if not isinstance(made, Environment):
+            raise TypeError(f"{target.path} made a {type(made).__name__}; it needs to be an asyncrl.api.Environment")
+        self._object = made
+
+    def use(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the object's `method` returns."""
+        value = getattr(self._object, method)(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value = self._runner.run(_awaited(value))
+        if method == "close":
+            self._object = None
+        return value
+
+    def _reward(self, data: Any, completion: str) -> Any:
+        """The environment's reward, which the worker calls; a number, to be awaited where there is an event loop."""
+        value = self._ask(data, completion)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return value
+        return _awaited_value(value)
+
+    def _ask(self, *what: Any) -> Any:
+        self._replies.write(packed(Reply(asks=list(what))))
+        self._replies.flush()
+        (length,) = LENGTH.unpack(self._calls.read(LENGTH.size))
+        answer = msgspec.msgpack.decode(self._calls.read(length), type=Answer)
+        if answer.error:
+            raise RuntimeError(answer.error)
+        return answer.value
+
+
+async def _awaited_value(value: Any) -> Any:
+    return value
+
+
+def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]], held: _Held) -> Reply:
     try:
+        if call.sees == MAKE:
+            held.make(call.target, call.arguments)
+            return Reply()
+        if call.sees == USE:
+            return Reply(held.use(*call.arguments))
         function = _loaded(call.target, loaded)
         if call.sees == LOAD:
             return Reply()

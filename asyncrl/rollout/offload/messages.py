@@ -1,9 +1,10 @@
 """What goes over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
 
     4 bytes, little endian: length of what follows
-    MessagePack of a `Call` (to the process) or a `Reply` (from it)
+    MessagePack of a `Call` or an `Answer` (to the process) or a `Reply` (from it)
 
-A function travels as its import path, its arguments as plain data.
+A function travels as its import path, its arguments as plain data. What a call asks of the worker meanwhile, an
+environment its reward, is a `Reply` that `asks`, which an `Answer` follows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ class Target(msgspec.Struct, frozen=True):
     args: dict[str, Any]
 
 
+MAKE, USE = "make", "use"
+"""Of a `Call`: make the process's object, an instance of `target` (with `arguments` an agent, else an environment); or
+use it: `arguments` are the method's name, its
+arguments and its keyword arguments."""
+
+
 class Call(msgspec.Struct, frozen=True):
-    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`."""
+    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`; or see `MAKE`."""
 
     target: Target
     sees: str
@@ -37,13 +44,22 @@ class Call(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
 
-    `left_behind`: processes that the call started are still there.
+    `left_behind`: processes that the call started are still there. `asks`: it is no reply yet, the call goes on once
+    the worker has answered this: the arguments of the environment's reward, or what an agent calls.
     """
 
     value: Any = None
     error: str = ""
     traceback: str = ""
     left_behind: bool = False
+    asks: list[Any] | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the worker was asked for; or, where `error` is set, why there is none."""
+
+    value: Any = None
+    error: str = ""
 
 
 def plain(value: object) -> object:
@@ -63,7 +79,7 @@ def plain(value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
-def packed(message: Call | Reply) -> bytes:
+def packed(message: Call | Reply | Answer) -> bytes:
     """`message` with its length in front.
 
     Raises:

@@ -22,6 +22,10 @@ class Activity(StrEnum):
 
     generate = auto()
     env = auto()
+    env_wait = auto()
+    """For a free process, where environments have one each."""
+    agent_wait = auto()
+    """Likewise, of agents."""
     reward = auto()
     tool = auto()
 

@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
-from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.policy import Limits
-from asyncrl.rollout.offload.processes import ProcessPool
+from asyncrl.rollout.offload.processes import Lease, ProcessPool
 from asyncrl.rollout.offload.slow_calls import SlowCalls
 from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit
 from asyncrl.rollout.offload.user_loop import UserLoop, run_on
@@ -44,6 +44,14 @@ class OffloadSettings(Protocol):
     process_children: int
     process_max_calls: int
     slow_call_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """How many processes there are for episodes, and after how many of these each is renewed."""
+
+    processes: int = 1
+    episodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +79,23 @@ class Offloader:
     """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
 
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
+
+    Args:
+        envs: processes for environments, one of an episode's in each.
+        agents: likewise for agents.
     """
 
-    def __init__(self, settings: OffloadSettings) -> None:
+    def __init__(self, settings: OffloadSettings, envs: Seats | None = None, agents: Seats | None = None) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
         self._threads = DaemonThreads("user-code")
         self._places = asyncio.Semaphore(settings.threads)
         self._pool = ProcessPool(settings.processes, limits)
+        self._leased = {
+            activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
+            for activity, seats in ((Activity.env_wait, envs or Seats()), (Activity.agent_wait, agents or Seats()))
+        }
         self._slow = SlowCalls(settings.slow_call_s)
         self._abandoned: dict[str, int] = {}
         self._running: dict[int, str] = {}
@@ -96,7 +112,7 @@ class Offloader:
         """Kill the processes; threads end with the worker."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        await self._pool.close()
+        await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function` returns, run where `code` belongs.
@@ -120,9 +136,21 @@ class Offloader:
         The limit is then the caller's own, whose call this is a part of.
         """
         if code.run_in != RunIn.process and not is_async(function):
-            with self._told(code):
+            with self.told(code):
                 return _checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
+
+    async def lease(self, label: str, waits: Activity) -> Lease:
+        """A process for an episode, once there is one free; in the worker's own loop.
+
+        Args:
+            waits: what waiting counts as: `env_wait` is for an environment, `agent_wait` for an agent.
+
+        Raises:
+            UserCodeError: it did not start.
+        """
+        with timed(waits):
+            return await self._leased[waits].lease(label)
 
     async def on_users_loop(self, work: Awaitable[Any]) -> Any:
         """What the user's coroutine `work` returns, run on the users' loop without a limit or a label."""
@@ -142,7 +170,7 @@ class Offloader:
 
     def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
         begun = time.monotonic()
-        with self._told(code):
+        with self.told(code):
             value = _checked(code, work)
         if (held_s := time.monotonic() - begun) > HELD_S:
             _log.warning(
@@ -152,7 +180,7 @@ class Offloader:
 
     async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
         assert code.target is not None, code.label
-        with self._told(code):
+        with self.told(code):
             return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s)
 
     async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
@@ -161,9 +189,10 @@ class Offloader:
                 code.label,
                 f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
                 "or run it in a process (run_in: process), which can be killed",
+                how="hangs in too many threads",
             )
         async with self._places:
-            with self._told(code):
+            with self.told(code):
                 running = self._threads.run(partial(_checked, code, function))
                 try:
                     async with asyncio.timeout(code.timeout_s) as limit:
@@ -193,7 +222,7 @@ class Offloader:
             except Exception as error:
                 raise _raised(code, error) from error
 
-        with self._told(code):
+        with self.told(code):
             try:
                 async with asyncio.timeout(code.timeout_s) as limit:
                     return await run(work())
@@ -202,10 +231,10 @@ class Offloader:
                     raise
                 raise _too_slow(code, "it was cancelled") from error
             except UnusualExit as error:
-                raise UserCodeError(code.label, str(error)) from error
+                raise UserCodeError(code.label, str(error), how=str(error)) from error
 
     @contextlib.contextmanager
-    def _told(self, code: Code) -> Iterator[None]:
+    def told(self, code: Code) -> Iterator[None]:
         """Within: a call of `code`, which is timed, named if it is slow, and known to run."""
         number, begun = next(self._numbers), time.monotonic()
         self._running[number] = code.label
@@ -261,19 +290,22 @@ def _checked(code: Code, function: Callable[[], Any]) -> Any:
     except UserCodeError:
         raise
     except (SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError, GeneratorExit) as error:
-        raise UserCodeError(code.label, f"raised {type(error).__name__}: {error}") from error
+        raise _raised(code, error) from error
     except Exception as error:
         raise _raised(code, error) from error
 
 
-def _raised(code: Code, error: Exception) -> UserCodeError:
+def _raised(code: Code, error: BaseException) -> UserCodeError:
     if isinstance(error, UserCodeError):
         return error
-    return UserCodeError(code.label, f"raised {type(error).__name__}: {error}")
+    how = f"raised {type(error).__name__}"
+    return UserCodeError(code.label, f"{how}: {error}", how=how)
 
 
 def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeError:
-    return UserCodeError(code.label, f"did not return within {code.timeout_s:g} s; {fate}", still_runs=still_runs)
+    return UserCodeError(
+        code.label, f"did not return within {code.timeout_s:g} s; {fate}", how=TOO_SLOW, still_runs=still_runs
+    )
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:

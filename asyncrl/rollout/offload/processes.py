@@ -1,8 +1,11 @@
-"""A pool of processes for users' functions: one call at a time each, killed at its limits, renewed after so many calls.
+"""A pool of processes for users' code: one call at a time each, killed at its limits, renewed after so many calls.
 
 Life of a process: started for a call that finds none idle (50 to 200 ms), loads the function at its first call, then
 answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
 processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
+
+Who needs several calls of one object, an environment, leases a process for as long: that is one call of `max_calls`,
+and whatever fails in it ends the process with the object.
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from asyncrl.rollout.offload import child
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Call, Reply, Target, packed
+from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, packed
 from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
 from asyncrl.rollout.offload.process_tree import kill_tree, usage
 
@@ -28,6 +32,7 @@ START_LIMIT_S = 120.0
 PRINTED_LIMIT = 64 << 10
 """Bytes that one process may print into the worker's log; the rest is read and thrown away."""
 _TAIL = 400
+_CANNOT_TRAVEL = "was given what cannot travel"
 
 _log = logging.getLogger(__name__)
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -47,13 +52,37 @@ class _Process:
     printed: int = 0
     tail: bytes = b""
     printing: asyncio.Task[None] | None = None
+    waits: bool = False
+    """For an answer of the worker's: it uses no more than it did."""
 
-    async def ask(self, call: bytes) -> Reply:
+    async def ask(self, call: bytes, answer: Callback | None = None) -> Reply:
         """The reply to `call`, packed (to the start, where it is empty).
+
+        Args:
+            answer: gives what the call asks for meanwhile; None: it has nobody to ask.
 
         Raises:
             _Died: see there.
+            Exception: `answer` raised it, and the call failed with that.
         """
+        failure: Exception | None = None
+        reply = await self._reply(call)
+        while reply.asks is not None:
+            if answer is None:
+                raise _Died("asked where nobody answers")
+            self.waits = True
+            try:
+                given = packed(Answer(await answer(*reply.asks)))
+            except Exception as error:
+                failure, given = error, packed(Answer(error=_sendable(error)))
+            finally:
+                self.waits = False
+            reply = await self._reply(given)
+        if reply.error and failure is not None:
+            raise failure
+        return reply
+
+    async def _reply(self, call: bytes) -> Reply:
         reader, writer = self.process.stdout, self.process.stdin
         assert reader is not None
         assert writer is not None
@@ -84,6 +113,38 @@ class _Process:
             self.tail = (self.tail + chunk)[-_TAIL:]
 
 
+Callback = Callable[..., Awaitable[Any]]
+
+
+class Lease:
+    """A process of the pool, held for the calls of one object. `give_back` ends it, and has to be called."""
+
+    def __init__(self, pool: ProcessPool, process: _Process) -> None:
+        self._pool, self._process = pool, process
+        self._last: Reply | None = None
+
+    async def ask(self, label: str, call: Call, timeout_s: float, answer: Callback) -> Any:
+        """What `call` returns; `answer` gives what it asks for meanwhile.
+
+        Raises:
+            UserCodeError: it raised, exceeded a limit, or its process died; nothing more is to be asked.
+        """
+        self._last = None
+        try:
+            packed_call = packed(call)
+        except ValueError as error:
+            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
+        reply = await self._pool.limited(self._process, label, packed_call, timeout_s, answer)
+        if reply.error:
+            raise _raised(label, "raised ", reply)
+        self._last = reply
+        return reply.value
+
+    async def give_back(self, *, whole: bool) -> None:
+        """The object is done with, and the process free for others if it is `whole` and nothing failed."""
+        await self._pool.take_back(self._process, self._last if whole else None)
+
+
 class ProcessPool:
     """See the module's docstring. Use it in one event loop, which runs in a thread that lives as long as the pool.
 
@@ -109,26 +170,44 @@ class ProcessPool:
         try:
             packed_call = packed(Call(target, sees, arguments))
         except ValueError as error:
-            raise UserCodeError(label, f"was given what {error}") from error
-        async with self._slots:
-            process = self._idle.pop() if self._idle else None
-            reply = None
-            try:
-                if process is None:
-                    process = await self._start(label)
-                await self._load(process, label, target)
-                reply = await self._limited(process, label, packed_call, timeout_s)
-                process.calls += 1
-            finally:
-                if process is not None:
-                    fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
-                    if fit and process.process.returncode is None:
-                        self._idle.append(process)
-                    else:
-                        await asyncio.shield(self._end(process))
+            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
+        process, reply = await self._acquire(label), None
+        try:
+            await self._load(process, label, target)
+            reply = await self.limited(process, label, packed_call, timeout_s)
+        finally:
+            await self.take_back(process, reply)
         if reply.error:
-            raise UserCodeError(label, f"raised {reply.error}\n{reply.traceback}")
+            raise _raised(label, "raised ", reply)
         return reply.value
+
+    async def lease(self, label: str) -> Lease:
+        """A process for one object, once there is one free.
+
+        Raises:
+            UserCodeError: it did not start.
+        """
+        return Lease(self, await self._acquire(label))
+
+    async def take_back(self, process: _Process, reply: Reply | None) -> None:
+        """A call or lease is over: keep the process if the last `reply`, None for a failure, says that it is fit."""
+        process.calls += 1
+        fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
+        try:
+            if fit and process.process.returncode is None:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(self._end(process))
+        finally:
+            self._slots.release()
+
+    async def _acquire(self, label: str) -> _Process:
+        await self._slots.acquire()
+        try:
+            return self._idle.pop() if self._idle else await self._start(label)
+        except BaseException:
+            self._slots.release()
+            raise
 
     async def close(self) -> None:
         """Kill every process; calls under way fail."""
@@ -155,7 +234,9 @@ class ProcessPool:
         except BaseException as error:
             await asyncio.shield(self._end(process))
             if isinstance(error, TimeoutError | _Died):
-                raise UserCodeError(label, f"has no process: it did not start; {_printed(process)}") from error
+                raise UserCodeError(
+                    label, f"has no process: it did not start; {_printed(process)}", how="has no process"
+                ) from error
             raise
         return process
 
@@ -163,14 +244,20 @@ class ProcessPool:
         key = msgspec.msgpack.encode(target)
         if key in process.loaded:
             return
-        reply = await self._limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
+        reply = await self.limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
         if reply.error:
-            raise UserCodeError(label, f"cannot be loaded in a process: {reply.error}\n{reply.traceback}")
+            raise _raised(label, "cannot be loaded in a process: ", reply)
         process.loaded.add(key)
 
-    async def _limited(self, process: _Process, label: str, call: bytes, timeout_s: float) -> Reply:
-        """The reply to `call` unless the process dies or exceeds a limit first."""
-        asking = asyncio.create_task(process.ask(call))
+    async def limited(
+        self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
+    ) -> Reply:
+        """The reply to `call` unless the process dies or exceeds a limit first.
+
+        Raises:
+            UserCodeError: it did, or `answer` raised it.
+        """
+        asking = asyncio.create_task(process.ask(call, answer))
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             wait_s = min(WATCH_FROM_S, timeout_s)
@@ -180,15 +267,20 @@ class ProcessPool:
                     return asking.result()
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
-                    raise UserCodeError(label, f"did not return within {timeout_s:g} s; its process was killed")
+                    raise UserCodeError(
+                        label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
+                    )
                 if process.process.returncode is not None:  # and something that it started holds its pipes
                     raise _Died("ended")
-                if why := excess(self._limits, await asyncio.to_thread(usage, process.process.pid)):
-                    raise UserCodeError(label, f"{why}; its process was killed")
+                used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
+                if used is not None and (why := excess(self._limits, used)):
+                    raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
                 wait_s = min(WATCH_EVERY_S, left_s)
         except _Died as error:
             code = await self._exit_code(process)
-            raise UserCodeError(label, f"lost its process: it {error} ({code}); {_printed(process)}") from error
+            raise UserCodeError(
+                label, f"lost its process: it {error} ({code}); {_printed(process)}", how="lost its process"
+            ) from error
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -215,6 +307,16 @@ class ProcessPool:
         if process.printing is not None:
             process.printing.cancel()
             await asyncio.gather(process.printing, return_exceptions=True)
+
+
+def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
+    kind = reply.error.partition(":")[0]
+    how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
+    return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
+
+
+def _sendable(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _printed(process: _Process) -> str:

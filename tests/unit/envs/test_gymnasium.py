@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 
 from asyncrl.agents.game import GameAgent
-from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
+from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, RunIn, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.envs.game_text import action_of, text_of
 from asyncrl.envs.gymnasium_env import GymnasiumEnv
 from asyncrl.envs.gymnasium_vector import VectorGames
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.settings import check
+from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.offload.offloader import Code, Offloader
+from asyncrl.rollout.settings import UserCodeConfig, check
 from asyncrl.rollout.user_code import Plugins
 
 TOKENIZER = CharTokenizer()
@@ -54,7 +59,7 @@ def test_actions_have_names_and_a_picture_shows_where_one_is() -> None:
     [
         (spaces.Discrete(9), np.int64(4), "4"),
         (spaces.Box(-1, 1, (2, 2)), np.array([[0.5, -0.25], [1, 0]], np.float32), "0.5 -0.25\n1 0"),
-        (spaces.Text(9), "a word", "a word"),
+        (spaces.Text(9), "word", "word"),
         (spaces.Tuple((spaces.Discrete(32), spaces.Discrete(2))), (17, 1), "17, 1"),
         (spaces.Dict({"at": spaces.Discrete(4), "to": spaces.Discrete(4)}), {"at": 1, "to": 3}, "at: 1\nto: 3"),
     ],
@@ -210,3 +215,121 @@ def test_a_missing_package_is_named(tiny_model: Path, monkeypatch: pytest.Monkey
 def test_a_game_agent_takes_at_least_one_turn() -> None:
     with pytest.raises(ValueError, match="max_turns is 0"):
         GameAgent(tokenizer=TOKENIZER, max_turns=0)
+
+
+WORDS = """
+import os, time
+import gymnasium
+from gymnasium import spaces
+
+class Words(gymnasium.Env):
+    observation_space = action_space = spaces.Text(9)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"p{os.getpid()}", {}
+
+    def step(self, action):
+        if action == "exit":
+            os._exit(3)
+        if action == "hang":
+            time.sleep(1000)
+        if action == "raise":
+            raise ValueError("no such word")
+        return action.upper(), 1.0, action == "end", False, {}
+
+gymnasium.register("AsyncrlWords-v0", Words)
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A game of texts, each in the process that plays it, as `kwargs` of which it runs in processes."""
+    (tmp_path / "asyncrl_words.py").write_text(WORDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "asyncrl_words:AsyncrlWords-v0"
+
+
+def vector_of(id: str, size: int, step_s: float = 60.0, **kwargs: Any) -> tuple[Offloader, list[Any]]:
+    offloader = Offloader(UserCodeConfig())
+
+    async def call(function: Any, *args: Any) -> Any:
+        limit_s = step_s if function.__name__ == "_step" else 60.0
+        return await offloader.call(Code("env words.step", Activity.env, limit_s, RunIn.thread), function, *args)
+
+    games = VectorGames(call, size, id=id, kwargs=kwargs)
+    return offloader, [games.member() for _ in range(size)]
+
+
+async def test_games_of_an_async_vector_play_in_processes_and_texts_come_through(words: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    offloader, members = vector_of(words, 2, vectorization_mode="async")
+    async with offloader, asyncio.timeout(120):
+        seen = await asyncio.gather(*(member.reset(seed=1) for member in members))
+        pids = {int(text[1:]) for text, _ in seen}
+        assert len(pids) == 2
+        assert os.getpid() not in pids
+        ended, other = await asyncio.gather(members[0].step("end"), members[1].step("word"))
+        assert (ended[:3], other[:3]) == (("END", 1.0, True), ("WORD", 1.0, False))
+        assert (await members[1].step("again"))[0] == "AGAIN", "the one that ended keeps nobody waiting"
+        for member in members:
+            await member.close()
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert not {process.pid for process in started} & pids
+
+
+@pytest.mark.parametrize("deed", ["exit", "hang", "raise"])
+async def test_an_async_vector_in_which_a_game_fails_is_killed_and_nobody_waits(words: str, deed: str) -> None:
+    offloader, members = vector_of(words, 2, 1.0 if deed == "hang" else 60.0, vectorization_mode="async")
+    async with offloader, asyncio.timeout(120):
+        seen = await asyncio.gather(*(member.reset() for member in members))
+        processes = [psutil.Process(int(text[1:])) for text, _ in seen]
+        steps = members[0].step(deed), members[1].step("word")
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+        assert all(isinstance(outcome, UserCodeError) for outcome in outcomes), outcomes
+        for member in members:
+            await member.close()
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+async def test_a_vector_whose_stepping_member_is_given_up_tells_the_others() -> None:
+    begun, stepping = asyncio.Event(), asyncio.Event()
+
+    async def call(function: Any, *args: Any) -> Any:
+        if begun.is_set():
+            stepping.set()
+            await asyncio.Event().wait()
+        begun.set()
+        return function(*args)
+
+    games = VectorGames(call, 2, id="FrozenLake-v1")
+    members = [games.member(), games.member()]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(member.reset() for member in members))
+        first, second = (asyncio.create_task(member.step("1")) for member in members)
+        await stepping.wait()
+        second.cancel()
+        with pytest.raises(RuntimeError, match="another game of the vector was given up"):
+            await first
+        await asyncio.gather(second, return_exceptions=True)
+    assert second.cancelled()
+
+
+async def test_what_a_vector_cannot_do_is_refused_by_name(words: str) -> None:
+    shared = {"vectorization_mode": "async", "vector_kwargs": {"shared_memory": True}}
+    for id, kwargs, message in (
+        (words, shared, "env.args.kwargs.vector_kwargs.shared_memory=true: texts do not come through"),
+        ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}, "it takes one seed for all games"),
+    ):
+        offloader, members = vector_of(id, 2, **kwargs)
+        async with offloader, asyncio.timeout(120):
+            outcomes = await asyncio.gather(*(member.reset(seed=1) for member in members), return_exceptions=True)
+            assert all(message in str(outcome) for outcome in outcomes), outcomes
+            for member in members:
+                await member.close()
+    offloader, members = vector_of("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+    async with offloader, asyncio.timeout(60):
+        await asyncio.gather(*(member.reset() for member in members))
+        assert (await asyncio.gather(*(member.step("1") for member in members)))[0][1] == 1.0
+        for member in members:
+            await member.close()

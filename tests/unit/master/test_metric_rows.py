@@ -68,6 +68,15 @@ def test_an_episode_of_many_samples_counts_once_in_the_rewards() -> None:
     assert row["rollout/len_mean"] == 2.0
 
 
+def test_lost_episodes_are_added_up_over_the_rollouts_of_a_step() -> None:
+    lost = "rollout/lost_episodes: env my.py:Game.step raised ValueError"
+    cut, lengths = (False, False), (4, 4)
+    first = record("a", 1, {1: 8}, lengths, (2, 2), (1.0, 0.0), cut, {lost: 3.0, "agent/turns": 4.0})
+    second = record("b", 1, {1: 8}, lengths, (2, 2), (1.0, 0.0), cut, {lost: 1.0, "agent/turns": 2.0})
+    row = batch_statistics(TrainBatch(1, 1, (first, second)))
+    assert (row[lost], row["agent/turns"]) == (4.0, 3.0)
+
+
 def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
     batch = TrainBatch(
         version=5,

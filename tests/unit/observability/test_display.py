@@ -92,6 +92,16 @@ def test_a_failed_evaluation_is_said() -> None:
     assert said in out.getvalue()
 
 
+def test_lost_episodes_are_said_with_their_count_so_far() -> None:
+    lost = "rollout/lost_episodes: env my.py:Game.step raised ValueError"
+    shown, out = console()
+    display = PlainDisplay(shown, total_steps=10)
+    for step in (1, 2):
+        display.row(ROW | {"step": float(step), lost: float(step)})
+    said = "2 episodes were lost, as env my.py:Game.step raised ValueError, 3 since the start"
+    assert said in out.getvalue().replace("\n", " ")
+
+
 def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
     rows = [
         ROW | {"step": float(step), "rollout/dropped_failed: reward my.py:score": float(step)} for step in (0, 1, 2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -25,9 +27,11 @@ from asyncrl.api import (
 )
 from asyncrl.api.agent import agent_of
 from asyncrl.chat.client import EpisodeClient
-from asyncrl.rollout.episode import run_group
+from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.rollout.episode import Tries, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))
+ONCE = Tries()
 
 
 class Policy:
@@ -72,18 +76,32 @@ async def roll_out(
     policy: Policy | None = None,
     made: list[Env] | None = None,
     prompt: Prompt = PROMPT,
+    tries: Tries = ONCE,
+    make: Callable[[list[Env]], Env] | None = None,
 ) -> Sequence[Sample]:
+    samples, _ = await roll_out_counted(run, policy, made, prompt, tries, make)
+    return samples
+
+
+async def roll_out_counted(
+    run: Callable[..., Any] | Agent,
+    policy: Policy | None = None,
+    made: list[Env] | None = None,
+    prompt: Prompt = PROMPT,
+    tries: Tries = ONCE,
+    make: Callable[[list[Env]], Env] | None = None,
+) -> tuple[Sequence[Sample], dict[str, float]]:
     agent = run if isinstance(run, Agent) else agent_of(run, {})
     environments: list[Env] = [] if made is None else made
     async with asyncio.timeout(10):
-        samples, _ = await run_group(
+        return await run_group(
             agent,
-            lambda: Env(environments),
+            lambda: (make or Env)(environments),
             prompt,
             policy or Policy(),
             lambda client, own: EpisodeClient(client, own, own.member, None),
+            tries,
         )
-    return samples
 
 
 def ask(prompt: Prompt, ids: tuple[int, ...] | None = None) -> GenerationRequest:
@@ -182,24 +200,93 @@ async def test_an_outcome_that_is_none_names_the_agent_and_what_it_did(outcome: 
         await roll_out(wrong)
 
 
-async def test_a_member_that_fails_ends_the_others_and_closes_every_environment() -> None:
+async def fail_with_an_error() -> None:
+    raise KeyError("no such field")
+
+
+async def be_cancelled_from_within() -> None:
+    task = asyncio.create_task(asyncio.sleep(10))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def call_exit() -> None:
+    sys.exit("enough")
+
+
+async def fail_in_a_task_group() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail_with_an_error())
+
+
+@pytest.mark.parametrize(
+    ("fail", "how"),
+    [
+        (fail_with_an_error, "raised KeyError"),
+        (be_cancelled_from_within, "raised CancelledError"),
+        (call_exit, "raised SystemExit"),
+        (fail_in_a_task_group, "raised KeyError"),
+    ],
+)
+async def test_a_member_that_fails_is_tried_again_alone_with_other_numbers_in_an_environment_of_its_own(
+    fail: Callable[[], Awaitable[None]], how: str
+) -> None:
     made: list[Env] = []
-    cancelled: list[int] = []
+    tries: list[int] = []
 
-    async def fails(prompt: Prompt, env: Environment, client: ChatClient) -> float:
+    async def fails_twice(prompt: Prompt, env: Environment, client: ChatClient) -> float:
+        await client.generate(ask(prompt))
         if prompt.member == 1:
-            raise KeyError("no such field")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.append(prompt.member)
-            raise
-        return 0.0
+            tries.append(int((await env.step(""))[1]))
+            if len(tries) < 3:
+                await fail()
+        return 1.0
 
+    policy = Policy()
+    samples = await roll_out(fails_twice, policy, made, tries=Tries(3))
+    assert [sample.episode for sample in samples] == [0, 1, 2], "no conversation of a try that failed is trained"
+    assert tries == [1, 1, 1], "a fresh environment each time"
+    assert len(set(policy.seeds)) == 5
+    assert [env.closed for env in made] == [True] * 5
+    tries.clear()
+    samples, counted = await roll_out_counted(fails_twice, policy, made, tries=Tries(2))
+    assert [sample.episode for sample in samples] == [0, 2]
+    assert counted[f"rollout/lost_episodes: agent fails_twice {how}"] == 1.0
+
+
+async def test_too_few_episodes_left_are_the_error_of_the_last_one_that_was_given_up() -> None:
+    async def one_remains(prompt: Prompt, env: Environment, client: ChatClient) -> float:
+        if prompt.member:
+            raise KeyError("no such field")
+        await client.generate(ask(prompt))
+        return 1.0
+
+    assert len(await roll_out(one_remains)) == 1
     with pytest.raises(KeyError, match="no such field"):
-        await roll_out(fails, made=made)
-    assert sorted(cancelled) == [0, 2]
-    assert [env.closed for env in made] == [True] * 3
+        await roll_out(one_remains, tries=Tries(2, least=2))
+
+
+async def test_an_answer_that_cannot_be_scored_is_asked_for_anew_and_costs_no_other() -> None:
+    """The built-in agent asks for its group at once."""
+
+    class Picky(Env):
+        async def step(self, action: Any) -> Any:
+            scored.append(action)
+            if len(scored) in (2, 4):
+                raise ValueError("cannot read this")
+            return await super().step(action)
+
+    scored: list[Any] = []
+    made: list[Env] = []
+    policy = Policy()
+    agent = SingleTurnAgent(tokenizer=CharTokenizer())
+    samples = await roll_out(agent, policy, made, make=Picky, tries=Tries(3))
+    assert [sample.episode for sample in samples] == [0, 1, 2]
+    assert [request.n for request in policy.asked] == [3, 1, 1]
+    assert len(set(policy.seeds)) == 3
+    assert all(env.closed for env in made)
+    assert len(made) == 5
 
 
 async def test_a_group_asks_once_and_converses_with_the_clients_of_its_episodes() -> None:

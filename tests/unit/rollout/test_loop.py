@@ -16,6 +16,7 @@ from asyncrl.api import (
     Agent,
     ChatClient,
     Environment,
+    EpisodeError,
     GenerationClient,
     GenerationRequest,
     GenerationResult,
@@ -42,7 +43,6 @@ from asyncrl.manager.messages import (
     WantedRollout,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.rollout.episode import EpisodeError
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError
@@ -94,7 +94,7 @@ class FakePlugins:
         return lambda: NoEnv()
 
     def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
-        return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={"chat/calls": 1.0}))
+        return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None))
 
     def train_prompt(self, ref: PromptRef) -> Prompt:
         return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
@@ -159,6 +159,7 @@ async def run(
     train_prompt: Callable[[PromptRef], Prompt] | None = None,
     limit_s: float = 10.0,
     right_at: float | None = None,
+    least_episodes: int = 1,
 ) -> list[Trajectory]:
     """Run the loop until `gate.goal` rollouts have ended; returns what was pushed."""
     pushed: list[Trajectory] = []
@@ -173,7 +174,8 @@ async def run(
         plugins.train_prompt = train_prompt  # type: ignore[method-assign]
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
-    loop = RolloutLoop(stream, cast(Plugins, plugins), manager, client, push, config, right_at=right_at)
+    parts = stream, cast(Plugins, plugins), manager, client, push, config
+    loop = RolloutLoop(*parts, right_at=right_at, least_episodes=least_episodes)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     try:
@@ -662,6 +664,79 @@ async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filte
     assert (failed.reason, failed.return_prompt) == ("failed: reward my.py:score", True)
     assert not is_filter_reason(failed.reason)
     assert is_filter_reason("zero_variance")
+
+
+class Playing(Agent):
+    """One episode per member: those for which `fails` says so raise ValueError, at each try."""
+
+    def __init__(self, fails: Callable[[Prompt], bool]) -> None:
+        self._fails = fails
+        self.played: Counter[tuple[str, int]] = Counter()
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sample:
+        self.played[prompt.prompt_id, prompt.member] += 1
+        if self._fails(prompt):
+            raise ValueError("a broken row")
+        await client.generate(GenerationRequest("r", prompt.input_ids, 1, prompt.sampling))
+        return answered(float(prompt.member), prompt.member)
+
+
+LOST = "rollout/lost_episodes: agent Playing raised ValueError"
+
+
+async def test_an_episode_that_fails_is_tried_again_alone_then_counted_and_the_group_is_the_others() -> None:
+    agent, gate = Playing(lambda prompt: prompt.order == 1 and prompt.member == 1), FakeGate(admit=3)
+    pushed = {trajectory.order: trajectory for trajectory in await run(gate, agent)}
+    assert {order: [made.episode for made in each.samples] for order, each in pushed.items()} == {
+        0: [0, 1],
+        1: [0],
+        2: [0, 1],
+    }
+    assert pushed[1].metrics[LOST] == 1.0
+    assert sum(each.metrics.get(LOST, 0.0) for each in pushed.values()) == 1.0
+    assert set(agent.played.values()) == {1, MAX_ATTEMPTS}
+    assert agent.played[pushed[1].prompt_id, 0] == 1, "what did not fail is played once"
+    assert len(gate.finished) == 3, "a rollout has one place and one end"
+
+
+async def test_a_group_with_too_few_episodes_left_fails_as_a_whole_and_its_prompt_is_tried_again() -> None:
+    agent, gate = Playing(lambda prompt: prompt.order == 1 and prompt.member == 1), FakeGate(admit=3)
+    pushed = await run(gate, agent, least_episodes=2)
+    assert sorted(each.order for each in pushed) == [0, 2]
+    (failed,) = [ended for ended in gate.finished.values() if not ended.accepted]
+    assert (failed.reason, failed.return_prompt) == ("failed", True)
+
+
+async def test_what_was_lost_of_groups_that_are_not_pushed_is_counted_with_the_next_one_that_is() -> None:
+    class Flat(Playing):
+        """The first prompt's group has no variance."""
+
+        async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sample:
+            made = await super().run(prompt, env, client)
+            return made if prompt.order else replace(made, reward=0.0)
+
+    filters = RolloutConfig(max_concurrent=1, filters=[ChoiceConfig(name="zero_variance")])
+    agent, gate = Flat(lambda prompt: prompt.order == 0 and prompt.member == 1), FakeGate(admit=3)
+    first, second = await run(gate, agent, config=filters)
+    assert (first.order, second.order) == (1, 2)
+    name = LOST.replace("Playing", "Flat")
+    assert (first.metrics[name], second.metrics.get(name)) == (1.0, None)
+
+
+async def test_an_episode_that_plays_beyond_the_rollouts_time_is_given_up_and_the_others_are_trained() -> None:
+    class Hanging(Agent):
+        async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sample:
+            if prompt.member == 1:
+                await asyncio.Event().wait()
+            return answered(1.0, prompt.member)
+
+    (trajectory,) = await run(FakeGate(admit=1), Hanging(), config=RolloutConfig(rollout_timeout_s=0.05))
+    assert [made.episode for made in trajectory.samples] == [0]
+    name = "rollout/lost_episodes: agent Hanging exceeded rollout.rollout_timeout_s"
+    assert trajectory.metrics[name] == 1.0
+    gate = FakeGate(admit=1)
+    await run(gate, Hanging(), config=RolloutConfig(rollout_timeout_s=0.05), least_episodes=2)
+    assert [ended.reason for ended in gate.finished.values()] == ["timeout"]
 
 
 class Measured(EchoAgent):

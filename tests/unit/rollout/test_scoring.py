@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from asyncrl.api import (
     GenerationRequest,
     GenerationResult,
     Prompt,
+    RunIn,
     Sample,
     SamplingParams,
 )
@@ -35,8 +38,11 @@ from asyncrl.rollout.user_code import Plugins
 TOKENIZER = CharTokenizer()
 MINE = """
 import asyncio
+import os
 import threading
 import time
+from dataclasses import replace
+from asyncrl.api.trajectory import with_turn_rewards
 from asyncrl.agents.sample_builder import SampleBuilder
 from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import Agent, Environment, GenerationRequest, run_in
@@ -96,6 +102,12 @@ class PlainEnv(Environment):
 
     def close(self):
         home.append(threading.get_ident())
+
+
+def picky(episode):
+    if episode.completion == "12":
+        raise ValueError("cannot read this")
+    return 0
 
 
 class AwaitingEnv(SingleTurnEnv):
@@ -163,6 +175,44 @@ async def function(prompt, env, client, tokenizer):
     return (await env.step(tokenizer.decode(completion.token_ids)))[1]
 
 
+class Recorded(PlainAgent):
+    def run(self, prompt, env, client):
+        env.reset(options={"data": prompt.data})
+        request = GenerationRequest(f"r{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+        (completion,) = client.generate(request).completions
+        reward = env.step(self.tokenizer.decode(completion.token_ids))[1]
+        (sample,) = with_turn_rewards(client.samples(reward - 1), [1.0])
+        sample = replace(sample, reward_parts={"own": 2.0}, metrics={"pid": float(os.getpid())})
+        return replace(sample, token_rewards=sample.token_rewards * 0, reward=reward)
+
+
+def with_tools(prompt, env, client, tools):
+    return None
+
+
+def hostile_agent(prompt, env, client, *, tokenizer, deed):
+    env.reset(options={"data": prompt.data})
+    request = GenerationRequest(f"r{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+    (completion,) = client.generate(request).completions
+    reward = env.step(tokenizer.decode(completion.token_ids))[1]
+    if prompt.member == 1:
+        print("x" * 10_000_000)
+        match deed:
+            case "exits": os._exit(3)
+            case "raises": raise ValueError("no such move")
+            case "wants_10_gb": bytearray(10 << 30)
+            case "breaks_unicode": return [replace(client.samples(1.0)[0], metrics={chr(0xD800): 1.0})]
+            case "returns_text": return "a text"
+            case "asks_for_more": client.close()
+            case "hangs": time.sleep(1000)
+            case "forks":
+                for _ in range(20):
+                    if os.fork() == 0:
+                        time.sleep(1000)
+                time.sleep(1000)
+    return reward
+
+
 async def two_arguments(prompt, env):
     return None
 
@@ -220,10 +270,10 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with plugins.offloader, asyncio.timeout(60):
         with metered() as meter:
-            samples, _ = await run_group(
+            samples, counted = await run_group(
                 plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
             )
-    return samples, meter.metrics(), called_in()
+    return samples, meter.metrics() | counted, called_in()
 
 
 async def test_several_rewards_are_weighted_summed_and_reported_by_name(config: ExperimentConfig) -> None:
@@ -263,6 +313,114 @@ async def test_agents_and_environments_in_either_form_get_the_same_rewards_off_t
     assert homes
     assert threading.get_ident() not in homes
     assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0
+
+
+@pytest.mark.parametrize("env", ["PlainEnv", "AwaitingEnv"])
+@pytest.mark.parametrize("agent", ["PlainAgent", "function", ""])
+async def test_environments_in_processes_give_the_same_rewards(config: ExperimentConfig, agent: str, env: str) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", f":{env}"), RunIn.process
+    if agent:
+        config.agent.path = config.reward.path.replace(":twos", f":{agent}")
+    assert list(check(config)) == []
+    samples, metrics, homes = await roll_out(config)
+    assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (1.0, 1), (2.0, 2)]
+    assert bool(homes) == bool(agent), "the environment's own is in another process"
+    assert metrics["rollout/env_s"] >= metrics["rollout/reward_s"] > 0.0
+
+
+@pytest.mark.parametrize("agent", ["PlainAgent", "plain_function", "Recorded"])
+async def test_agents_in_processes_ask_the_worker_and_give_the_same(config: ExperimentConfig, agent: str) -> None:
+    config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", f":{agent}"), RunIn.process
+    config.env.path = config.reward.path.replace(":twos", ":PlainEnv")
+    assert list(check(config)) == []
+    samples, metrics, _ = await roll_out(config)
+    assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (1.0, 1), (2.0, 2)]
+    assert [TOKENIZER.decode(sample.tokens.tolist()) for sample in samples] == ["11222", "112", "1122"]
+    assert [sample.loss_mask.tolist() for sample in samples] == [[0, 1, 1, 1, 1], [0, 1, 1], [0, 1, 1, 1]]
+    assert samples[0].behave_logprobs.tolist() == [0.0, -0.5, -0.5, -0.5, -0.5]
+    assert {"rollout/agent_wait_s", "rollout/env_s", "rollout/reward_s"} <= metrics.keys()
+    if agent == "Recorded":
+        assert {sample.metrics["pid"] for sample in samples} != {float(os.getpid())}
+        assert samples[2].reward_parts == {"own": 2.0}
+        assert samples[2].token_rewards is not None
+
+
+@pytest.mark.parametrize(
+    ("deed", "how"),
+    [
+        ("exits", "lost its process"),
+        ("raises", "raised ValueError"),
+        ("wants_10_gb", "raised MemoryError"),
+        ("breaks_unicode", "returned what cannot travel"),
+        ("returns_text", "raised TypeError"),
+        ("asks_for_more", "raised AttributeError"),
+        ("hangs", "did not return in time"),
+        ("forks", "exceeded a limit of its process"),
+    ],
+)
+async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
+    config: ExperimentConfig, deed: str, how: str
+) -> None:
+    """Member 1 does it, the others play."""
+    config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", ":hostile_agent"), RunIn.process
+    config.agent.args, config.rollout.user_code.process_children = {"deed": deed}, 4
+    if deed == "hangs":
+        config.rollout.rollout_timeout_s = 5.0
+    samples, metrics, _ = await roll_out(config)
+    assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (2.0, 2)]
+    assert metrics[f"rollout/lost_episodes: agent {config.agent.path} {how}"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "run_in", "message"),
+    [
+        ("PlainGroup", RunIn.process, "agent PlainGroup is no plain `def run"),
+        ("function", RunIn.process, "agent function is no plain `def run"),
+        ("with_tools", RunIn.process, "it takes `tools`, which are the worker's"),
+        ("function", RunIn.thread, "it is `async def`, which runs on an event loop"),
+    ],
+)
+def test_where_an_agent_cannot_run_is_refused(
+    config: ExperimentConfig, agent: str, run_in: RunIn, message: str
+) -> None:
+    config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", f":{agent}"), run_in
+    with pytest.raises(ConfigError, match=f"agent.run_in={run_in}: {message}"):
+        Plugins(config)
+    config.agent.run_in = RunIn.loop
+    assert any(problem.startswith("agent.run_in=loop") for problem in check(config))
+
+
+async def test_a_reward_of_episodes_that_fails_costs_the_episodes_it_fails_on(config: ExperimentConfig) -> None:
+    config.rewards = [part(config, "twos"), part(config, "picky"), part(config, "Ranks")]
+    config.reward = ExperimentConfig().reward
+    samples, metrics, _ = await roll_out(config)
+    assert [(sample.episode, sample.reward) for sample in samples] == [(0, 3.0 + 0.5), (2, 2.0)]
+    (name,) = [name for name in metrics if name.startswith("rollout/lost_episodes: ")]
+    assert re.fullmatch(r"rollout/lost_episodes: reward .*mine.py:picky raised ValueError", name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"run_in": RunIn.loop}, "env.run_in=loop: an environment is never called on the worker's own"),
+        (
+            {"run_in": RunIn.process, "vectorized": True, "path": "gymnasium:FrozenLake-v1"},
+            "env.run_in=process: the games of env.vectorized=true are one object",
+        ),
+    ],
+)
+def test_where_an_environment_cannot_run_is_refused(
+    config: ExperimentConfig, settings: dict[str, Any], message: str
+) -> None:
+    for name, value in settings.items():
+        setattr(config.env, name, value)
+    assert any(problem.startswith(message) for problem in check(config)), list(check(config))
+
+
+def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentConfig) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":AwaitingEnv"), RunIn.thread
+    with pytest.raises(ConfigError, match=r"env.run_in=thread: .*AwaitingEnv' has an `async def step`"):
+        Plugins(config)
 
 
 @pytest.mark.parametrize(

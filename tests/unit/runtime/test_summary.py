@@ -52,6 +52,11 @@ def test_an_end_without_a_summary_tells_the_books_as_of_the_last_step(tmp_path: 
     balance = "submitted 14 = trained 8 + dropped 3 (failed: reward my.py:score 2, stale 1) + abandoned 0 + under way 3"
     assert lines[1] == f"books      {balance}, as of step 2"
     assert lines[2].startswith("FAILED     2 rollouts in reward my.py:score (failed: reward my.py:score)")
+    lost = "rollout/lost_episodes: env my.py:Game.step raised ValueError"
+    rows = [{"step": 1, lost: 2.0}, {"step": 2}, {"step": 3, lost: 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = "LOST       3 episodes, as env my.py:Game.step raised ValueError; the logs of the rollout_workers say more"
+    assert said in summary_lines(tmp_path)
     write_books(tmp_path, 3, replace(books, running=1, finished_untrained=1))
     assert "submitted 14 ≠ trained 8" in summary_lines(tmp_path)[1]
 

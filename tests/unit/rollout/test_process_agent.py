@@ -1,0 +1,144 @@
+"""What passes between an agent in a process and the worker arrives as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.api import (
+    ChatClient,
+    ChatFinish,
+    ChatReply,
+    Completion,
+    Environment,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+    SamplingParams,
+    ToolCall,
+)
+from asyncrl.rollout.offload.child_agent import ChildAgent, answer, outcome_of
+from asyncrl.rollout.offload.messages import LENGTH, Answer, Reply, Target, packed
+
+MINE = """
+def run(prompt, env, client, *, chat):
+    seen = {"prompt": prompt, "chat": chat}
+    tools = [{"type": "function", "function": {"name": "area", "parameters": {}}}]
+    messages = [{"role": "user", "content": "?"}]
+    seen["reply"] = client.chat(messages, tools=tools, sampling=prompt.sampling, n=2)
+    seen["ids"] = client.prompt_ids(messages)
+    seen["result"] = client.generate(REQUEST)
+    seen["session"] = client.endpoint()
+    seen["reset"], seen["step"] = env.reset(seed=3, options={"data": {}}), env.step("go")
+    seen["samples"] = client.samples(0.5)
+    SEEN.update(seen)
+    return seen["samples"]
+"""
+COMPLETION = Completion([3, 4], [-0.5, -0.25], [1, 2], FinishReason.stop)
+CALL = ToolCall("c1", "area", {"width": 2.5})
+OTHER = ChatReply({"role": "assistant"}, "b", None, (), 1, ChatFinish.length, (1,), COMPLETION)
+SAID = {"role": "assistant", "content": "a"}
+REPLY = ChatReply(SAID, "a", "because", (CALL,), 0, ChatFinish.tool_calls, (1, 2), COMPLETION, (OTHER,))
+RESULT = GenerationResult("r", (COMPLETION,))
+REQUEST = GenerationRequest("r", (1, 2), 1, SamplingParams(seed=7, stop=("x",)))
+SAMPLE = Sample(
+    np.array([1, 2, 3], np.int32),
+    np.array([0, 1, 1], np.uint8),
+    np.array([0.0, -0.1, -1 / 3], np.float32),
+    np.array([-1, 4, 5], np.int32),
+    0.1,
+    truncated=True,
+    episode=2,
+    token_rewards=np.array([0.0, 0.0, 0.3], np.float32),
+    reward_parts={"a": 1.0},
+    metrics={"b": 2.0},
+)
+PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(seed=7), 2)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.asked.append(request)
+        return RESULT
+
+    async def chat(self, messages: Any, **others: Any) -> ChatReply:
+        self.asked += [messages, others]
+        return REPLY
+
+    def prompt_ids(self, messages: Any) -> tuple[int, ...]:
+        return (8, 9)
+
+    def samples(self, reward: float = 0.0) -> list[Sample]:
+        return [replace(SAMPLE, reward=reward), SAMPLE]
+
+    async def endpoint(self) -> Any:
+        return SimpleNamespace(base_url="http://x/v1", root_url="http://x", api_key="sk")
+
+
+class Env(Environment):
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return f"seed {seed}", {"options": options}
+
+    async def step(self, action: Any) -> Any:
+        return action, 1.0, True, False, {}
+
+
+def over_the_pipe(message: Any) -> Any:
+    return msgspec.msgpack.decode(packed(message)[LENGTH.size :], type=type(message))
+
+
+def same(one: Sample, other: Sample) -> bool:
+    arrays = ("tokens", "loss_mask", "behave_logprobs", "versions", "token_rewards")
+    equal = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
+    types = all(getattr(one, name).dtype == getattr(other, name).dtype for name in arrays)
+    names = ("reward", "truncated", "episode", "reward_parts", "metrics")
+    return equal and types and all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+@pytest.fixture
+def child(tmp_path: Path, tiny_model: Path) -> Any:
+    """`child(client)`: what the agent saw, and what its episode gave, as the worker reads it."""
+    module = tmp_path / "mine.py"
+    module.write_text(MINE)
+
+    def play(client: Client) -> tuple[dict[str, Any], Any]:
+        def ask(name: str, args: Any, kwargs: Any) -> Any:
+            name, args, kwargs = over_the_pipe(Reply(asks=[name, args, kwargs])).asks
+            return over_the_pipe(Answer(asyncio.run(answer(Env(), cast(ChatClient, client), name, args, kwargs)))).value
+
+        agent = ChildAgent(Target(f"{module}:run", {}), str(tiny_model), True, ask)
+        seen: dict[str, Any] = {}
+        agent._run.func.__globals__.update(SEEN=seen, REQUEST=REQUEST)
+        prompt = over_the_pipe(Answer(PROMPT)).value
+        return seen, outcome_of(over_the_pipe(Reply(agent.run(prompt))).value)
+
+    return play
+
+
+def test_what_an_agent_in_a_process_is_given_is_what_the_worker_has(child: Any) -> None:
+    client = Client()
+    seen, outcome = child(client)
+    assert (seen["prompt"], seen["chat"]) == (PROMPT, True)
+    assert seen["reply"] == REPLY
+    assert (seen["ids"], seen["result"]) == ((8, 9), RESULT)
+    assert seen["session"] == SimpleNamespace(base_url="http://x/v1", root_url="http://x", api_key="sk")
+    assert seen["reset"] == ("seed 3", {"options": {"data": {}}})
+    assert seen["step"] == ("go", 1.0, True, False, {})
+    messages, others, request = client.asked
+    assert messages == [{"role": "user", "content": "?"}]
+    assert (others["sampling"], others["n"]) == (PROMPT.sampling, 2)
+    assert request == REQUEST
+    assert same(outcome[1], SAMPLE)
+    assert same(outcome[0], replace(SAMPLE, reward=0.5))
