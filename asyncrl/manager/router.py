@@ -28,8 +28,9 @@ from typing import Protocol, TypeVar
 
 from asyncrl.manager.messages import RouteRequest
 
-AFFINITIES_KEPT = 65_536
-"""Conversations whose server `prefix_affine` remembers; the one unused for longest goes first. About 200 bytes each."""
+CONVERSATIONS_KEPT = 65_536
+"""Conversations whose server `prefix_affine` remembers at least; the one unused for longest goes first. About 200 bytes
+each."""
 _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
@@ -62,10 +63,11 @@ class _Placement:
 class Policy(Protocol):
     """Chooses among the servers that take requests and are at `min_version` or newer; None where there is none.
 
-    It is made with all servers, by index, and told of each whose counts, version or place in service changed.
+    It is made with all servers, by index, and with how many conversations it may remember; it is told of each server
+    whose counts, version or place in service changed.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView]) -> None: ...
+    def __init__(self, servers: Mapping[int, ServerView], kept: int) -> None: ...
 
     def changed(self, view: ServerView) -> None: ...
 
@@ -75,7 +77,7 @@ class Policy(Protocol):
 class RoundRobin:
     """Each server in turn."""
 
-    def __init__(self, servers: Mapping[int, ServerView]) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
         self._servers = servers
         self._indices: list[int] = []
         self._last = -1
@@ -135,14 +137,14 @@ class _LeastLoaded:
 class LeastRequests(_LeastLoaded):
     """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
 
-    def __init__(self, servers: Mapping[int, ServerView]) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
         super().__init__(servers, lambda view: (view.sequences, view.tokens))
 
 
 class LeastTokens(_LeastLoaded):
     """The server with the fewest outstanding tokens."""
 
-    def __init__(self, servers: Mapping[int, ServerView]) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
         super().__init__(servers, lambda view: (view.tokens, view.sequences))
 
 
@@ -152,7 +154,7 @@ class PrefixAffine:
     It moves when its server takes no requests, and stays where it went.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int = AFFINITIES_KEPT) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = CONVERSATIONS_KEPT) -> None:
         self._servers, self._kept = servers, kept
         self._home: OrderedDict[str, int] = OrderedDict()
         self._new = LeastTokens(servers)
@@ -181,11 +183,16 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 class Router:
-    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets."""
+    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets.
 
-    def __init__(self, policy: str) -> None:
+    Args:
+        policy: its name in `POLICIES`.
+        conversations: how many of them it may remember, where it does.
+    """
+
+    def __init__(self, policy: str, conversations: int = CONVERSATIONS_KEPT) -> None:
         self._servers: dict[int, ServerView] = {}
-        self._policy = POLICIES[policy](self._servers)
+        self._policy = POLICIES[policy](self._servers, conversations)
         self._placements: dict[str, _Placement] = {}
         self._of_rollout: dict[str, set[str]] = {}
         self._of_worker: dict[str, set[str]] = {}
@@ -195,6 +202,10 @@ class Router:
     def servers(self) -> list[ServerView]:
         """Every known server, in the order of their indices."""
         return [self._servers[index] for index in sorted(self._servers)]
+
+    def __len__(self) -> int:
+        """Known servers."""
+        return len(self._servers)
 
     @property
     def placed(self) -> int:

@@ -26,14 +26,15 @@ what its `first` request will be has a server for it with its admission, under t
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
@@ -62,7 +63,8 @@ MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
 FIRST_ASK_S = 10.0
 """How long the first admission waits for a worker that has not asked yet."""
-LOSSES_KEPT = 256
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
 
 
 class ManagerService:
@@ -94,7 +96,7 @@ class ManagerService:
         self.log = EventLog(log_file, lambda: self.rollouts.remember())
         self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note)
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
-        self.router = Router(routing)
+        self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
         self.curriculum: Curriculum | None = None
         self._place_first = place_first
@@ -107,7 +109,7 @@ class ManagerService:
         self._at_gate = GateQueue(self.rollouts.suspects)
         self._routes = Signal()
         self.progress = Signal()
-        self._losses: deque[tuple[int, str]] = deque(maxlen=LOSSES_KEPT)
+        self._losses: dict[str, int] = {}  # by URL the number of the last, ascending
         self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         self._loss = Signal()
 
@@ -232,10 +234,10 @@ class ManagerService:
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
         deadline = self._deadline(request.timeout_s)
-        while True:
-            running = self.gate.blocking(request.version)
-            if not running or not await self.progress.wait(deadline - self._clock()):
-                return m.WaitExpiringReply(not running, running)
+        while self.gate.is_blocked(request.version):
+            if not await self.progress.wait(deadline - self._clock()):
+                return m.WaitExpiringReply(False, self.gate.blocking(request.version))
+        return m.WaitExpiringReply(True, [])
 
     async def lost_servers(self, request: m.LostServersRequest) -> m.LostServersReply:
         """Hold until a server leaves service unexpectedly."""
@@ -243,7 +245,7 @@ class ManagerService:
         after, deadline = request.after, self._deadline(request.timeout_s)
         while not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
-            urls = [] if after < 0 else [url for seq, url in self._losses if seq > after]
+            urls = [] if after < 0 else self._lost_since(after)
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
         return m.LostServersReply(self._loss_seq, [])
@@ -280,8 +282,15 @@ class ManagerService:
     def server_lost(self, url: str) -> None:
         """Requests at `url` may never be answered: tell their owners."""
         self._loss_seq += 1
-        self._losses.append((self._loss_seq, url))
+        self._losses.pop(url, None)
+        self._losses[url] = self._loss_seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * len(self.router)):
+            del self._losses[next(iter(self._losses))]
         self._loss.notify()
+
+    def _lost_since(self, after: int) -> list[str]:
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]
 
     def expire_workers(self) -> list[str]:
         """Give up the rollouts of workers whose lease has run out; returns their names."""

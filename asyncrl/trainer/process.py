@@ -28,6 +28,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
@@ -158,7 +159,8 @@ class ModelWorker(Worker):
             self._open.callback(self._close_connections)
         model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
         self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version)
-        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive)
+        remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
+        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
