@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -179,11 +182,58 @@ def blocking(quick: bool) -> float:
     return asyncio.run(_blocking(quick))
 
 
+def _answer_peers(ports: Any) -> None:
+    from asyncrl.comm.request_reply import Done, RequestServer
+    from asyncrl.trainer.messages import EndStep
+
+    async def done(request: EndStep) -> Done:
+        return Done()
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    server = RequestServer("127.0.0.1", None, immediate={EndStep: done})
+    ports.send(server.endpoint)
+    with contextlib.suppress(EOFError):  # whoever asked failed
+        ports.recv()
+    server.close()
+
+
+async def _peers(count: int, endpoint: str) -> float:
+    from asyncrl.comm.request_reply import RequestClient
+    from asyncrl.trainer.messages import EndStep
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    shared = {}
+    with contextlib.suppress(ImportError):  # a checkout in which each peer has a context of its own
+        from asyncrl.master.connections import context_of_peers
+
+        shared = {"context": context_of_peers(count)}
+    before = len(os.listdir("/proc/self/fd"))
+    clients = [RequestClient(endpoint, None, **shared) for _ in range(count)]
+    await asyncio.gather(*(client.call(EndStep(), timeout_s=120.0) for client in clients))
+    taken = len(os.listdir("/proc/self/fd")) - before
+    for client in clients:
+        client.close()
+    return taken / count
+
+
+def peers(quick: bool) -> float:
+    """Descriptors a peer of the master takes, of `WORKERS + RANKS` at a soft limit of 1,024; all have answered."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_answer_peers, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        return asyncio.run(_peers(WORKERS + RANKS, ours.recv()))
+    finally:
+        ours.send("end")
+        process.join(10)
+
+
 ROWS = (
     RowKind("admission", f"an admission, {WORKERS} workers waiting", "ms", 0.2, "less", admission),
     RowKind("cycles", f"cycles through HTTP, {SERVERS} servers", "per core-second", 10_000, "more", cycles),
     RowKind("expire", "buffer.expire, 60,000 records", "ms", 0.01, "less", expire),
     RowKind("blocking", f"gate.blocking, {ROLLOUTS} rollouts, a signal", "ms", 0.1, "less", blocking),
+    RowKind("peers", f"{WORKERS + RANKS} peers of the master, soft limit 1024", "descriptors", 4, "less", peers),
 )
 
 
@@ -221,14 +271,14 @@ def _median(values: list[float | str]) -> float | str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = [f"{'what':<42}{'unit':>16}{'wanted':>12}{'there':>14}{'here':>14}{'better by':>12}"]
+    lines = [f"{'what':<46}{'unit':>16}{'wanted':>12}{'there':>14}{'here':>14}{'better by':>12}"]
     for row in rows:
         there, here = row.get("there"), row["here"]
         ratio = ""
         if isinstance(there, float) and isinstance(here, float) and here and there:
             ratio = f"{there / here if row['better'] == 'less' else here / there:.1f} x"
         lines.append(
-            f"{row['what']:<42}{row['unit']:>16}{row['wanted']:>12g}{_shown(there):>14}{_shown(here):>14}{ratio:>12}"
+            f"{row['what']:<46}{row['unit']:>16}{row['wanted']:>12g}{_shown(there):>14}{_shown(here):>14}{ratio:>12}"
         )
     notes = [
         f"{row['row']}: {row[side]}" for row in rows for side in ("there", "here") if isinstance(row.get(side), str)
