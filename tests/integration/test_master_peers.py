@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,14 @@ from asyncrl.comm.request_reply import RequestClient, RequestServer
 from asyncrl.comm.security import RunSecret
 from asyncrl.comm.sockets import DESCRIPTORS_PER_LINK
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard, NothingEvaluated, ReplaceableWorker, context_of_peers, evaluate
+from asyncrl.master.connections import (
+    NameBoard,
+    NothingEvaluated,
+    ReplaceableWorker,
+    connect,
+    context_of_peers,
+    evaluate,
+)
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
@@ -89,6 +97,33 @@ async def test_peers_share_threads_and_a_low_soft_limit_of_open_files_is_raised(
             context.destroy(linger=0)
     finally:
         serving.close()
+
+
+class Registered:
+    """A worker that finds the others in a table."""
+
+    security = None
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self.resolver = None
+        self._found = {
+            names.worker_key(names.ROLLOUT_WORKER, index): names.WorkerAddress(endpoint, 1).encode()
+            for index, endpoint in enumerate(endpoints)
+        }
+
+    async def registered(self, key: str) -> str:
+        return self._found[key]
+
+
+async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_takes_no_other_along() -> None:
+    with rollout_worker([0], 5) as first, rollout_worker([1], 5) as second:
+        context = context_of_peers(2)
+        found: Any = Registered([first.endpoint, second.endpoint])
+        clients = await connect(found, names.ROLLOUT_WORKER, 2, context)
+        assert (await evaluate(clients, "hard", 5, LIMIT_S)).answers == tuple(map(answered, (0, 1)))
+        clients[0].close()
+        assert (await evaluate(clients[1:], "hard", 5, LIMIT_S)).answers == (answered(1),)
+        context.destroy(linger=0)
 
 
 def test_too_few_open_files_are_refused_with_how_many_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
