@@ -54,6 +54,21 @@ class Context(zmq.Context[Socket]):
         """Leave what was not closed to the end of the process."""
 
 
+DESCRIPTORS_PER_LINK = 4
+"""Of a `PeerLink`: its connection, and what wakes its socket and the two ends of its monitor."""
+_MANY_SOCKETS = 16_384
+
+
+def context_of_many() -> Context:
+    """A context for the links to thousands of peers, which share its two threads; libzmq's own limit is 1,023 sockets.
+
+    End it with `destroy(linger=0)`, after its links.
+    """
+    context = Context()
+    context.max_sockets = _MANY_SOCKETS
+    return context
+
+
 def bind(
     context: Context,
     host: str,

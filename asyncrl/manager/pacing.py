@@ -73,7 +73,8 @@ class DeadlinePacing:
         self._started: dict[str, float] = {}
         self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT * batch_size)
         self._sorted: NDArray[np.float64] = np.zeros(0)
-        self._kept: deque[bool] = deque(maxlen=DURATIONS_KEPT * batch_size)
+        self._kept: deque[bool] = deque()
+        self._kept_sum = 0
         self._training: deque[float] = deque(maxlen=STEPS_KEPT)
         self._standing: deque[int] = deque(maxlen=STANDING_STEPS)
         self._asked_at: float | None = -math.inf
@@ -98,6 +99,9 @@ class DeadlinePacing:
         if begun is None:
             return
         self._kept.append(kept)
+        self._kept_sum += kept
+        if len(self._kept) > DURATIONS_KEPT * self._batch:
+            self._kept_sum -= self._kept.popleft()
         if kept:
             self._durations.append(now - begun)
         else:
@@ -171,4 +175,4 @@ class DeadlinePacing:
     @property
     def _share_kept(self) -> float:
         """At least one in a batch: where filters reject all that was seen, rollouts are not asked for without end."""
-        return max(sum(self._kept) / len(self._kept), 1.0 / self._batch) if self._kept else 1.0
+        return max(self._kept_sum / len(self._kept), 1.0 / self._batch) if self._kept else 1.0

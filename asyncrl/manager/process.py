@@ -30,6 +30,7 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.rollout.settings import Pacing
+from asyncrl.runtime.descriptors import allow_descriptors
 from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
@@ -61,7 +62,8 @@ class GserverManager(AsyncWorker):
             clock=self._clock,
             log_file=self.run_dir / MANAGER_LOG_FILE,
         )
-        self._decisions = FleetDecisions(config.manager.update_mode, config.manager.update_timeout_s)
+        updates = config.manager
+        self._decisions = FleetDecisions(updates.update_mode, updates.update_timeout_s, updates.update_fraction)
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
@@ -69,6 +71,7 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
+        allow_descriptors()  # a connection for each worker and server
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(

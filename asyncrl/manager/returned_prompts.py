@@ -41,8 +41,7 @@ class ReturnedPrompts:
     def __init__(self, after: int = 0) -> None:
         self._after = after
         self._boxes: dict[str, _Mailbox] = {}
-        self.last_change = 0
-        """Grows whenever a prompt is returned."""
+        self._told_more: set[str] = set()
 
     def begin_above(self, seq: int) -> None:
         """Numbers begin above `seq`; nothing was returned yet."""
@@ -73,8 +72,13 @@ class ReturnedPrompts:
         box.acknowledged.pop(prompt_id, None)
         if prompt_id not in box.unacknowledged:
             box.last_seq += 1
-            self.last_change += 1
+            self._told_more.add(worker)
             box.unacknowledged[prompt_id] = ReturnedPrompt(box.last_seq, prompt_id, order, attempt)
+
+    def take_told_more(self) -> set[str]:
+        """The workers to which prompts were returned since the last call of this."""
+        workers, self._told_more = self._told_more, set()
+        return workers
 
     def owes(self, worker: str, prompt_id: str) -> bool:
         """Whether `prompt_id` is on its way back to `worker`, or there and not running yet."""

@@ -9,8 +9,9 @@ and adds its load to the server's counts; exactly one thing takes it off again:
 - `schedule` of the same request id (it was aborted and goes on elsewhere): the placement moves;
 - `remove` of the server: its placements are forgotten, and their owners schedule them again.
 
-All of them may be repeated or come in any order. A policy sees the servers' counts and picks one; it is a few lines of
-its own, so that another is one class and one entry in `POLICIES`.
+All of them may be repeated or come in any order. A policy is told which server's counts changed and picks one; it is a
+few lines of its own, so that another is one class and one entry in `POLICIES`. To place or release a request takes time
+independent of what is placed, and at most logarithmic in the servers, but for those that are at too old a version.
 
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
 `prompt + n · max_new_tokens`. They are what this router placed: a load that others put on a server is not seen.
@@ -18,15 +19,20 @@ The counts are sequences (a request for n samples counts n) and tokens that may 
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from asyncrl.manager.messages import RouteRequest
 
-AFFINITIES_KEPT = 65_536
-"""Conversations whose server `prefix_affine` remembers; the one unused for longest goes first. About 200 bytes each."""
+CONVERSATIONS_KEPT = 65_536
+"""Conversations whose server `prefix_affine` remembers at least; the one unused for longest goes first. About 200 bytes
+each."""
+_SPARE_ENTRIES = 64
+_Key = TypeVar("_Key", int, str)
 
 
 @dataclass(slots=True)
@@ -40,6 +46,10 @@ class ServerView:
     sequences: int = 0
     tokens: int = 0
 
+    def may_have(self, min_version: int) -> bool:
+        """Whether it takes a request that wants this version or newer."""
+        return self.routable and self.version >= min_version
+
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
@@ -51,35 +61,91 @@ class _Placement:
 
 
 class Policy(Protocol):
-    """Chooses among `candidates` (not empty, in the order of their indices)."""
+    """Chooses among the servers that take requests and are at `min_version` or newer; None where there is none.
 
-    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView: ...
+    It is made with all servers, by index, and with how many conversations it may remember; it is told of each server
+    whose counts, version or place in service changed.
+    """
+
+    def __init__(self, servers: Mapping[int, ServerView], kept: int) -> None: ...
+
+    def changed(self, view: ServerView) -> None: ...
+
+    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None: ...
 
 
 class RoundRobin:
     """Each server in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+        self._servers = servers
+        self._indices: list[int] = []
         self._last = -1
 
-    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
-        chosen = next((view for view in candidates if view.index > self._last), candidates[0])
-        self._last = chosen.index
+    def changed(self, view: ServerView) -> None:
+        place = bisect_right(self._indices, view.index)
+        known = place > 0 and self._indices[place - 1] == view.index
+        if view.index in self._servers and not known:
+            insort(self._indices, view.index)
+        elif view.index not in self._servers and known:
+            del self._indices[place - 1]
+
+    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+        begin, count = bisect_right(self._indices, self._last), len(self._indices)
+        for turn in range(count):
+            view = self._servers[self._indices[(begin + turn) % count]]
+            if view.may_have(min_version):
+                self._last = view.index
+                return view
+        return None
+
+
+class _LeastLoaded:
+    """The server with the least load; ties go to the lower index.
+
+    A heap with an entry for every load that a server came to have; an entry that is its load no longer goes as it comes
+    to the top, or when they are swept out.
+    """
+
+    def __init__(self, servers: Mapping[int, ServerView], load: Callable[[ServerView], tuple[int, int]]) -> None:
+        self._servers, self._load = servers, load
+        self._heap: list[tuple[tuple[int, int], int]] = []
+
+    def changed(self, view: ServerView) -> None:
+        if view.routable:
+            heapq.heappush(self._heap, (self._load(view), view.index))
+        if len(self._heap) > 4 * len(self._servers) + _SPARE_ENTRIES:
+            self._heap = [(self._load(view), view.index) for view in self._servers.values() if view.routable]
+            heapq.heapify(self._heap)
+
+    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+        too_old, chosen = [], None
+        while self._heap and chosen is None:
+            load, index = self._heap[0]
+            view = self._servers.get(index)
+            if view is None or not view.routable or load != self._load(view):
+                heapq.heappop(self._heap)
+            elif view.version < min_version:
+                too_old.append(heapq.heappop(self._heap))
+            else:
+                chosen = view
+        for entry in too_old:
+            heapq.heappush(self._heap, entry)
         return chosen
 
 
-class LeastRequests:
+class LeastRequests(_LeastLoaded):
     """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
 
-    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
-        return min(candidates, key=lambda view: (view.sequences, view.tokens))
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+        super().__init__(servers, lambda view: (view.sequences, view.tokens))
 
 
-class LeastTokens:
+class LeastTokens(_LeastLoaded):
     """The server with the fewest outstanding tokens."""
 
-    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
-        return min(candidates, key=lambda view: (view.tokens, view.sequences))
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+        super().__init__(servers, lambda view: (view.tokens, view.sequences))
 
 
 class PrefixAffine:
@@ -88,17 +154,19 @@ class PrefixAffine:
     It moves when its server takes no requests, and stays where it went.
     """
 
-    def __init__(self, kept: int = AFFINITIES_KEPT) -> None:
-        self._kept = kept
+    def __init__(self, servers: Mapping[int, ServerView], kept: int = CONVERSATIONS_KEPT) -> None:
+        self._servers, self._kept = servers, kept
         self._home: OrderedDict[str, int] = OrderedDict()
-        self._new = LeastTokens()
+        self._new = LeastTokens(servers)
 
-    def choose(self, candidates: Sequence[ServerView], request: RouteRequest) -> ServerView:
-        home = self._home.get(request.affinity)
-        chosen = next((view for view in candidates if view.index == home), None)
-        if chosen is None:
-            chosen = self._new.choose(candidates, request)
-        if request.affinity:
+    def changed(self, view: ServerView) -> None:
+        self._new.changed(view)
+
+    def choose(self, request: RouteRequest, min_version: int) -> ServerView | None:
+        chosen = self._servers.get(self._home.get(request.affinity, -1))
+        if chosen is None or not chosen.may_have(min_version):
+            chosen = self._new.choose(request, min_version)
+        if chosen is not None and request.affinity:
             self._home[request.affinity] = chosen.index
             self._home.move_to_end(request.affinity)
             if len(self._home) > self._kept:
@@ -115,19 +183,29 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 class Router:
-    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets."""
+    """Places requests on servers and keeps count; see the module's docstring. Pure state: no clock, no sockets.
 
-    def __init__(self, policy: str) -> None:
-        self._policy = POLICIES[policy]()
+    Args:
+        policy: its name in `POLICIES`.
+        conversations: how many of them it may remember, where it does.
+    """
+
+    def __init__(self, policy: str, conversations: int = CONVERSATIONS_KEPT) -> None:
         self._servers: dict[int, ServerView] = {}
+        self._policy = POLICIES[policy](self._servers, conversations)
         self._placements: dict[str, _Placement] = {}
         self._of_rollout: dict[str, set[str]] = {}
         self._of_worker: dict[str, set[str]] = {}
+        self._of_server: dict[int, set[str]] = {}
 
     @property
     def servers(self) -> list[ServerView]:
         """Every known server, in the order of their indices."""
-        return list(self._servers.values())
+        return [self._servers[index] for index in sorted(self._servers)]
+
+    def __len__(self) -> int:
+        """Known servers."""
+        return len(self._servers)
 
     @property
     def placed(self) -> int:
@@ -144,31 +222,33 @@ class Router:
             self.remove(index)
             view = None
         if view is None:
-            self._servers[index] = ServerView(index, url, version, routable)
-            self._servers = dict(sorted(self._servers.items()))
-        else:
-            view.version = version
-            view.routable = routable
+            view = self._servers[index] = ServerView(index, url, version, routable)
+        elif (view.version, view.routable) == (version, routable):
+            return
+        view.version, view.routable = version, routable
+        self._policy.changed(view)
 
     def remove(self, index: int) -> None:
         """The server is gone, and what was placed on it is forgotten."""
-        for request_id in [key for key, placement in self._placements.items() if placement.server == index]:
+        for request_id in list(self._of_server.get(index, ())):
             self.release(request_id)
-        self._servers.pop(index, None)
+        if (view := self._servers.pop(index, None)) is not None:
+            view.routable = False
+            self._policy.changed(view)
 
     def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
         """Place `request` of `worker` on a server at `min_version` or newer, moving it if it is placed already; None
         where no server may have it now.
         """
         self.release(request.request_id)
-        candidates = [view for view in self._servers.values() if view.routable and view.version >= min_version]
-        if not candidates:
+        if (view := self._policy.choose(request, min_version)) is None:
             return None
-        view = self._policy.choose(candidates, request)
         view.sequences += request.n
         view.tokens += request.tokens
+        self._policy.changed(view)
         self._placements[request.request_id] = _Placement(request, worker, view.index)
         self._of_worker.setdefault(worker, set()).add(request.request_id)
+        self._of_server.setdefault(view.index, set()).add(request.request_id)
         if request.rollout_id is not None:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
         return view
@@ -182,6 +262,8 @@ class Router:
         view = self._servers[placement.server]
         view.sequences -= request.n
         view.tokens -= request.tokens
+        self._policy.changed(view)
+        _discard(self._of_server, placement.server, request_id)
         _discard(self._of_worker, placement.worker, request_id)
         if request.rollout_id is not None:
             _discard(self._of_rollout, request.rollout_id, request_id)
@@ -197,7 +279,7 @@ class Router:
             self.release(request_id)
 
 
-def _discard(index: dict[str, set[str]], key: str, request_id: str) -> None:
+def _discard(index: dict[_Key, set[str]], key: _Key, request_id: str) -> None:
     """Take `request_id` out of `index[key]`, and the key with its last entry."""
     members = index[key]
     members.discard(request_id)

@@ -26,19 +26,19 @@ what its `first` request will be has a server for it with its admission, under t
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
+from asyncrl.manager.gate_queue import GateQueue, WaitingCall
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
@@ -63,16 +63,8 @@ MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
 FIRST_ASK_S = 10.0
 """How long the first admission waits for a worker that has not asked yet."""
-LOSSES_KEPT = 256
-
-
-@dataclass(slots=True, eq=False)
-class _AtGate:
-    """An allocation that waits: what it wants and what it got."""
-
-    worker: str
-    wanted: list[m.WantedRollout]
-    granted: list[m.GrantedRollout] = field(default_factory=list)
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
 
 
 class ManagerService:
@@ -104,7 +96,7 @@ class ManagerService:
         self.log = EventLog(log_file, lambda: self.rollouts.remember())
         self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note)
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
-        self.router = Router(routing)
+        self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
         self.curriculum: Curriculum | None = None
         self._place_first = place_first
@@ -114,11 +106,10 @@ class ManagerService:
         self._absent_until = 0.0
         self._closed_since: float | None = None
         self._closed_s = 0.0
-        self._at_gate: list[_AtGate] = []
-        self._room = Signal()
+        self._at_gate = GateQueue(self.rollouts.suspects)
         self._routes = Signal()
         self.progress = Signal()
-        self._losses: deque[tuple[int, str]] = deque(maxlen=LOSSES_KEPT)
+        self._losses: dict[str, int] = {}  # by URL the number of the last, ascending
         self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         self._loss = Signal()
 
@@ -174,15 +165,15 @@ class ManagerService:
         wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
         self._apply(Acknowledged(worker, request.returned_ack))
         self._absent.discard(worker)
-        waiting = _AtGate(worker, wanted)
+        waiting = WaitingCall(worker, wanted)
         for rollout in [rollout for rollout in wanted if self.gate.is_live(rollout.rollout_id)]:
             self._start(waiting, rollout)  # the reply to this call was lost once
-        self._at_gate.append(waiting)
+        self._at_gate.add(waiting)
         closed_before = self.gate.closed
         try:
             self._admit()
             while not (waiting.granted or gone or self.returned.pending(worker) or self.gate.closed != closed_before):
-                if not await self._room.wait(deadline - self._clock()):
+                if not await waiting.changed.wait(deadline - self._clock()):
                     break
         finally:
             self._at_gate.remove(waiting)
@@ -243,10 +234,10 @@ class ManagerService:
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
         deadline = self._deadline(request.timeout_s)
-        while True:
-            running = self.gate.blocking(request.version)
-            if not running or not await self.progress.wait(deadline - self._clock()):
-                return m.WaitExpiringReply(not running, running)
+        while self.gate.is_blocked(request.version):
+            if not await self.progress.wait(deadline - self._clock()):
+                return m.WaitExpiringReply(False, self.gate.blocking(request.version))
+        return m.WaitExpiringReply(True, [])
 
     async def lost_servers(self, request: m.LostServersRequest) -> m.LostServersReply:
         """Hold until a server leaves service unexpectedly."""
@@ -254,7 +245,7 @@ class ManagerService:
         after, deadline = request.after, self._deadline(request.timeout_s)
         while not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
-            urls = [] if after < 0 else [url for seq, url in self._losses if seq > after]
+            urls = [] if after < 0 else self._lost_since(after)
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
         return m.LostServersReply(self._loss_seq, [])
@@ -262,13 +253,13 @@ class ManagerService:
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
         self._apply(Closed())
-        self._room.notify()
+        self._tell_of_the_end()
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
         self._apply(Abandoned())
-        self._room.notify()
+        self._tell_of_the_end()
         self.progress.notify()
         return self.gate.books()
 
@@ -291,8 +282,15 @@ class ManagerService:
     def server_lost(self, url: str) -> None:
         """Requests at `url` may never be answered: tell their owners."""
         self._loss_seq += 1
-        self._losses.append((self._loss_seq, url))
+        self._losses.pop(url, None)
+        self._losses[url] = self._loss_seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * len(self.router)):
+            del self._losses[next(iter(self._losses))]
         self._loss.notify()
+
+    def _lost_since(self, after: int) -> list[str]:
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]
 
     def expire_workers(self) -> list[str]:
         """Give up the rollouts of workers whose lease has run out; returns their names."""
@@ -318,9 +316,8 @@ class ManagerService:
     def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
         self._absent.discard(worker)
-        for waiting in self._at_gate:
-            if waiting.worker == worker:
-                waiting.wanted.clear()
+        for waiting in self._at_gate.of_worker(worker):
+            waiting.wanted.clear()
         self.router.release_worker(worker)
         for rollout_id in self._apply(event):
             self.router.release_rollout(rollout_id)
@@ -343,7 +340,7 @@ class ManagerService:
         of whoever asks first, and not in the data order.
         """
         self._apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000))
-        self._absent = set(workers) - {waiting.worker for waiting in self._at_gate}
+        self._absent = {worker for worker in workers if worker not in self._at_gate}
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
 
@@ -367,12 +364,16 @@ class ManagerService:
         return self.rollouts.begun
 
     def _apply(self, event: Event) -> list[str]:
-        """Take an input in, and wake those who wait for prompts where some are returned by it."""
-        before = self.returned.last_change
+        """Take an input in, and wake the workers to which prompts are returned by it."""
         given_up = self.rollouts.apply(event)
-        if self.returned.last_change != before:
-            self._room.notify()
+        for worker in self.returned.take_told_more():
+            for waiting in self._at_gate.of_worker(worker):
+                waiting.changed.notify()
         return given_up
+
+    def _tell_of_the_end(self) -> None:
+        for waiting in self._at_gate.all():
+            waiting.changed.notify()
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
@@ -398,30 +399,12 @@ class ManagerService:
             self._pacing.observe(self.gate.finished, self._clock())
 
     def _admit_waiting(self) -> None:
-        """Each call gets its rollouts in their order, but for suspects that have to wait; among the calls, the lowest
-        order goes first.
-        """
-        heads = [(head.order, number) for number, call in enumerate(self._at_gate) if (head := self._head(call))]
-        heapq.heapify(heads)
-        admitted = False
-        while heads and self._capacity():
-            _, number = heapq.heappop(heads)
-            waiting = self._at_gate[number]
-            if (head := self._head(waiting)) is None:  # of two calls of one worker, the other got its suspect in
-                continue
-            self._start(waiting, head)
-            admitted = True
-            if (head := self._head(waiting)) is not None:
-                heapq.heappush(heads, (head.order, number))
-        if admitted:
-            self._room.notify()
+        while self._capacity() and (found := self._at_gate.next()) is not None:
+            waiting, wanted = found
+            self._start(waiting, wanted)
+            waiting.changed.notify()
 
-    def _head(self, waiting: _AtGate) -> m.WantedRollout | None:
-        """Which rollout of a waiting call is the next."""
-        must_wait, worker = self.rollouts.suspects.must_wait, waiting.worker
-        return next((wanted for wanted in waiting.wanted if not must_wait(worker, wanted.prompt_id)), None)
-
-    def _start(self, waiting: _AtGate, wanted: m.WantedRollout) -> None:
+    def _start(self, waiting: WaitingCall, wanted: m.WantedRollout) -> None:
         """Admit a rollout of a waiting call, unless another call of the same worker saw it to its end."""
         waiting.wanted.remove(wanted)
         rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first

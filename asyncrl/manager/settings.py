@@ -57,6 +57,14 @@ class ManagerConfig:
         "needs generation.backend=sglang",
         choices=tuple(TRANSPORTS),
     )
+    update_fraction: float = setting(
+        1.0,
+        "share of the servers that may be out of service for an update at the same time, at least one of them; 1: all. "
+        "With less some always serve, while new rollouts wait the longer for the gate, which counts by the oldest "
+        "version that is served",
+        minimum=0.0,
+        maximum=1.0,
+    )
     update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
     rollout_lease_s: float = setting(30.0, "rollouts of a worker silent for so long are dropped", unit="s", minimum=1.0)

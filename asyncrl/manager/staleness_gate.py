@@ -72,23 +72,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.manager.messages import Books
 
 TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
 """Reason of a rollout that was given up, which its own late report undoes."""
-
-RETIRED_KEPT = 65_536
-"""Rollouts that left the count and are still remembered, so that a late or repeated message about them changes nothing.
-
-At 2,000 rollouts per second, the rate the manager is built for, this is half a minute: longer than a client repeats
-one call. About 200 bytes each. A message about a rollout forgotten since is ignored like any of an unknown one.
-"""
+_Key = TypeVar("_Key", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +135,18 @@ class GateMemory(Struct, frozen=True):
 class StalenessGate:
     """Counts rollouts from start to optimizer and says when another may start; the module's docstring has the theory.
 
-    Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, except
-    `blocking`, `running_of`, `finished_of` and `abandon`, which visit the live ones. Every method may be called again
-    with the same arguments without effect.
+    Pure state: no clock, no sockets. Every method takes time independent of the number of rollouts, but for those that
+    it returns or is given. Every method may be called again with the same arguments without effect.
 
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        retired_kept: rollouts remembered after they left the count.
+        retired_kept: rollouts remembered after they left the count, so that a late or repeated message about them
+            changes nothing; about 200 bytes each. A message about one forgotten since is ignored like any of an unknown
+            one. None: `ids_remembered`.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int = RETIRED_KEPT) -> None:
+    def __init__(self, batch_size: int, max_staleness: int, *, retired_kept: int | None = None) -> None:
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.version = 0
@@ -158,10 +154,11 @@ class StalenessGate:
         self.closed = False
         self._live: dict[str, _Live] = {}
         self._live_of_prompt: Counter[str] = Counter()
-        self._retired: dict[str, _Retired] = {}
-        self._retired_kept = retired_kept
-        self._running_at: Counter[int] = Counter()
+        self._live_of_owner: dict[str, dict[str, _Live]] = {}
+        self._running_at: dict[int, dict[str, _Live]] = {}  # by the version of admission
         self._finished_at: Counter[int] = Counter()
+        self._retired: dict[str, _Retired] = {}
+        self._retired_kept = ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
         self._submitted = 0
         self._trained = 0
         self._abandoned = 0
@@ -222,8 +219,6 @@ class StalenessGate:
         if self.capacity == 0:
             return None
         self._join(_Live(ticket, self.version))
-        self._running += 1
-        self._running_at[self.version] += 1
         self._submitted += 1
         return self.version
 
@@ -237,10 +232,9 @@ class StalenessGate:
             live = self._recall(rollout_id, retired)
         elif live.finished:
             return None
-        else:
-            self._leave(live)
+        self._uncount(live)
         live.finished = True
-        self._finished_at[live.version] += 1
+        self._count(live)
         return live.ticket
 
     def drop(self, rollout_id: str, reason: str) -> Ticket | None:
@@ -266,10 +260,7 @@ class StalenessGate:
         """
         repeated = version <= self.trained_version
         for rollout_id in rollout_ids:
-            live = self._part(rollout_id)
-            if live is not None:
-                self._leave(live)
-            elif not self._undo_outcome(rollout_id, repeated):
+            if self._part(rollout_id) is None and not self._undo_outcome(rollout_id, repeated):
                 continue
             self._trained += 1
             self._retire(rollout_id, _TRAINED)
@@ -282,19 +273,16 @@ class StalenessGate:
         self.version = version
         return True
 
+    def is_blocked(self, step: int) -> bool:
+        """Whether step `step` has to wait for a running rollout, so that none expires (module docstring).
+
+        Looks at the versions of admission alone, a few more than η.
+        """
+        return bool(self._blocking_versions(step))
+
     def blocking(self, step: int) -> list[str]:
         """Running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest first."""
-        finished = live = 0
-        blocked_to: int | None = None
-        for version in sorted(self._running_at.keys() | self._finished_at.keys()):
-            finished += self._finished_at[version]
-            live += self._finished_at[version] + self._running_at[version]
-            if live - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
-                blocked_to = version
-        if blocked_to is None:
-            return []
-        late = [live for live in self._live.values() if not live.finished and live.version <= blocked_to]
-        return [live.ticket.rollout_id for live in sorted(late, key=lambda live: live.version)]
+        return [rollout_id for version in self._blocking_versions(step) for rollout_id in self._running_at[version]]
 
     def admitted_at(self, rollout_id: str) -> int | None:
         """Version that a rollout was admitted at, if it runs or may come back; else None."""
@@ -338,15 +326,15 @@ class StalenessGate:
     @property
     def owners(self) -> set[str]:
         """The workers that have live rollouts."""
-        return {live.ticket.owner for live in self._live.values()}
+        return set(self._live_of_owner)
 
     def running_of(self, owner: str) -> list[str]:
         """Rollouts that run on worker `owner`."""
-        return [key for key, live in self._live.items() if not live.finished and live.ticket.owner == owner]
+        return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
 
     def finished_of(self, owner: str) -> list[Ticket]:
         """Rollouts of worker `owner` that are finished and not yet trained."""
-        return [live.ticket for live in self._live.values() if live.finished and live.ticket.owner == owner]
+        return [live.ticket for live in self._live_of_owner.get(owner, {}).values() if live.finished]
 
     def close(self) -> None:
         """No rollout starts from here on."""
@@ -357,8 +345,7 @@ class StalenessGate:
         self.close()
         abandoned = list(self._live)
         for rollout_id in abandoned:
-            if (live := self._part(rollout_id)) is not None:
-                self._leave(live)
+            self._part(rollout_id)
             self._abandoned += 1
             self._retire(rollout_id, _ABANDONED)
         return abandoned
@@ -385,13 +372,10 @@ class StalenessGate:
         self.version, self.trained_version, self.closed = memory.version, memory.trained_version, memory.closed
         self._submitted, self._trained, self._abandoned = memory.submitted, memory.trained, memory.abandoned
         self._dropped = Counter(memory.dropped)
-        self._live, self._live_of_prompt = {}, Counter()
-        self._running_at, self._finished_at, self._running = Counter(), Counter(), 0
+        for rollout_id in list(self._live):
+            self._part(rollout_id)
         for row in memory.live:
-            live = _live(row)
-            self._join(live)
-            self._running += not live.finished
-            (self._finished_at if live.finished else self._running_at)[live.version] += 1
+            self._join(_live(row))
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
         self._retired = {
             key: known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost))
@@ -411,32 +395,58 @@ class StalenessGate:
             trained_version=self.trained_version,
         )
 
+    def _blocking_versions(self, step: int) -> list[int]:
+        """The versions of admission whose running rollouts `step` has to wait for, ascending."""
+        finished = live = 0
+        blocked_to: int | None = None
+        for version in sorted(self._running_at.keys() | self._finished_at.keys()):
+            finished += self._finished_at[version]
+            live += self._finished_at[version] + len(self._running_at.get(version, ()))
+            if live - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
+                blocked_to = version
+        return [] if blocked_to is None else sorted(version for version in self._running_at if version <= blocked_to)
+
     def _join(self, live: _Live) -> None:
         """Enter a rollout among the live ones."""
-        self._live[live.ticket.rollout_id] = live
-        self._live_of_prompt[live.ticket.prompt_id] += 1
+        ticket = live.ticket
+        self._live[ticket.rollout_id] = live
+        self._live_of_prompt[ticket.prompt_id] += 1
+        self._live_of_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
+        self._count(live)
 
     def _part(self, rollout_id: str) -> _Live | None:
         """Take a rollout out of the live ones, if it is one of them."""
         live = self._live.pop(rollout_id, None)
-        if live is not None:
-            self._live_of_prompt[live.ticket.prompt_id] -= 1
-            if not self._live_of_prompt[live.ticket.prompt_id]:
-                del self._live_of_prompt[live.ticket.prompt_id]
+        if live is None:
+            return None
+        ticket = live.ticket
+        self._live_of_prompt[ticket.prompt_id] -= 1
+        if not self._live_of_prompt[ticket.prompt_id]:
+            del self._live_of_prompt[ticket.prompt_id]
+        _discard(self._live_of_owner, ticket.owner, rollout_id)
+        self._uncount(live)
         return live
 
-    def _leave(self, live: _Live) -> None:
-        """Take a live rollout out of the counter of its state."""
-        counter = self._finished_at if live.finished else self._running_at
-        counter[live.version] -= 1
-        if not counter[live.version]:
-            del counter[live.version]
-        if not live.finished:
+    def _count(self, live: _Live) -> None:
+        """Count a live rollout in its state."""
+        if live.finished:
+            self._finished_at[live.version] += 1
+        else:
+            self._running_at.setdefault(live.version, {})[live.ticket.rollout_id] = live
+            self._running += 1
+
+    def _uncount(self, live: _Live) -> None:
+        """Take a live rollout out of the count of its state."""
+        if live.finished:
+            self._finished_at[live.version] -= 1
+            if not self._finished_at[live.version]:
+                del self._finished_at[live.version]
+        else:
+            _discard(self._running_at, live.version, live.ticket.rollout_id)
             self._running -= 1
 
     def _drop(self, live: _Live, retired: _Retired) -> Ticket:
         self._part(live.ticket.rollout_id)
-        self._leave(live)
         self._dropped[retired.outcome] += 1
         self._retire(live.ticket.rollout_id, retired)
         return live.ticket
@@ -469,6 +479,14 @@ class StalenessGate:
         self._retired[rollout_id] = retired
         if len(self._retired) > self._retired_kept:
             del self._retired[next(iter(self._retired))]
+
+
+def _discard(index: dict[_Key, dict[str, _Live]], key: _Key, rollout_id: str) -> None:
+    """Take a rollout out of `index[key]`, and the key with its last one."""
+    members = index[key]
+    del members[rollout_id]
+    if not members:
+        del index[key]
 
 
 def _row(live: _Live) -> LiveRow:

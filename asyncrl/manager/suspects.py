@@ -24,6 +24,8 @@ class Suspects:
     def __init__(self) -> None:
         self._deaths: dict[str, int] = {}
         self._playing: dict[str, str] = {}
+        self.changes = 0
+        """Grows whenever a prompt that has to wait may have to no longer."""
 
     def state(self) -> tuple[dict[str, int], dict[str, str]]:
         """All there is; `restore` takes it."""
@@ -32,6 +34,7 @@ class Suspects:
     def restore(self, deaths: Mapping[str, int], playing: Mapping[str, str]) -> None:
         """Be as `state` says."""
         self._deaths, self._playing = dict(deaths), dict(playing)
+        self.changes += 1
 
     def must_wait(self, worker: str, prompt_id: str) -> bool:
         """Whether `worker` may not begin `prompt_id` now, as it plays another suspect."""
@@ -39,21 +42,25 @@ class Suspects:
 
     def began(self, worker: str, prompt_id: str) -> None:
         """`worker` plays `prompt_id`."""
-        if prompt_id in self._deaths:
+        if prompt_id in self._deaths and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
+            self.changes += 1
 
     def ended(self, worker: str, prompt_id: str) -> None:
         """`prompt_id` came to an end on `worker`, whichever: it kills nobody."""
-        self._deaths.pop(prompt_id, None)
-        self._stop(worker, prompt_id)
+        if self._deaths.pop(prompt_id, None) is not None:
+            self.changes += 1
+        if self._playing.get(worker) == prompt_id:
+            self._stop(worker)
 
     def silent(self, worker: str) -> None:
         """`worker` is not heard, which need not be a death; what it had in hand is played again."""
-        self._playing.pop(worker, None)
+        self._stop(worker)
 
     def died(self, worker: str, in_hand: Iterable[str]) -> set[str]:
         """`worker` died with these prompts in hand; returns those that are to be given up."""
-        if (suspect := self._playing.pop(worker, None)) is None:
+        suspect = self._stop(worker)
+        if suspect is None or suspect not in self._deaths:  # or another worker saw it end
             for prompt_id in in_hand:
                 self._deaths.setdefault(prompt_id, 1)
             return set()
@@ -61,8 +68,11 @@ class Suspects:
         if self._deaths[suspect] < MAX_DEATHS:
             return set()
         del self._deaths[suspect]
+        self.changes += 1
         return {suspect}
 
-    def _stop(self, worker: str, prompt_id: str) -> None:
-        if self._playing.get(worker) == prompt_id:
-            del self._playing[worker]
+    def _stop(self, worker: str) -> str | None:
+        """`worker` plays no suspect from now on; which it played."""
+        suspect = self._playing.pop(worker, None)
+        self.changes += suspect is not None
+        return suspect

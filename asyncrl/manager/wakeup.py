@@ -9,17 +9,16 @@ class Signal:
     """Wakes whoever waits. Notifying costs nothing while nobody does."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[bool]] = set()
 
     def notify(self) -> None:
         """Wake everyone who waits now."""
         for waiter in list(self._waiters):
-            if not waiter.done():
-                waiter.set_result(None)
+            _complete(waiter, True)
 
-    def next(self) -> asyncio.Future[None]:
+    def next(self) -> asyncio.Future[bool]:
         """A future that the next `notify` completes; cancel it when it is not wanted any more."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         waiter.add_done_callback(self._waiters.discard)
         return waiter
@@ -27,6 +26,13 @@ class Signal:
     async def wait(self, timeout_s: float) -> bool:
         """Wait for the next `notify`; False where none came within `timeout_s` seconds."""
         waiter = self.next()
-        done, _ = await asyncio.wait({waiter}, timeout=max(0.0, timeout_s))
-        waiter.cancel()
-        return bool(done)
+        limit = asyncio.get_running_loop().call_later(max(0.0, timeout_s), _complete, waiter, False)
+        try:
+            return await waiter
+        finally:
+            limit.cancel()
+
+
+def _complete(waiter: asyncio.Future[bool], notified: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(notified)

@@ -36,15 +36,12 @@ from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.push_pull.outbox import RecentIds
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.buffer_order import Ranks, oldest_first
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
-
-REMEMBERED_IDS = 65_536
-"""Finished rollout ids kept to recognise late copies. A copy is resent within seconds, so thousands of steps are ample;
-one that comes later still is known by its prompt, which is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,8 @@ class SampleBuffer:
         on_stale: what becomes of records beyond `eta`.
         used: prompts trained or dropped for good so far; the buffer adds to it.
         ranks: of the records that wait, where the user orders them.
+        remembered: finished rollout ids kept to recognise late copies, None: `ids_remembered`. A copy that comes later
+            still is known by its prompt, which is used.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class SampleBuffer:
         on_stale: OnStale,
         used: UsedPrompts | None = None,
         ranks: Ranks = oldest_first,
+        remembered: int | None = None,
     ) -> None:
         self._ranks = ranks
         self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
@@ -82,9 +82,10 @@ class SampleBuffer:
         self.trained = 0
         self.dropped: Counter[str] = Counter()
         self._live: dict[str, RolloutRecord] = {}
+        self._live_by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: set[str] = set()  # of live and taken records
-        self._finished = RecentIds(REMEMBERED_IDS)
+        self._finished = RecentIds(ids_remembered(batch_size, eta) if remembered is None else remembered)
         self._drops: list[Drop] = []
 
     def __len__(self) -> int:
@@ -106,14 +107,20 @@ class SampleBuffer:
             else:
                 self._live[record.rollout_id] = record
                 self._prompts.add(record.prompt_id)
+                if record.generated_tokens:
+                    self._live_by_age.setdefault(self._decisive(record), {})[record.rollout_id] = record
         return copies
 
     def expire(self, version: int) -> None:
-        """Drop the live records that the step at `version` and any later one may not train."""
-        for record in [record for record in self._live.values() if self._expired(record, version)]:
-            del self._live[record.rollout_id]
-            self._prompts.discard(record.prompt_id)
-            self._drop(record, DropReason.stale, return_prompt=record.prompt_id not in self.used)
+        """Drop the live records that the step at `version` and any later one may not train.
+
+        Looks at those alone: what a call costs grows with what it drops, and not with what it leaves.
+        """
+        while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
+            for record in self._live_by_age.pop(oldest).values():
+                del self._live[record.rollout_id]
+                self._prompts.discard(record.prompt_id)
+                self._drop(record, DropReason.stale, return_prompt=record.prompt_id not in self.used)
 
     def give_up(self, prompt_ids: Iterable[str]) -> None:
         """RolloutWorkers dropped these prompts for good: they are used from here on."""
@@ -133,6 +140,7 @@ class SampleBuffer:
         chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:
             self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
+            self._forget_age(record)
         return TrainBatch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
@@ -181,10 +189,19 @@ class SampleBuffer:
         self.dropped = Counter(state["dropped"])
 
     def _expired(self, record: RolloutRecord, version: int) -> bool:
-        if not record.generated_tokens:
-            return False
-        decisive = record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
-        return version - decisive > self.eta
+        return bool(record.generated_tokens) and version - self._decisive(record) > self.eta
+
+    def _decisive(self, record: RolloutRecord) -> int:
+        """The version of the token whose age says when the record expires."""
+        return record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
+
+    def _forget_age(self, record: RolloutRecord) -> None:
+        """The record does not expire any more."""
+        if record.generated_tokens:
+            same_age = self._live_by_age[self._decisive(record)]
+            del same_age[record.rollout_id]
+            if not same_age:
+                del self._live_by_age[self._decisive(record)]
 
     def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:
         self.dropped[reason] += 1

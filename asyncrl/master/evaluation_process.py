@@ -7,7 +7,7 @@ import math
 
 from asyncrl.comm import names
 from asyncrl.comm.request_reply import RequestClient
-from asyncrl.master.connections import connect, evaluate
+from asyncrl.master.connections import connect, context_of_peers, evaluate
 from asyncrl.master.evaluation_statistics import evaluation_statistics
 from asyncrl.rollout.settings import EvaluationSet, evaluation_sets
 from asyncrl.runtime.run_dir import METRICS_FILE
@@ -25,9 +25,11 @@ class EvaluationMaster(AsyncWorker):
 
     async def main(self) -> None:
         """Evaluate each set, then end, which ends the launch."""
+        context = context_of_peers(self.config.rollout.workers)
         try:
-            workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers)
+            workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers, context)
         except StopRequested:
+            context.destroy(0)
             return
         self.ready()
         try:
@@ -40,6 +42,7 @@ class EvaluationMaster(AsyncWorker):
         finally:
             for worker in workers:
                 worker.close()
+            context.destroy(0)
 
     async def _evaluate(self, workers: list[RequestClient], each: EvaluationSet) -> dict[str, float | str]:
         evaluating = evaluate(workers, each.name, VERSION, self.config.eval.timeout_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
+from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, context_of_peers
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
@@ -40,7 +40,9 @@ class MasterWorker(AsyncWorker):
         """Peers for kept samples in place of rollouts."""
         gate = OfflineGate()
         board = ReplayBoard(self, gate, self.config.train_batch_size)
-        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
+        context = context_of_peers(self._placement.workers)
+        closing.callback(context.destroy, 0)
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, context)
         for client in trainers:
             closing.callback(client.close)
         folder, total = Path(self.config.samples.replay), self.config.total_train_steps
@@ -62,9 +64,11 @@ class MasterWorker(AsyncWorker):
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, find=find)
         closing.push_async_callback(manager.close)
-        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers)
         workers = range(self.config.rollout.workers)
-        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index) for index in workers]
+        context = context_of_peers(self._placement.workers + len(workers))
+        closing.callback(context.destroy, 0)
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, context)
+        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index, context) for index in workers]
         for trainer in trainers:
             closing.callback(trainer.close)
         for rollout in rollouts:

@@ -1,7 +1,9 @@
 """The trajectories that a rank has received and not trained yet, and what the master knows of them.
 
 Filled by the puller's thread, polled from the request server's loop, emptied by the main thread. It is bounded: `put`
-waits for room, which withholds the acknowledgement and so slows the senders down.
+waits for room, which withholds the acknowledgement and so slows the senders down. Its memory has a bound of its own, in
+bytes: what comes beyond it lies in files until it is trained. To hold senders back for that would stop a run whose
+batch is larger than the memory, as the step that makes room waits for the batch. A full disk holds them back too.
 
 A poll names the cursor of the last reply that the caller has processed. Records up to there are forgotten, all later
 ones are sent (again), so a lost reply costs nothing.
@@ -9,12 +11,14 @@ ones are sent (again), so a lost reply costs nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from asyncrl.api.trajectory import Trajectory
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
 
 
@@ -29,22 +33,36 @@ class Inbox:
         head: data index of the ModelWorker whose inbox this is.
         capacity: rollouts held at most.
         on_arrival: called, from the thread that puts, after a trajectory was added.
+        memory_bytes: of the tokens that it holds in memory at most.
+        spilled: where the rest lies; None: everything is held in memory.
     """
 
-    def __init__(self, head: int, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        head: int,
+        capacity: int,
+        on_arrival: Callable[[], None] = lambda: None,
+        *,
+        memory_bytes: float = math.inf,
+        spilled: KeptInbox | None = None,
+    ) -> None:
         self._head = head
         self._capacity = capacity
         self._on_arrival = on_arrival
+        self._memory_bytes, self._spilled = memory_bytes, spilled
         self._room = threading.Condition()
-        self._held: dict[str, Trajectory] = {}
+        self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
+        self.bytes_held = 0
+        """Of the tokens in memory."""
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
 
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
-        """Add a trajectory, waiting for room; one that is held already is ignored.
+        """Add a trajectory, waiting for room; one that is held already is ignored. One thread puts and restores.
 
         Raises:
             InboxFull: there was no room for `timeout_s` seconds.
+            OSError: it does not fit into memory, and the disk does not take it.
         """
         with self._room:
             if trajectory.rollout_id in self._held:
@@ -54,18 +72,24 @@ class Inbox:
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
                     f"{timeout_s:g} s"
                 )
-            self._hold(trajectory)
+        self._hold(trajectory)
         self._on_arrival()
 
     def restore(self, trajectory: Trajectory) -> None:
         """Add one that was held by the process before this one, whether there is room or not."""
-        with self._room:
-            self._hold(trajectory)
+        self._hold(trajectory)
 
     def _hold(self, trajectory: Trajectory) -> None:
-        self._held[trajectory.rollout_id] = trajectory
-        self._last += 1
-        self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
+        size, spilled = bytes_of(trajectory), None
+        if self._spilled is not None and self.bytes_held + size > self._memory_bytes:
+            spilled = self._spilled
+            spilled.write(trajectory)
+        record = record_of(trajectory, self._head)
+        with self._room:
+            self._held[trajectory.rollout_id] = trajectory if spilled is None else None
+            self.bytes_held += size if spilled is None else 0
+            self._last += 1
+            self._unacknowledged.append((self._last, record))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""
@@ -74,16 +98,37 @@ class Inbox:
             return PolledBuffer(self._last, tuple(record for _, record in self._unacknowledged))
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """The trajectories of those `rollout_ids` that are held."""
+        """The trajectories of those `rollout_ids` that are held.
+
+        Raises:
+            OSError, CodecError: one that was spilled cannot be read again.
+        """
         with self._room:
-            return {key: self._held[key] for key in rollout_ids if key in self._held}
+            found = {key: self._held[key] for key in rollout_ids if key in self._held}
+        return {key: self._read(key) if held is None else held for key, held in found.items()}
+
+    def _read(self, rollout_id: str) -> Trajectory:
+        assert self._spilled is not None, "spilled"
+        return self._spilled.load(rollout_id)
 
     def remove(self, rollout_ids: Sequence[str]) -> None:
         """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
         with self._room:
             for rollout_id in rollout_ids:
-                self._held.pop(rollout_id, None)
+                if (held := self._held.pop(rollout_id, None)) is not None:
+                    self.bytes_held -= bytes_of(held)
             self._room.notify_all()
+        if self._spilled is not None:
+            self._spilled.remove(rollout_ids)
+
+
+def bytes_of(trajectory: Trajectory) -> int:
+    """Bytes of its tokens and what goes with each, as it is held."""
+    samples = trajectory.samples
+    prompt, rest = (samples.prompt.nbytes, samples.rest) if isinstance(samples, SharedPrompt) else (0, samples)
+    columns = SampleColumns.join(rest)
+    of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions, columns.token_rewards)
+    return prompt + sum(column.nbytes for column in of_tokens if column is not None)
 
 
 def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:

@@ -1,4 +1,5 @@
-"""The inbox's trajectories as files, so that they outlive their process (`asyncrl.runtime.last_step`).
+"""The inbox's trajectories as files: so that they outlive their process (`asyncrl.runtime.last_step`), or since they do
+not fit into memory (`trainer.buffer_memory`).
 
 A trajectory is written before it is acknowledged: what a death cuts off was not, and its sender sends it again. It is
 removed once it is discarded, or once the state of the step that trained it is kept; until then a successor may have to
@@ -39,18 +40,25 @@ class KeptInbox:
         """What a predecessor kept, in the order of arrival. A file that its death cut off is removed."""
         for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
             self._arrived = max(self._arrived, int(file.name))
-            data = file.read_bytes()
             try:
-                if len(data) < _LENGTH.size:
-                    raise CodecError("its length is missing")
-                middle = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-                (trajectory,) = decode_trajectories([data[_LENGTH.size : middle], data[middle:]])
+                trajectory = _decode(file.read_bytes())
             except CodecError as error:
                 _log.info("%s was not written to its end (%s); its sender sends it again", file, error)
                 file.unlink()
                 continue
             self._files[trajectory.rollout_id] = file
             yield trajectory
+
+    def load(self, rollout_id: str) -> Trajectory:
+        """One that is kept.
+
+        Raises:
+            KeyError: it is not.
+            OSError, CodecError: its file cannot be read, or was changed.
+        """
+        with self._lock:
+            file = self._files[rollout_id]
+        return _decode(file.read_bytes())
 
     def write(self, trajectory: Trajectory) -> None:
         """Keep `trajectory`; nothing where it is kept already.
@@ -82,3 +90,16 @@ class KeptInbox:
                 file = self._files.pop(rollout_id, None)
             if file is not None:
                 file.unlink(missing_ok=True)
+
+
+def _decode(data: bytes) -> Trajectory:
+    """The trajectory in a file's `data`.
+
+    Raises:
+        CodecError: it is not whole.
+    """
+    if len(data) < _LENGTH.size:
+        raise CodecError("its length is missing")
+    middle = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    (trajectory,) = decode_trajectories([data[_LENGTH.size : middle], data[middle:]])
+    return trajectory

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,13 +29,14 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, WEIGHTS_DIR
+from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, SPILLED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
@@ -127,7 +129,14 @@ class ModelWorker(Worker):
         self._arrival: asyncio.Event | None = None
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        self._inbox = Inbox(head, self.config.trainer.buffer_capacity, self._on_arrival)
+        trainer = self.config.trainer
+        self._inbox = Inbox(
+            head,
+            trainer.buffer_capacity,
+            self._on_arrival,
+            memory_bytes=trainer.buffer_memory * 2**30,
+            spilled=self._spilling_to(self.run_dir / SPILLED_DIR / str(self.index)),
+        )
         self._kept_inbox = self._open_kept_inbox(head)
         self._server = RequestServer(
             system.host,
@@ -158,7 +167,8 @@ class ModelWorker(Worker):
             self._open.callback(self._close_connections)
         model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
         self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version)
-        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive)
+        remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
+        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
@@ -166,6 +176,13 @@ class ModelWorker(Worker):
         if self._world.takes_trajectories:
             puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
+
+    def _spilling_to(self, folder: Path) -> KeptInbox:
+        """What a process before this one spilled was in its hand; what of it is to be trained is kept elsewhere too."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        self._open.callback(shutil.rmtree, folder, ignore_errors=True)
+        return KeptInbox(folder)
 
     def _open_kept_inbox(self, head: int) -> KeptInbox | None:
         """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""

@@ -175,6 +175,13 @@ class TrainerConfig:
     buffer_capacity: int = setting(
         4096, "rollouts a rank holds before it stops taking more", unit="rollouts", minimum=1
     )
+    buffer_memory: float = setting(
+        8.0,
+        "memory for the tokens of the rollouts that a rank holds; what comes beyond it waits in files under the run's "
+        "folder until it is trained (a rollout of 16 samples of 32k tokens takes 7 MiB)",
+        unit="GiB",
+        minimum=0.0,
+    )
     collective_timeout_s: float = setting(120.0, "limit of one collective operation", unit="s", minimum=1.0)
 
 

@@ -447,7 +447,7 @@ async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
     client, master = manager.client(), manager.client("master_worker/0")
     await master.close_gate()
     asking = asyncio.create_task(client.allocate(wanted("a"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._room._waiters))
+    await held(manager, lambda: len(manager.service._at_gate))
     assert not asking.done()
     assert (await manager.client().allocate([], timeout_s=0)).closed
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,17 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import RequestClient, RequestServer
+from asyncrl.comm.security import RunSecret
+from asyncrl.comm.sockets import DESCRIPTORS_PER_LINK
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import NameBoard, NothingEvaluated, ReplaceableWorker, evaluate
+from asyncrl.master.connections import (
+    NameBoard,
+    NothingEvaluated,
+    ReplaceableWorker,
+    connect,
+    context_of_peers,
+    evaluate,
+)
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
@@ -49,6 +61,76 @@ async def test_an_evaluation_is_the_shares_of_all_rollout_workers() -> None:
         for client in clients:
             client.close()
     assert result == EvaluationResult(tuple(map(answered, (0, 2, 3))), 3, min_version=5, max_version=6)
+
+
+@contextmanager
+def soft_limit(descriptors: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_peers_share_threads_and_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    peers, secret = 200, RunSecret.create(tmp_path / "secret").sockets()
+
+    async def share(request: Evaluate) -> EvaluationResult:
+        return EvaluationResult((answered(request.version),), 0, 0, 0)
+
+    serving = RequestServer("127.0.0.1", secret, immediate={Evaluate: share})
+    try:
+        with soft_limit(256):
+            threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+            context = context_of_peers(peers)
+            clients = [RequestClient(serving.endpoint, secret, context=context) for _ in range(peers)]
+            calls = [client.call(Evaluate("x", number), timeout_s=60.0) for number, client in enumerate(clients)]
+            replies = await asyncio.gather(*calls)
+            assert [reply.answers[0].row for reply in replies] == list(range(peers))
+            assert len(os.listdir("/proc/self/task")) - threads <= 4
+            of_the_server = peers
+            taken = len(os.listdir("/proc/self/fd")) - files - of_the_server
+            assert taken <= DESCRIPTORS_PER_LINK * peers + 16
+            for client in clients:
+                client.close()
+            context.destroy(linger=0)
+    finally:
+        serving.close()
+
+
+class Registered:
+    """A worker that finds the others in a table."""
+
+    security = None
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self.resolver = None
+        self._found = {
+            names.worker_key(names.ROLLOUT_WORKER, index): names.WorkerAddress(endpoint, 1).encode()
+            for index, endpoint in enumerate(endpoints)
+        }
+
+    async def registered(self, key: str) -> str:
+        return self._found[key]
+
+
+async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_takes_no_other_along() -> None:
+    with rollout_worker([0], 5) as first, rollout_worker([1], 5) as second:
+        context = context_of_peers(2)
+        found: Any = Registered([first.endpoint, second.endpoint])
+        clients = await connect(found, names.ROLLOUT_WORKER, 2, context)
+        assert (await evaluate(clients, "hard", 5, LIMIT_S)).answers == tuple(map(answered, (0, 1)))
+        clients[0].close()
+        assert (await evaluate(clients[1:], "hard", 5, LIMIT_S)).answers == (answered(1),)
+        context.destroy(linger=0)
+
+
+def test_too_few_open_files_are_refused_with_how_many_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.master.connections.allow_descriptors", lambda: 1024)
+    with pytest.raises(OSError, match=r"1256 other processes take 5152 open files and the hard limit is 1024"):
+        context_of_peers(1256)
+    context_of_peers(200).destroy()
 
 
 async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_path: Path) -> None:

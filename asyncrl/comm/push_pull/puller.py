@@ -16,13 +16,13 @@ from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
 from asyncrl.comm.push_pull.outbox import RecentIds
+from asyncrl.comm.remembered import AT_LEAST
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
 
 _log = logging.getLogger(__name__)
 
-REMEMBERED_IDS = 100_000  # some 10 MB; far more rollouts than any run finishes within a few resend intervals
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
 _MESSAGES_PER_TURN = 64  # read at most so many before looking whether the puller was closed
@@ -60,6 +60,7 @@ class TrajectoryPuller:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
         max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
+        remembered: ids kept to know duplicates by (`ids_remembered`).
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class TrajectoryPuller:
         *,
         on_message: Callable[[Trajectory], None],
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
+        remembered: int = AT_LEAST,
     ) -> None:
         if max_bytes < 2 * messages.BATCH_BYTES:
             raise ValueError(
@@ -79,7 +81,7 @@ class TrajectoryPuller:
         self._sender = b""  # of the message in hand
         self._unacknowledged: list[int] = []  # what of it is accepted
         self._counters = PullerCounters()
-        self._seen = RecentIds(REMEMBERED_IDS)
+        self._seen = RecentIds(remembered)
         self._log = SourceLog("trajectory")
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()

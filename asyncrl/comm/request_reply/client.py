@@ -45,6 +45,7 @@ class RequestClient:
         security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
         max_bytes: limit of one reply.
+        context: of several clients, whose owner ends it after them; None: one of its own.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RequestClient:
         *,
         name: str | None = None,
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
+        context: Context | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._peer = f"{name} ({address})" if name else address
@@ -64,7 +66,7 @@ class RequestClient:
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
-        self._context = Context()
+        self._context, self._shares_context = context or Context(), context is not None
         self._link = PeerLink(
             self._context,
             address,
@@ -107,7 +109,8 @@ class RequestClient:
             self._closed = True
             self._fail_all("the client was closed")
             self._link.close()
-            self._context.term()
+            if not self._shares_context:
+                self._context.term()
 
     def _flush(self) -> None:
         while self._unsent and self._link.writable and self._link.send(self._unsent[0][1]):

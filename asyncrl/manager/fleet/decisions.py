@@ -17,6 +17,9 @@ States of a server::
   fine.
 - After a failed update nobody knows which weights the server has: SGLang has been seen to replace them and answer
   400. So it gets no request until a whole update has succeeded, whatever version it claims.
+- At most `update_fraction` of all servers are out of service for an update at a time, at least one: the others serve
+  the version before meanwhile, and with them the gate stays at it until the last has left it. What failed and is tried
+  again serves nothing anyway and does not count, so that it holds up nobody.
 - A server that fails its health check is quarantined too and comes back the same way; where no weights are published
   yet (it has the initial model) it comes back when it is healthy. Naming another version than it was brought to counts
   as a failure: somebody started the server again at the same address.
@@ -133,16 +136,36 @@ class ServerLife:
     checking: bool = False
 
 
+@dataclass(slots=True)
+class _Leaving:
+    """How many servers may stop serving for an update now."""
+
+    places: int
+    serving: int
+    under_way: int
+    spares_the_last: bool
+    """Draining takes long: the last that serves waits for those under way."""
+
+    def take_one(self) -> bool:
+        """Whether one more may; it then does."""
+        if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
+            return False
+        self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
+        return True
+
+
 class FleetDecisions:
     """Decides for all servers. The caller reports events, then does what `poll` orders; times are its clock's, in s.
 
     Args:
         mode: what an update does to running requests.
         update_timeout_s: an update that takes longer has failed.
+        update_fraction: of the servers, those that may be out of service for an update at a time; above 0, at most 1.
     """
 
-    def __init__(self, mode: UpdateMode, update_timeout_s: float) -> None:
+    def __init__(self, mode: UpdateMode, update_timeout_s: float, update_fraction: float = 1.0) -> None:
         self._mode = mode
+        self._fraction = update_fraction
         self._timeout_s = update_timeout_s
         self._servers: dict[int, ServerLife] = {}
         self._attempts = 0
@@ -190,12 +213,13 @@ class FleetDecisions:
         """What is to be done now. `running` counts the requests on each server; one not named has none."""
         orders: list[Order] = [*self._given_up]
         self._given_up.clear()
+        leaving = self._leaving()
         for life in self.servers:
             match life.state:
                 case ServerState.UPDATING if now >= life.due:
                     orders.append(CancelUpdate(life.index, life.attempt))
                     self._quarantine(life, f"update took longer than {self._timeout_s:g} s", now)
-                case ServerState.SERVING if self._outdated(life) and self._may_leave(life):
+                case ServerState.SERVING if self._outdated(life) and leaving.take_one():
                     if self._mode == UpdateMode.finish:
                         life.state = ServerState.DRAINING
                     else:
@@ -289,12 +313,12 @@ class FleetDecisions:
     def _outdated(self, life: ServerLife) -> bool:
         return self.target is not None and life.version != self.target.version
 
-    def _may_leave(self, life: ServerLife) -> bool:
-        """Whether a server may stop serving for an update. Draining takes long: the last waits for those under way."""
-        if self._mode != UpdateMode.finish or len(self._serving()) > 1:
-            return True
-        under_way = (ServerState.DRAINING, ServerState.UPDATING)
-        return not any(other.state in under_way for other in self._servers.values())
+    def _leaving(self) -> _Leaving:
+        lives = self._servers.values()
+        under_way = [life for life in lives if life.state in (ServerState.DRAINING, ServerState.UPDATING)]
+        allowed = max(1, int(self._fraction * len(lives)))
+        places = allowed - sum(not life.failures for life in under_way)
+        return _Leaving(places, len(self._serving()), len(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
         assert self.target is not None

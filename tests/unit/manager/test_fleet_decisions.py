@@ -279,12 +279,57 @@ def test_finish_does_not_wait_for_a_quarantined_server() -> None:
     assert life_of(fleet, 1).state is ServerState.DRAINING
 
 
+@pytest.mark.parametrize("mode", ["interrupt", "retract", "in_place", "finish"])
+def test_a_rolling_update_takes_a_fraction_at_a_time(mode: UpdateMode) -> None:
+    fleet = FleetDecisions(mode, LIMIT_S, 0.25)
+    for index in range(10):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.publish(target(1))
+    updated: list[int] = []
+    for _ in range(5):
+        orders = updates(fleet.poll(0.0, NOTHING))
+        assert fleet.poll(0.0, NOTHING) == []
+        assert len([life for life in fleet.servers if life.state is ServerState.SERVING]) >= 8
+        assert fleet.served_version == 0 or len(updated) >= 8
+        updated += orders
+        for index, order in orders.items():
+            assert len(orders) == 2
+            fleet.succeeded(index, order.attempt)
+    assert updated == list(range(10))
+    assert fleet.served_version == 1
+
+
+def test_servers_that_fail_do_not_hold_up_a_rolling_update() -> None:
+    fleet = FleetDecisions("interrupt", LIMIT_S, 0.1)
+    for index in range(10):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.publish(target(1))
+    now = 0.0
+    for _ in range(10):
+        for index, order in updates(fleet.poll(now, NOTHING)).items():
+            if index < 3:
+                fleet.failed(index, order.attempt, "no", now)
+            else:
+                fleet.succeeded(index, order.attempt)
+    assert [life.version for life in fleet.servers if life.index >= 3] == [1] * 7
+
+
+def test_the_least_fraction_updates_one_server_at_a_time() -> None:
+    fleet = FleetDecisions("interrupt", LIMIT_S, 0.0)
+    for index in range(3):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.publish(target(1))
+    assert list(updates(fleet.poll(0.0, NOTHING))) == [0]
+
+
 class AnyFaults(RuleBasedStateMachine):
     """Servers fail, hang, restart and vanish in any order while versions are published."""
 
-    @initialize(mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]))
-    def begin(self, mode: UpdateMode) -> None:
-        self.fleet = FleetDecisions(mode, LIMIT_S)
+    @initialize(
+        mode=st.sampled_from(["interrupt", "retract", "in_place", "finish"]), fraction=st.sampled_from([0.0, 0.5, 1.0])
+    )
+    def begin(self, mode: UpdateMode, fraction: float) -> None:
+        self.fleet = FleetDecisions(mode, LIMIT_S, fraction)
         self.now = 0.0
         self.version = 0
         self.lives = 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.manager.messages import RouteRequest
-from asyncrl.manager.router import POLICIES, PrefixAffine, Router
+from asyncrl.manager.router import POLICIES, PrefixAffine, Router, ServerView
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
@@ -73,10 +76,11 @@ def test_a_conversation_moves_when_its_server_takes_no_requests_and_stays_there(
 
 
 def test_affinities_are_bounded() -> None:
-    policy = PrefixAffine(kept=4)
-    views = router_of("prefix_affine").servers
+    policy = PrefixAffine({view.index: view for view in router_of("prefix_affine").servers}, kept=4)
+    for view in policy._servers.values():
+        policy.changed(view)
     for index in range(100):
-        policy.choose(views, request_of(str(index), affinity=str(index)))
+        assert policy.choose(request_of(str(index), affinity=str(index)), 0) is not None
     assert len(policy._home) == 4
 
 
@@ -120,6 +124,34 @@ def test_the_end_of_a_rollout_releases_all_its_requests() -> None:
     assert router.placed == 1
 
 
+class CountedServers(dict[int, ServerView]):
+    """Counts the servers that are looked at one by one."""
+
+    looks = 0
+
+    def get(self, index: int, default: ServerView | None = None) -> ServerView | None:  # type: ignore[override]
+        self.looks += 1
+        return super().get(index, default)
+
+    def __getitem__(self, index: int) -> ServerView:
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_choice_looks_at_few_servers_of_many(policy: str) -> None:
+    """Also after many placements and releases, which leave nothing behind."""
+    router = router_of(policy, servers=512)
+    least = getattr(router._policy, "_new", router._policy)
+    least._servers = servers = CountedServers(least._servers)
+    for number in range(2_048):
+        place(router, f"r{number}", n=1 + number % 5)
+        if number >= 1_024:
+            router.release(f"r{number - 1_024}")
+    assert 0 < servers.looks < 5 * 2_048
+    assert len(getattr(least, "_heap", ())) <= 4 * 512 + 64
+
+
 def test_a_restarted_server_starts_empty() -> None:
     router = router_of("least_requests", servers=1)
     place(router, "a")
@@ -133,7 +165,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, policy: str) -> None:
-        self.router = Router(policy)
+        self.policy, self.router = policy, Router(policy)
+
+    LOADS: ClassVar = {"least_requests": ("sequences", "tokens"), "least_tokens": ("tokens", "sequences")}
+
+    def load(self, view: ServerView) -> list[int]:
+        return [getattr(view, name) for name in self.LOADS.get(self.policy, ())]
 
     @rule(server=st.integers(0, 3), generation=st.integers(0, 1), version=st.integers(0, 2), routable=st.booleans())
     def update(self, server: int, generation: int, version: int, routable: bool) -> None:
@@ -154,11 +191,14 @@ class AnyOrder(RuleBasedStateMachine):
     def schedule(self, request: int, worker: str, rollout: str | None, n: int, tokens: int, version: int) -> None:
         wanted = request_of(str(request), tokens=tokens, n=n, affinity=str(request % 3), rollout=rollout)
         possible = [view for view in self.router.servers if view.routable and view.version >= version]
+        self.router.release(str(request))
+        loads = [(self.load(view), view.index) for view in possible]
         server = self.router.schedule(wanted, worker, version)
         if server is None:
             assert not possible
         else:
             assert server.index in [view.index for view in possible]
+            assert self.policy not in self.LOADS or server.index == min(loads)[1]
 
     @rule(request=st.integers(0, 8))
     def release(self, request: int) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.manager.staleness_gate import TRAINED, WORKER_LOST, StalenessGate, Ticket
 
@@ -245,3 +250,69 @@ def test_memory_is_bounded_and_forgotten_rollouts_change_nothing() -> None:
     assert gate.drop("3", "stale") is None
     gate.train(1000, ["3"])
     assert gate.books() == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(chance=st.randoms(use_true_random=False))
+def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_finds(chance: Random) -> None:
+    gate = StalenessGate(2, 2)
+    for number in range(60):
+        known = [row[0] for row in gate.memory().live]
+        turn = chance.random()
+        if turn < 0.4:
+            gate.start(Ticket(f"r{number}", chance.choice(["w0", "w1"]), f"p{chance.randrange(9)}", number))
+        elif turn < 0.7 and known:
+            gate.finish(chance.choice(known))
+        elif turn < 0.8 and known:
+            gate.give_up(chance.choice(known))
+            gate.drop(chance.choice(known), "rejected")
+        elif turn < 0.9:
+            gate.train(gate.trained_version + 1, [row[0] for row in gate.memory().live if row[-1]][:2])
+        else:
+            gate.advance(gate.version + 1)
+        if chance.random() < 0.1:
+            again = StalenessGate(2, 2)
+            again.start(Ticket("forgotten", "w2", "p"))
+            again.restore(gate.memory())
+            gate = again
+        live = gate.memory().live
+        assert gate.owners == {owner for _, owner, *_ in live}
+        for owner in ("w0", "w1", "w2"):
+            assert gate.running_of(owner) == [row[0] for row in live if row[1] == owner and not row[-1]]
+            assert [ticket.rollout_id for ticket in gate.finished_of(owner)] == [
+                row[0] for row in live if row[1] == owner and row[-1]
+            ]
+        for step in range(gate.version, gate.version + 4):
+            assert sorted(gate.blocking(step)) == sorted(blocking_by_hand(gate, step))
+            assert gate.is_blocked(step) == bool(gate.blocking(step))
+
+
+def blocking_by_hand(gate: StalenessGate, step: int) -> list[str]:
+    """By (H) of the module's docstring, for every version of admission."""
+    live = gate.memory().live
+    blocked_to = -1
+    for version in {row[5] for row in live}:
+        older = [row for row in live if row[5] <= version]
+        finished = sum(row[-1] for row in older)
+        if len(older) - min(finished, gate.batch_size) > max(0, version + gate.max_staleness - step) * gate.batch_size:
+            blocked_to = max(blocked_to, version)
+    return [row[0] for row in live if not row[-1] and row[5] <= blocked_to]
+
+
+def test_whether_a_step_is_blocked_looks_at_versions_and_not_at_rollouts() -> None:
+    gate = StalenessGate(1_000, 3)
+    for number in range(4_000):
+        gate.start(Ticket(f"r{number}", f"w{number % 7}", f"p{number}", number))
+    looked = []
+
+    class Untouchable(dict[str, Any]):
+        def __iter__(self) -> Any:
+            looked.append(1)
+            return super().__iter__()
+
+    gate._running_at = {version: Untouchable(running) for version, running in gate._running_at.items()}
+    gate._live = Untouchable(gate._live)
+    assert gate.is_blocked(1)
+    assert not looked
+    assert len(gate.blocking(1)) == 4_000
+    assert looked

@@ -109,3 +109,11 @@ def test_a_manager_that_is_started_again_suspects_the_same() -> None:
     for event in run.events:
         books.replay(decoder.decode(event))
     assert books.suspects.state() == run.service.rollouts.suspects.state() == ({"e0-0": 1, "e0-1": 1}, {})
+
+
+def test_a_suspect_that_another_worker_saw_end_is_none_as_its_worker_dies() -> None:
+    suspects = Suspects()
+    suspects.died("w0", ["a"])
+    suspects.began("w0", "a")
+    suspects.ended("w1", "a")
+    assert suspects.died("w0", ["b"]) == set()

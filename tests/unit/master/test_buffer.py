@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import structs
 
+from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.buffer import REMEMBERED_IDS, SampleBuffer
+from asyncrl.master.buffer import SampleBuffer
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -125,10 +128,65 @@ def test_state_survives_json_and_live_records_are_forgotten() -> None:
     assert len(restored) == 1
 
 
-def test_finished_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.master.buffer.REMEMBERED_IDS", 3)
-    assert REMEMBERED_IDS > 3
-    buffer = SampleBuffer(1, 0, "drop")
+class CountedRecords(dict[str, RolloutRecord]):
+    """Counts the records that a walk over all of them looks at."""
+
+    walked = 0
+
+    def values(self) -> Any:
+        self.walked += len(self)
+        return super().values()
+
+
+def test_what_does_not_expire_is_not_looked_at() -> None:
+    buffer = SampleBuffer(1_000, 4, "drop")
+    buffer.add(record(order, order % 5) for order in range(500))
+    buffer._live = counted = CountedRecords(buffer._live)
+    for order in range(500, 600):
+        buffer.add([record(order, 4)])
+        buffer.expire(4)
+    assert len(buffer) == 600
+    buffer.expire(5)
+    assert len(buffer) == 500
+    assert counted.walked == 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask", "wait"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_expires_is_what_a_look_at_every_record_finds(policy: str, data: st.DataObject) -> None:
+    """Of records that come late, are taken, or hold no token at all."""
+    buffer = SampleBuffer(2, 2, policy)
+    known: dict[str, RolloutRecord] = {}
+    version = 0
+    for order in range(data.draw(st.integers(1, 12))):
+        oldest = max(0, version - data.draw(st.integers(0, 4)))
+        empty = data.draw(st.booleans())
+        new = record(order, oldest, max(oldest, version - data.draw(st.integers(0, 3))))
+        new = structs.replace(new, generated=(0,), version_tokens={}, oldest_version=-1) if empty else new
+        buffer.add([new])
+        known[new.rollout_id] = new
+        version += data.draw(st.integers(0, 1))
+        buffer.expire(version)
+        for drop in buffer.pop_drops():
+            del known[drop.record.rollout_id]
+        decisive = {
+            name: each.newest_version if policy == "mask" else each.oldest_version for name, each in known.items()
+        }
+        assert not [name for name, each in known.items() if each.generated_tokens and version - decisive[name] > 2]
+        if data.draw(st.booleans()) and (batch := buffer.take(version)) is not None:
+            for taken in batch.records:
+                del known[taken.rollout_id]
+        assert len(buffer) == len(known)
+
+
+def test_as_many_ids_are_remembered_as_rollouts_may_end_at_once() -> None:
+    assert ids_remembered(16, 1) == 65_536
+    assert ids_remembered(10_000, 9) >= 2 * 100_000
+
+
+def test_finished_ids_are_bounded() -> None:
+    buffer = SampleBuffer(1, 0, "drop", remembered=3)
     for order in range(10):
         buffer.add([record(order, 0)])
         buffer.expire(1)

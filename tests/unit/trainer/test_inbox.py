@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.trainer.inbox import Inbox, InboxFull, record_of
+from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.trainer.inbox import Inbox, InboxFull, bytes_of, record_of
+from asyncrl.trainer.kept_inbox import KeptInbox
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -66,3 +69,50 @@ def test_a_record_is_the_metadata_of_its_trajectory(make_trajectories: MakeTraje
     assert record.rewards == tuple(sample.reward for sample in trajectory.samples)
     assert record.generated == tuple(sample.generated_length for sample in trajectory.samples)
     assert record.truncated == tuple(sample.truncated for sample in trajectory.samples)
+
+
+def test_what_does_not_fit_into_memory_waits_on_disk(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
+    trajectories = make_trajectories(groups=6)
+    limit = 2.5 * max(bytes_of(each) for each in trajectories)
+    inbox = Inbox(0, 10, memory_bytes=limit, spilled=KeptInbox(tmp_path / "spilled"))
+    for each in trajectories:
+        inbox.put(each, 0)
+        assert inbox.bytes_held <= limit
+    on_disk = len(list((tmp_path / "spilled").iterdir()))
+    assert 0 < on_disk < 6
+    assert len(inbox.poll(0).rollouts) == 6
+    names = [each.rollout_id for each in trajectories]
+    got = inbox.get([*names, "unknown"])
+    assert encoded(list(got.values())) == encoded(trajectories)
+    inbox.remove([*names, "unknown"])
+    assert inbox.bytes_held == 0
+    assert list((tmp_path / "spilled").iterdir()) == []
+    assert inbox.get(names) == {}
+    inbox.put(trajectories[0], 0)
+    assert list((tmp_path / "spilled").iterdir()) == []  # there is memory again
+
+
+def test_one_that_alone_exceeds_the_memory_is_trained_all_the_same(
+    tmp_path: Path, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    inbox = Inbox(0, 10, memory_bytes=0, spilled=KeptInbox(tmp_path / "spilled"))
+    inbox.restore(trajectory)
+    assert encoded([inbox.get([trajectory.rollout_id])[trajectory.rollout_id]]) == encoded([trajectory])
+
+
+def test_a_full_disk_refuses_what_memory_does_not_take(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    spilled = KeptInbox(tmp_path / "spilled")
+    inbox = Inbox(0, 10, memory_bytes=0, spilled=spilled)
+    (tmp_path / "spilled").rmdir()
+    with pytest.raises(OSError, match="spilled"):
+        inbox.put(trajectory, 0)
+    assert inbox.poll(0).rollouts == ()
+    (tmp_path / "spilled").mkdir()
+    inbox.put(trajectory, 0)  # as it comes again
+    assert len(inbox.poll(0).rollouts) == 1
+
+
+def encoded(trajectories: list[Trajectory]) -> list[bytes]:
+    return [bytes(frame) for frame in encode_trajectories(trajectories)]

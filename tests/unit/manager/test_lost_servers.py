@@ -1,0 +1,24 @@
+"""Which servers left service is told to every worker, however many did at once."""
+
+from __future__ import annotations
+
+from asyncrl.manager import messages as m
+from asyncrl.manager.service import ManagerService
+
+
+async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:
+    service = ManagerService(batch_size=1, max_staleness=0, routing="least_requests", lease_s=1e9)
+    urls = [f"http://{index}" for index in range(512)]
+    for index, url in enumerate(urls):
+        service.router.update(index, url, 0, True)
+    ask = m.LostServersRequest(worker="w0", after=-1)
+    after = (await service.lost_servers(ask)).seq
+    for _ in range(3):  # and again, as one that comes and goes takes no place of another
+        for url in urls:
+            service.server_lost(url)
+    reply = await service.lost_servers(m.LostServersRequest(worker="w0", after=after))
+    assert (reply.urls, reply.seq) == (urls, after + 3 * 512)
+    assert (await service.lost_servers(m.LostServersRequest(worker="w0", after=reply.seq - 2))).urls == urls[-2:]
+    for number in range(10_000):
+        service.server_lost(f"http://once/{number}")
+    assert len(service._losses) == 4 * 512
