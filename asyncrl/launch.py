@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
-COMMANDS = ("audit", "eval", "export", "replay", "rollout", "show")
+COMMANDS = ("audit", "chaos", "eval", "export", "replay", "rollout", "show")
 """What is no experiment: modules of `asyncrl.commands`, each with a `main` of its own."""
 
 
