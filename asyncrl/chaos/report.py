@@ -24,16 +24,16 @@ _SHORT = {
 
 def table(watched: Watched) -> Table:
     """A row for each fault, in the order in which they were done."""
-    shown = Table(box=box.SIMPLE_HEAD, width=WIDTH, padding=(0, 1, 0, 0), pad_edge=False)
-    shown.add_column("#", justify="right")
-    shown.add_column("at\ns", justify="right", no_wrap=True)
-    shown.add_column("after\nstep", justify="right", no_wrap=True)
-    shown.add_column("fault", ratio=1, no_wrap=True)
-    shown.add_column("at work\nin s", justify="right", no_wrap=True)
-    shown.add_column("next step\nin s", justify="right", no_wrap=True)
-    shown.add_column("rollouts\nlost", justify="right", no_wrap=True)
-    shown.add_column("tokens\nlost", justify="right", no_wrap=True)
-    shown.add_column("steps\nagain", justify="right", no_wrap=True)
+    shown = Table(box=box.SIMPLE_HEAD, width=WIDTH, padding=0, show_edge=False)
+    shown.add_column("\n\n#", justify="right")
+    shown.add_column("\nat\ns", justify="right", no_wrap=True)
+    shown.add_column("\nafter\nstep", justify="right", no_wrap=True)
+    shown.add_column("\n\nfault", ratio=1, no_wrap=True)
+    shown.add_column("at\nwork\nin s", justify="right", no_wrap=True)
+    shown.add_column("next\nstep\nin s", justify="right", no_wrap=True)
+    shown.add_column("\nrollouts\nlost", justify="right", no_wrap=True)
+    shown.add_column("\ntokens\nlost", justify="right", no_wrap=True)
+    shown.add_column("\nsteps\nagain", justify="right", no_wrap=True)
     for done in sorted(watched.done, key=lambda each: each.at):
         shown.add_row(
             str(done.fault.number),

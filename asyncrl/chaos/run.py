@@ -39,9 +39,9 @@ LOOK_S = 0.05
 """Time between two looks at the run."""
 LINK_LOOK_S = 0.01
 """Between two looks at addresses: who reads one before its proxy is entered goes past it."""
-SILENCE_LIMIT_S = 300.0
+SILENCE_LIMIT_S = 600.0
 """A run that neither makes a step nor says a word for so long will not end by itself any more."""
-FIND_LIMIT_S = 120.0
+FIND_LIMIT_S = 300.0
 """So long the target of a fault may take to be there; it may just be starting again."""
 _LINES_KEPT = 60
 _CALL_LIMIT_S = 2.0

@@ -34,6 +34,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.observability.audit.history import read_ledger
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.runtime.summary import read_summary, summary_lines
@@ -138,13 +139,14 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     processes: dict[str, list[str]] = {}
     for worker in plan_workers(config):
         processes.setdefault(worker.kind, []).append(worker.name)
-    hit = {**processes, LAUNCHER: [LAUNCHER]}
+    final = {kind for kind in processes if KINDS[kind].restart is Restart.nothing}
+    left_out = [f"{kind}: a run does not go on after its death" for kind in sorted(final)]
+    hit = {kind: those for kind, those in processes.items() if kind not in final} | {LAUNCHER: [LAUNCHER]}
     if args.kinds is not None:
         wanted = [kind for kind in args.kinds.split(",") if kind]
         if unknown := [kind for kind in wanted if kind not in hit]:
             raise ConfigError(f"--kinds {args.kinds}: this run has no {unknown[0]!r}; it has {', '.join(sorted(hit))}")
         hit = {kind: hit[kind] for kind in wanted}
-    left_out = []
     if LAUNCHER in hit and args.kinds is None and not config.checkpoint.interval:
         del hit[LAUNCHER]
         left_out.append("kills of the launcher: with checkpoint.interval=0 it would begin at step 0 again")
@@ -193,6 +195,8 @@ def _report(
     args: argparse.Namespace, config: ExperimentConfig, watched: Watched, left_out: list[str], console: Console
 ) -> int:
     """Audit, table, verdict; returns the exit code."""
+    if watched.code == EXIT_CONFIG and not watched.steps:  # the launcher refused a setting
+        return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     run_dir = run_dir_of(config)
     entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit tells what is wrong with it
     restarts = read_restarts(run_dir)
@@ -200,8 +204,6 @@ def _report(
     find_work(watched.done, entries)
     add_costs(watched.done, entries)
     found = audit(run_dir) if (run_dir / LEDGER_DIR).is_dir() else Audit(("there is no ledger",), None)  # type: ignore[arg-type]
-    if watched.code == EXIT_CONFIG and not watched.steps:
-        return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     wrong = verdict(watched, _books_fault(run_dir), found.findings)
     if wrong:
         console.print("the end of what the launcher printed:")
