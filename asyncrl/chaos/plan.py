@@ -2,10 +2,10 @@
 
 A fault is tied to a train step, so that the faults are spread over the run whatever its speed, and all of them happen
 before its end. Fault i of n is due once `step` steps are done, `offset` of a typical step later: somewhere within a
-step, not always at its beginning.
+step, not always at its beginning; at the latest when another step is done.
 
-    steps      1     2     3     4     5     6     7     8          8 steps, 3 faults
-    faults        x              x              x
+    steps      1     2     3     4     5     6     7     8     9      9 steps, 3 faults
+    faults       x           x                  x
 
 Kinds take turns: with every len(kinds) kills each kind is killed once, in an order of its own. So 20 kills over 6 kinds
 are 3 or 4 of each.
@@ -22,8 +22,8 @@ from enum import StrEnum
 
 FIRST_STEP = 1
 """No fault before this step is done: what happens to a run that does not come up is no matter of going on."""
-LAST_STEPS = 2
-"""No fault is due after all but so many steps are done: what goes on must have something to go on with."""
+LAST_STEPS = 3
+"""No fault belongs to the last steps, so many: what goes on must have something to go on with."""
 _STEPS_REMEMBERED = 9
 
 
@@ -157,7 +157,7 @@ class PlanClock:
         if not self._left or self._reached_s is None:
             return None
         typical_s = statistics.median(self._lengths_s) if self._lengths_s else 0.0
-        if now_s < self._reached_s + self._left[0].offset * typical_s:
+        if self._step <= self._left[0].step and now_s < self._reached_s + self._left[0].offset * typical_s:
             return None
         fault = self._left.popleft()
         self._reached_s = None

@@ -32,7 +32,7 @@ from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import StatusReply
-from asyncrl.runtime.run_dir import METRICS_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
+from asyncrl.runtime.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
 LOOK_S = 0.05
@@ -98,6 +98,9 @@ class ChaosRun:
         self._rows = _NewRows(self._run_dir / METRICS_FILE)
         self._seen = Watched(time.time())
         self._heard_at = time.monotonic()
+        self._begun = False
+        self._killed: set[int] = set()
+        """Ids of those that were killed; the kernel gives none again before thousands of others."""
         self._launched = asyncio.Event()
         """Whether there is a launcher that was not killed yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,12 +108,12 @@ class ChaosRun:
 
     async def run(self) -> Watched:
         """See it through."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         await self._links.start()
         linking = asyncio.create_task(self._keep_links())
         try:
             await self._launch(self._command)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
             while True:
                 if await self._look():
                     break
@@ -149,6 +152,7 @@ class ChaosRun:
         async for line in output:
             self._heard_at = time.monotonic()
             self._seen.lines.append(line.decode(errors="replace").rstrip("\n"))
+            self._begun |= self._seen.lines[-1].startswith("started ")
             if " went on after " in self._seen.lines[-1] or "FAILED" in self._seen.lines[-1]:
                 self._say(self._seen.lines[-1])
 
@@ -204,6 +208,7 @@ class ChaosRun:
             return
         process = await self._find(fault.target)
         process.kill()
+        self._killed.add(process.pid)
         done = self._note(fault, f"SIGKILL {fault.target}", f"pid {process.pid}")
         if done.kind == names.GENERATION_SERVER:
             self._spawn(self._await_requests(done, process.pid))
@@ -269,7 +274,8 @@ class ChaosRun:
             with contextlib.suppress(NameResolveError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
                 status = names.WorkerStatus.decode(self._names().get(names.status_key(kind, int(index))))
                 process = psutil.Process(status.pid)
-                if status.state in ("starting", "ready") and _is_worker(process, target):
+                living = status.state in ("starting", "ready") and status.pid not in self._killed
+                if living and _is_worker(process, target):
                     return process
             await asyncio.sleep(LOOK_S)
 
@@ -280,7 +286,7 @@ class ChaosRun:
             NameResolveError: the run has none yet.
         """
         if self._resolver is None:
-            if not (self._run_dir / NAMES_DIR).is_dir() and not self._config.system.name_resolve_root:
+            if not self._begun:  # until then its folder may be wiped
                 raise NameResolveError("the run has not begun")
             self._resolver = open_resolver(self._config, self._run_dir, patience_s=0.0)
         return self._resolver

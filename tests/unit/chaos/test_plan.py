@@ -70,14 +70,14 @@ def test_steps_between_faults_can_be_given() -> None:
     assert [fault.step for fault in plan(kill=4, steps=20, every=5)] == [1, 6, 11, 16]
 
 
-@pytest.mark.parametrize(("steps", "every", "needed"), [(18, 5, "18|19"), (2, None, "3")])
+@pytest.mark.parametrize(("steps", "every", "needed"), [(19, 5, "19"), (3, None, "4")])
 def test_faults_that_do_not_fit_the_run_are_refused(steps: int, every: int | None, needed: str) -> None:
     if every is None:
         with pytest.raises(ValueError, match=f"total_train_steps={steps}: 4 faults need {needed} at least"):
             plan(kill=4, steps=steps)
     else:
         assert plan(kill=4, steps=steps, every=every)[-1].step == 16
-        with pytest.raises(ValueError, match="one every 5 steps, need 18 at least"):
+        with pytest.raises(ValueError, match="one every 5 steps, need 19 at least"):
             plan(kill=4, steps=steps - 1, every=every)
 
 
@@ -126,3 +126,12 @@ def test_a_step_passed_over_by_a_burst_of_rows_counts_as_done() -> None:
     clock = PlanClock([fault(1, 2)])
     clock.step_done(7, 1.0)
     assert clock.due(1.0) is not None
+
+
+def test_a_fault_does_not_wait_any_longer_once_another_step_is_done() -> None:
+    clock = PlanClock([fault(1, 2, offset=1.0)])
+    for step in (1, 2):
+        clock.step_done(step, 10.0 * step)
+    assert clock.due(20.5) is None
+    clock.step_done(3, 20.6)
+    assert clock.due(20.6) is not None

@@ -101,7 +101,7 @@ def test_what_a_run_does_not_go_on_after_is_left_out(capsys: pytest.CaptureFixtu
     [
         (["--kinds=gpu_worker"], "--kinds gpu_worker: this run has no 'gpu_worker'; it has generation_server, "),
         (["resume=auto"], "resume: `chaos` sets it; leave it out"),
-        (["total_train_steps=2"], "total_train_steps=2: 26 faults need 3 at least"),
+        (["total_train_steps=3"], "total_train_steps=3: 26 faults need 4 at least"),
         (["rollout.wrong=2"], "rollout.wrong"),
     ],
 )
