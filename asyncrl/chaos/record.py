@@ -147,15 +147,19 @@ def _is_of(each: Done, worker: str) -> bool:
 
 
 def add_costs(done: Sequence[Done], entries: Sequence[Entry]) -> None:
-    """Fill in what each fault cost: what the ledger says was thrown away between it and the next one."""
+    """Fill in what each fault cost: what the ledger says was thrown away for it.
+
+    A rollout that was dropped as its worker died is the last kill's of that worker, where there was one; what a launch
+    forgot is the last killed launcher's. Else it is the last fault's before.
+    """
+    workers = {line.rollout: line.worker for line in (entry.line for entry in entries) if isinstance(line, Admitted)}
     drops, tokens, undone = _drops(entries)
     for rollout, at in drops.items():
-        if rollout not in undone and (cause := _last_before(done, at)) is not None:
+        if rollout not in undone and (cause := _last_before(done, at, workers.get(rollout))) is not None:
             cause.rollouts += 1
             cause.tokens += tokens.get(rollout, 0)
     for begin, forgotten in _forgotten(entries):
-        cause = _last_before([each for each in done if each.kind == LAUNCHER], begin.at) or _last_before(done, begin.at)
-        if cause is None:
+        if (cause := _last_before(done, begin.at, LAUNCHER)) is None:
             continue
         lines = [entry.line for entry in forgotten]
         rollouts = {line.rollout for line in lines if isinstance(line, Admitted | Trained | Finished)}
@@ -195,8 +199,11 @@ def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
     return found
 
 
-def _last_before(done: Sequence[Done], at: float) -> Done | None:
-    return max((each for each in done if each.at <= at), key=lambda each: each.at, default=None)
+def _last_before(done: Sequence[Done], at: float, target: str | None) -> Done | None:
+    """The last kill of `target` before `at`, or else the last fault."""
+    before = [each for each in done if each.at <= at]
+    kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]
+    return max(kills or before, key=lambda each: each.at, default=None)
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:

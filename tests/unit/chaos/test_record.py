@@ -117,7 +117,13 @@ def test_rollouts_dropped_for_a_death_are_its_cost_unless_they_were_trained_afte
         Dropped("d", "crashed_worker", PromptGoes.given_up, 201.0),
     )
     add_costs([first, second], lines)
-    assert (first.rollouts, second.rollouts) == (1, 1)
+    assert (first.rollouts, second.rollouts) == (2, 0), "all four were of the first one's target"
+    other = kill(3, "model_worker/0", 150.0)
+    elsewhere = entries(
+        admitted("e", 90.0, "rollout_worker/9"), Dropped("e", "worker_died", PromptGoes.returned, 160.0)
+    )
+    add_costs([first, other, second], elsewhere)
+    assert (first.rollouts, other.rollouts) == (2, 1), "its worker was killed by nobody: the last fault before did it"
 
 
 def test_what_a_launch_forgot_is_the_killed_launchers_cost() -> None:
