@@ -141,7 +141,6 @@ class ChaosRun:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C at the terminal is passed on
         )
-        self._killed_launcher = False
         self._launched.set()
         assert self._launcher.stdout is not None
         self._spawn(self._read_lines(self._launcher.stdout))
@@ -167,7 +166,7 @@ class ChaosRun:
         while not self._seen.interrupted and (fault := self._clock.due(now)) is not None:
             self._spawn(self._do(fault))
         if (code := self._launcher.returncode) is not None:
-            if self._killed_launcher and not self._seen.interrupted:
+            if not self._launched.is_set() and not self._seen.interrupted:
                 self._say("the same command again")
                 await self._launch(self._again)
                 return False
@@ -194,16 +193,12 @@ class ChaosRun:
         return done
 
     async def _kill(self, fault: Fault) -> None:
-        if fault.target == LAUNCHER:
-            await self._launched.wait()
-            self._launched.clear()
-            self._killed_launcher = True
-            self._launcher.kill()
-            self._note(fault, "SIGKILL launcher", f"pid {self._launcher.pid}")
-            return
         process = await self._find(fault.target)
+        if fault.target == LAUNCHER:
+            self._launched.clear()
+        else:
+            self._killed.add(process.pid)
         process.kill()
-        self._killed.add(process.pid)
         done = self._note(fault, f"SIGKILL {fault.target}", f"pid {process.pid}")
         if done.kind == names.GENERATION_SERVER:
             self._spawn(self._await_requests(done, process.pid))
@@ -264,6 +259,9 @@ class ChaosRun:
 
     async def _find(self, target: str) -> psutil.Process:
         """The process of the run that has this name now, once there is one: it may just be starting again."""
+        if target == LAUNCHER:
+            await self._launched.wait()
+            return psutil.Process(self._launcher.pid)
         kind, _, index = target.partition("/")
         while True:
             with contextlib.suppress(NameResolveError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):

@@ -165,10 +165,9 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     if args.full_disks and (why := disk.why_not(run_dir_of(config))) is not None:
         counts[FaultKind.full_disk] = 0
         left_out.append(f"full disks: {why}")
-    pausable = {kind: those for kind, those in hit.items() if kind != LAUNCHER}
     targets: Mapping[FaultKind, Mapping[str, Sequence[str]]] = {
         FaultKind.kill: hit,
-        FaultKind.pause: pausable,
+        FaultKind.pause: hit,
         FaultKind.cut: servers,
         FaultKind.delay: servers,
         FaultKind.full_disk: {"disk": ["disk"]},

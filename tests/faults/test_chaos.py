@@ -21,7 +21,7 @@ LIMIT_S = 1700.0
 STEPS = 26
 LEARNED = 0.9
 """Mean reward of the last steps from which a run has learned to write even digits: the share of them in its answers. It
-begins below 0.5. BASELINE"""
+begins at 0.3 to 0.4; without any fault seeds 1 to 3 come to 0.97 and more."""
 LAST = 5
 KINDS = {"generation_server", "rollout_worker", "gserver_manager", "master_worker", "model_worker", "launcher"}
 

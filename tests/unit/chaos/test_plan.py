@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.chaos.plan import FIRST_STEP, LAST_STEPS, SECONDS, Fault, FaultKind, PlanClock, make_plan
@@ -43,6 +43,7 @@ def test_every_kind_of_process_has_its_turn() -> None:
     assert max(few.values()) == 2
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 1000),
     steps=st.integers(FIRST_STEP + LAST_STEPS, 60),
