@@ -150,6 +150,13 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     if LAUNCHER in hit and args.kinds is None and not config.checkpoint.interval:
         del hit[LAUNCHER]
         left_out.append("kills of the launcher: with checkpoint.interval=0 it would begin at step 0 again")
+    killed = hit
+    if args.kinds is None and not config.checkpoint.keep_last_step:
+        killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
+        left_out.append(
+            "kills of the trainer's side: with checkpoint.keep_last_step=false each starts the whole run again, which "
+            "it does once within system.restart_window_s"
+        )
     servers: dict[str, list[str]] = {}
     for name in _links(config):
         servers.setdefault(name.partition("/")[0], []).append(name)
@@ -166,7 +173,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
         counts[FaultKind.full_disk] = 0
         left_out.append(f"full disks: {why}")
     targets: Mapping[FaultKind, Mapping[str, Sequence[str]]] = {
-        FaultKind.kill: hit,
+        FaultKind.kill: killed,
         FaultKind.pause: hit,
         FaultKind.cut: servers,
         FaultKind.delay: servers,
@@ -174,6 +181,11 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     }
     steps = config.total_train_steps
     return make_plan(targets, counts, steps=steps, seed=args.seed, every=args.every), left_out
+
+
+def _goes_back(kind: str) -> bool:
+    """Whether a run goes on after its death from the last step, where that is kept."""
+    return kind != LAUNCHER and KINDS[kind].restart is Restart.together
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:

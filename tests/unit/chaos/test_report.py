@@ -90,6 +90,13 @@ def test_the_plan_of_an_experiment_hits_each_kind_and_says_what_it_leaves_out(
     assert "resume=never" in own
 
 
+def test_deaths_that_would_take_the_runs_one_restart_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan_lines(capsys, "--kills=8", "--pauses=6", "checkpoint.keep_last_step=false")
+    assert any("left out: kills of the trainer's side" in line for line in lines)
+    assert not any("kill model_worker" in line or "kill master_worker" in line for line in lines)
+    assert any("pause model_worker" in line for line in lines)
+
+
 def test_what_a_run_does_not_go_on_after_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan_lines(capsys, "--kills=8", "samples.every=1", "samples.only=true")
     assert any("left out: recorder" in line for line in lines)
