@@ -136,6 +136,10 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     Raises:
         ConfigError, ValueError: there is no such plan for this run.
     """
+    if config.system.launcher != "local":
+        raise ConfigError(
+            f"system.launcher={config.system.launcher!r}: `chaos` hits processes of this machine alone; use local"
+        )
     processes: dict[str, list[str]] = {}
     for worker in plan_workers(config):
         processes.setdefault(worker.kind, []).append(worker.name)

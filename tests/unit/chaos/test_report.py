@@ -110,6 +110,7 @@ def test_what_a_run_does_not_go_on_after_is_left_out(capsys: pytest.CaptureFixtu
         (["resume=auto"], "resume: `chaos` sets it; leave it out"),
         (["total_train_steps=3"], "total_train_steps=3: 26 faults need 4 at least"),
         (["rollout.wrong=2"], "rollout.wrong"),
+        (["system.launcher=ssh"], "system.launcher='ssh': `chaos` hits processes of this machine alone; use local"),
     ],
 )
 def test_what_cannot_be_done_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
