@@ -44,6 +44,7 @@ FILE_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Line).decode
 
 
 class Ledger:
@@ -111,10 +112,18 @@ class Ledger:
         )
         self.write()
 
-    def go_on(self, lines: int) -> None:
-        """The launch goes on after its first so many lines; what followed them is told again."""
-        left = lines
-        for file in sorted(self._folder.glob("*.jsonl")):
+    def go_on(self, lines: int) -> tuple[int, bool]:
+        """The launch goes on from a state of when there were so many lines; what followed them is told again.
+
+        But not what comes before a checkpoint's line: the checkpoint names that line, and a later launch may go on from
+        there. Returns how many of the manager's lines stay beyond `lines`, and whether the step after them does.
+        """
+        files = sorted(self._folder.glob("*.jsonl"))
+        beyond = [line for file in files for line in file.read_bytes().splitlines(keepends=True)][lines:]
+        saved = (number for number, line in enumerate(beyond, 1) if line.startswith(b'{"kind":"saved"'))
+        staying = beyond[: max(saved, default=0)]
+        left = lines + len(staying)
+        for file in files:
             content = file.read_bytes().splitlines(keepends=True)
             if left <= 0:
                 file.unlink()
@@ -124,6 +133,8 @@ class Ledger:
         self._take_up()
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
         self._file = self._path.open("ab")
+        kinds = [_decode(line) for line in staying]
+        return sum(isinstance(line, RolloutLine) for line in kinds), any(isinstance(line, Step) for line in kinds)
 
     def lines_written(self) -> int:
         """Bring all lines so far to the disk; their number."""

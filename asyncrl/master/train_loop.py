@@ -244,8 +244,8 @@ class TrainLoop:
         if step is None:
             self._ledger.begin(self.version, ledger, self._books)
         else:
-            self._ledger.go_on(step.ledger_line)
-        evaluated = step is None or self._take_up(step)
+            events, told = self._ledger.go_on(step.ledger_line)
+        evaluated = step is None or self._take_up(step, events, told)
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
             await self._all(CollectWeights(ACTOR, (self.version,)))
@@ -257,12 +257,16 @@ class TrainLoop:
         if self.version == 0 or not evaluated:
             self._announcer.evaluate_if_due(self.version)
 
-    def _take_up(self, step: _KeptStep) -> bool:
-        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be."""
+    def _take_up(self, step: _KeptStep, events: int, told: bool) -> bool:
+        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be.
+
+        The ledger has so many `events` that the manager told after the step, and the step itself if it was `told`.
+        """
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
-        self._known = self._kept_known = step.known
-        self._untold_step = step.batch
+        self._kept_known = step.known
+        self._known = step.known._replace(events=step.known.events + events)
+        self._untold_step = None if told else step.batch
         row_is_written = not self._journal.step_again(
             self.version, step.batch, step.measured, self._status, perf_counter()
         )

@@ -203,7 +203,7 @@ class Launcher:
             self._terminate_leader()
         self._display.note(f"started {len(self._workers)} processes, logs in {self.run_dir / LOGS_DIR}")
         ended, after = await self._end_of_run()
-        if ended is None or (_leads(ended) and ended.exit_code == 0):
+        if ended is None or (_leads(ended) and self._ended_as_asked(ended)):
             await self._stop_all()
             return EXIT_FAILED if self._claim_lost else EXIT_INTERRUPTED if self._interrupts else EXIT_OK
         whole_run = after is AfterDeath.whole_run
@@ -213,6 +213,16 @@ class Launcher:
             return EXIT_FAILED
         note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {_how(ended)}")
         return None
+
+    def _ended_as_asked(self, leader: WorkerHandle) -> bool:
+        """Whether it is an orderly end: by itself, or by the request to stop, which kills one that has just begun."""
+        if self._interrupts and leader.exit_code == -signal.SIGTERM:
+            self._display.note(
+                f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
+                "newest one"
+            )
+            return True
+        return leader.exit_code == EXIT_OK
 
     async def _guard_claim(self) -> None:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""

@@ -340,6 +340,17 @@ def test_an_interrupt_asks_the_leader_first(play: Play) -> None:
     assert "stopping after a checkpoint" in notes
 
 
+def test_an_interrupt_that_kills_a_leader_that_has_just_begun_is_no_failure(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter has not got so far as to take the request: as the run starts, or after its death."""
+    monkeypatch.setattr(Played, "terminate", lambda worker: worker.end(-signal.SIGTERM))
+    code, _, notes = play(leader=interrupts(1))
+    assert code == EXIT_INTERRUPTED
+    assert "FAILED" not in notes
+    assert "leader/0 had just begun, so no checkpoint was written" in notes
+
+
 def test_a_process_is_not_replaced_once_the_run_is_to_stop(
     play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
