@@ -25,6 +25,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
@@ -157,7 +158,8 @@ class ModelWorker(Worker):
             self._to_servers = self._transport.trainer_end(self.config, self.http_security, self._device)
             self._open.callback(self._close_connections)
         model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
-        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version)
+        routing = routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None
+        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive)
         self._open.callback(self._puller.close)
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
