@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
+from asyncrl.trainer.prefix_tree import distinct_tokens
 
 
 class InboxFull(RuntimeError):
@@ -29,10 +30,19 @@ class Inbox:
         head: data index of the ModelWorker whose inbox this is.
         capacity: rollouts held at most.
         on_arrival: called, from the thread that puts, after a trajectory was added.
+        shares_prefixes: whether ranks compute a prefix that samples share once.
     """
 
-    def __init__(self, head: int, capacity: int, on_arrival: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        head: int,
+        capacity: int,
+        on_arrival: Callable[[], None] = lambda: None,
+        *,
+        shares_prefixes: bool = False,
+    ) -> None:
         self._head = head
+        self._shares_prefixes = shares_prefixes
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._room = threading.Condition()
@@ -46,6 +56,7 @@ class Inbox:
         Raises:
             InboxFull: there was no room for `timeout_s` seconds.
         """
+        record = self._record(trajectory)  # before the lock, as it looks at every token
         with self._room:
             if trajectory.rollout_id in self._held:
                 return
@@ -54,18 +65,22 @@ class Inbox:
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
                     f"{timeout_s:g} s"
                 )
-            self._hold(trajectory)
+            self._hold(trajectory, record)
         self._on_arrival()
 
     def restore(self, trajectory: Trajectory) -> None:
         """Add one that was held by the process before this one, whether there is room or not."""
+        record = self._record(trajectory)
         with self._room:
-            self._hold(trajectory)
+            self._hold(trajectory, record)
 
-    def _hold(self, trajectory: Trajectory) -> None:
+    def _record(self, trajectory: Trajectory) -> RolloutRecord:
+        return record_of(trajectory, self._head, shares_prefixes=self._shares_prefixes)
+
+    def _hold(self, trajectory: Trajectory, record: RolloutRecord) -> None:
         self._held[trajectory.rollout_id] = trajectory
         self._last += 1
-        self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
+        self._unacknowledged.append((self._last, record))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""
@@ -86,7 +101,7 @@ class Inbox:
             self._room.notify_all()
 
 
-def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
+def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:
     """What the master gets to know of a trajectory that data-parallel head `head` holds."""
     columns = trajectory.columns
     generated = columns.loss_mask.astype(bool)
@@ -104,4 +119,5 @@ def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
         truncated=tuple(columns.truncated.astype(bool).tolist()),
         episodes=tuple(columns.episodes.tolist()),
         metrics=trajectory.metrics,
+        distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
     )

@@ -41,6 +41,7 @@ from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
+from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.inbox import Inbox, InboxFull
 from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.kept_samples import KeptSamples
@@ -65,8 +66,9 @@ from asyncrl.trainer.messages import (
     SendWeights,
     WrittenShare,
 )
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.worker_grid import WorkerGrid
@@ -128,7 +130,9 @@ class ModelWorker(Worker):
         self._arrival: asyncio.Event | None = None
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        self._inbox = Inbox(head, self.config.trainer.buffer_capacity, self._on_arrival)
+        actor, capacity = self._rank.engines.get(ACTOR), self.config.trainer.buffer_capacity
+        shares_prefixes = isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree
+        self._inbox = Inbox(head, capacity, self._on_arrival, shares_prefixes=shares_prefixes)
         self._kept_inbox = self._open_kept_inbox(head)
         self._server = RequestServer(
             system.host,

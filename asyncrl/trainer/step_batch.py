@@ -34,7 +34,7 @@ from torch import Tensor
 from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
 from asyncrl.architectures.routing import UNRECORDED
 from asyncrl.master.graph.types import BATCH_KEYS
-from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder
+from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -93,9 +93,8 @@ class StepBatch:
         """What its samples have in common, found once for all calls of the step: equal tokens, and where they are told
         equal experts, so that what is computed once is what would be computed of each.
         """
-        tokens_T = self["tokens"].cpu().numpy()
-        symbols_T = tokens_T if self.routing is None else _symbols(tokens_T, self.routing.cpu().numpy())
-        order = PrefixOrder.of(symbols_T, self.starts_S, self.lengths_S)
+        routing = None if self.routing is None else self.routing.cpu().numpy()
+        order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
         return Prefixes(order, self["group_ids"].cpu().numpy())
 
     @property
@@ -213,13 +212,6 @@ def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
     routing = told.astype(np.int16)
     routing[told == unrecorded(told.dtype)] = UNRECORDED
     return torch.from_numpy(routing)
-
-
-def _symbols(tokens_T: NDArray[np.int64], routing: NDArray[np.int16]) -> NDArray[np.int64]:
-    """Numbers [T] that are equal where a token and its experts are."""
-    numbers: dict[tuple[int, bytes], int] = {}
-    rows = zip(tokens_T.tolist(), map(bytes, routing.reshape(len(routing), -1)), strict=True)
-    return np.array([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
 
 
 def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:
