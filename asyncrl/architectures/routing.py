@@ -73,12 +73,14 @@ class Routers:
                 f"{self._name} has no routers whose choices can be replayed, as {', '.join(ROUTERS)} have; set "
                 "moe.replay_routing=false"
             )
+        self._layers: set[int] = set()
         self._given: Tensor | None = None
         self._recorded: dict[int, Tensor] | None = None
         for name, module in found.items():
             layer = _LAYER.search(name)
             if layer is None:
                 raise UnsupportedModelError(f"{self._name} has a router in no layer of a list: {name}")
+            self._layers.add(int(layer[1]))
             self._tap(module, int(layer[1]))
 
     def _tap(self, router: nn.Module, layer: int) -> None:
@@ -103,12 +105,22 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
-        """Within it a forward leaves each layer's choices, [its tokens, per_token], under the layer's number."""
+        """Within it a forward leaves each layer's choices, [its tokens, per_token], under the layer's number.
+
+        Raises:
+            UnsupportedModelError: at its end, where a router was not asked: something else computes its layer.
+        """
         before, self._recorded = self._recorded, {}
+        recorded = self._recorded
         try:
-            yield self._recorded
+            yield recorded
         finally:
             self._recorded = before
+        if silent := sorted(self._layers - recorded.keys()):
+            raise UnsupportedModelError(
+                f"the routers of layers {silent} of {self._name} were not asked, as where a kernel computes the whole "
+                "layer: their choices cannot be replayed; set moe.replay_routing=false"
+            )
 
     @contextmanager
     def replaying(self, choices_ILK: Tensor | None) -> Iterator[None]:

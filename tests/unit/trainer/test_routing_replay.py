@@ -155,7 +155,7 @@ def test_a_router_that_chooses_otherwise_is_refused() -> None:
     original = router.forward
     router.forward = lambda hidden: (torch.topk(hidden, 1), original(hidden))[1]
     routers = Routers(model, "mixtral")
-    with routers.recording(), pytest.raises(UnsupportedModelError, match="calls topk 2 times, not once"):
+    with pytest.raises(UnsupportedModelError, match="calls topk 2 times, not once"), routers.recording():
         model(input_ids=torch.ones(1, 2, dtype=torch.long))
 
 
@@ -219,7 +219,17 @@ def perturbed(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_layer_that_is_computed_without_its_router_is_refused() -> None:
+    model = build("mixtral")
+    block = next(m for m in model.modules() if type(m).__name__ == "MixtralSparseMoeBlock")
+    block.forward = lambda hidden: hidden  # as a kernel in the place of the whole block
+    routers = Routers(model, "mixtral")
+    refused = pytest.raises(UnsupportedModelError, match=r"the routers of layers \[0\] of Mixtral.* were not asked")
+    with refused, routers.recording():
+        model(input_ids=torch.ones(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_on_policy_replayed_log_probabilities_are_the_plain_ones(kind: str, tmp_path: Path) -> None:
     model = build(kind)
     batch = generated(model)
