@@ -73,6 +73,8 @@ class ModelRunner:
         self._routers: Routers | None = None
         if record_routing:
             self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
+            with torch.inference_mode(), self._routers.recording():  # refuses what would not tell
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
             shape = routing_shape(model.config.to_dict())
             assert isinstance(shape, RoutingShape), shape
             self.routing = RoutingSlots(self.cache, shape, self.device)

@@ -7,7 +7,7 @@ per_token` numbers a position, and what a sample is told are the choices behind 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -16,13 +16,6 @@ from torch import Tensor
 
 from asyncrl.architectures.routers import RoutingShape
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
-
-
-class Recorded(Protocol):
-    """Where a forward's choices are, by layer; those that chose nothing are missing."""
-
-    def get(self, layer: int, /) -> Tensor | None:
-        """[tokens of the forward, per_token]."""
 
 
 class RoutingSlots:
@@ -36,8 +29,8 @@ class RoutingSlots:
         self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
         owner.companions.append(self)
 
-    def record(self, recorded: Recorded) -> None:
-        """Write what the forward that the owner planned has chosen."""
+    def record(self, recorded: Mapping[int, Tensor]) -> None:
+        """Write what the forward that the owner planned has chosen: [tokens, per_token] by layer, but dense ones."""
         plan = self.owner.plan
         parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
         tokens = max(len(part) for part in parts)

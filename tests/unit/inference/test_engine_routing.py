@@ -164,6 +164,14 @@ def test_a_dense_model_cannot_record() -> None:
         GenerationEngine(dense, max_model_len=32, record_routing=True)
 
 
+def test_a_model_whose_routers_are_not_asked_is_refused_at_load() -> None:
+    model = build()
+    block = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeSparseMoeBlock")
+    block.forward = lambda hidden: hidden  # as a kernel in the place of the whole block
+    with pytest.raises(UnsupportedModelError, match=r"the routers of layers \[0\] of Qwen3Moe.* were not asked"):
+        GenerationEngine(model, record_routing=True)
+
+
 def reply(body: bytes) -> dict[str, Any]:
     call = parse_generate(body, None, ())
     engine = GenerationEngine(build(), record_routing=True)
