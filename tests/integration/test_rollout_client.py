@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from asyncrl.api.generation import GenerationRequest, SamplingParams
+from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.architectures.routers import RoutingShape
 from asyncrl.architectures.routing import Routers
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient, _Draft
 
 
 class FixedManager:
@@ -438,6 +438,18 @@ class SecondRound(FixedManager):
         if request.rollout_id is not None and request.rollout_id in {each.rollout_id for each in self.scheduled}:
             self.second_round.set()
         return await super().schedule(request, timeout_s)
+
+
+def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have() -> None:
+    """A round tells all samples from where the one with the least has to be told."""
+    draft = _Draft(seed=1)
+    for told, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
+        draft.extend_routing(np.array(told, np.uint8)[:, None, None], start)
+    draft.token_ids, draft.finish = [7, 7, 7, 7], FinishReason.length
+    draft.logprobs, draft.versions = [0.0] * 4, [0] * 4
+    routing = draft.completion(prompt_tokens=3).routing
+    assert routing is not None
+    assert routing[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 async def test_experts_are_told_once_for_every_token_of_an_answer_in_rounds(tmp_path: Path) -> None:
