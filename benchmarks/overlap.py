@@ -11,18 +11,21 @@ the end are medians over the rounds.
 
     overlap efficiency = max(generation alone, training alone) / step with η = 4
 
-The CPU share of GserverManager and MasterWorker is their CPU time over wall-clock time while steps are trained.
+The CPU share of GserverManager and MasterWorker is their CPU time over wall-clock time while steps are trained. Below,
+every process's CPU-seconds for a step: where the time goes that two cores have, whatever else overlaps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,12 +37,14 @@ from asyncrl.trainer.supervised.base_model import ensure_base_model
 WARM_UP_STEPS = 8
 SETTINGS = ["eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart"]
 CONTROL = ("gserver_manager", "master_worker")
-TARGETS = {"speed-up": 1.5, "efficiency": 0.85, "control": 0.10}
+TITLE = re.compile(r"^asyncrl (\w+)/")
+TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one run, in seconds per step; `control` is the share of one core."""
+    """Medians of one run, in seconds per step; `control` is the share of one core, `cpu` CPU-seconds a step by kind of
+    process."""
 
     eta: int
     mode: str
@@ -49,6 +54,7 @@ class Measured:
     publish: float
     tokens_per_s: float
     control: float
+    cpu: dict[str, float]
 
 
 def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str]) -> Measured:
@@ -59,8 +65,8 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str]) -> Me
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
     process = subprocess.Popen([sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings], stdout=sys.stderr)
     metrics = run_dir / "metrics.jsonl"
-    begin = _control_cpu(process, metrics, WARM_UP_STEPS)
-    end = _control_cpu(process, metrics, steps - 2)
+    begun, before = _cpu_seconds(process, metrics, WARM_UP_STEPS)
+    ended, after = _cpu_seconds(process, metrics, steps - 2)
     if process.wait() != 0:
         raise SystemExit(f"the run with η = {eta} failed; logs in {run_dir / 'logs'}")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP_STEPS:]
@@ -74,19 +80,21 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str]) -> Me
         train=median["time/train_s"],
         publish=median["time/publish_s"],
         tokens_per_s=tokens / sum(row["time/step_s"] for row in rows),
-        control=(end[1] - begin[1]) / (end[0] - begin[0]),
+        control=sum(after[kind] - before[kind] for kind in CONTROL) / (ended - begun),
+        cpu={kind: (after[kind] - before[kind]) / (steps - 2 - WARM_UP_STEPS) for kind in sorted(after)},
     )
 
 
-def _control_cpu(process: subprocess.Popen[bytes], metrics: Path, step: int) -> tuple[float, float]:
-    """(clock, CPU seconds of the control processes) once `step` steps are trained."""
+def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> tuple[float, Counter[str]]:
+    """(clock, CPU seconds by kind of process) once `step` steps are trained."""
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
         time.sleep(0.05)  # a benchmark looks; it synchronises nothing
-    seconds = 0.0
+    seconds: Counter[str] = Counter()
     for child in psutil.Process(process.pid).children():
-        if any(f"asyncrl {kind}/" in " ".join(child.cmdline()) for kind in CONTROL):
+        named = TITLE.search(" ".join(child.cmdline()))
+        if named:
             times = child.cpu_times()
-            seconds += times.user + times.system
+            seconds[named[1]] += times.user + times.system
     return time.monotonic(), seconds
 
 
@@ -121,6 +129,15 @@ def table(rounds: list[Round]) -> str:
             ok = value <= TARGETS[name] if name == "control" else value >= TARGETS[name]
             bound = "at most" if name == "control" else "at least"
             lines.append(f"  {name:12}{value:>7.3f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
+    runs = {"η = 0": [each.sync for each in rounds]}
+    for each in rounds:
+        for overlapped in each.overlapped:
+            runs.setdefault(f"η = {eta}, {overlapped.mode}", []).append(overlapped)
+    kinds = list(rounds[0].sync.cpu)
+    lines += ["", "CPU-seconds a step", " " * 20 + "".join(f"{kind:>20}" for kind in kinds) + f"{'together':>12}"]
+    for name, measured in runs.items():
+        used = [statistics.median(run.cpu[kind] for run in measured) for kind in kinds]
+        lines.append(f"{name:20}" + "".join(f"{seconds:>20.3f}" for seconds in used) + f"{sum(used):>12.3f}")
     return "\n".join(lines)
 
 

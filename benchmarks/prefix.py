@@ -1,6 +1,7 @@
-"""A shared prefix computed once, against packed samples: a train step's CPU time, and how far the results differ.
+"""A shared prefix computed once, in training and in generation: CPU time, and how far the results differ.
 
     python benchmarks/prefix.py                    shapes of prompt, answer and group, and batches of the demo
+    python benchmarks/prefix.py --only generation  one of the two parts
     python benchmarks/prefix.py --quick            one shape, few rounds: shows that it runs
     python benchmarks/prefix.py --json out.json
 
@@ -9,16 +10,24 @@ an optimizer step each; one thread. Rounds of `packed` and `tree` alternate, `sp
 `stream` is the part of the samples' tokens that is computed. Random answers share their prompt only; the demo's, made
 here by its base model and its reward, share far more, and only groups with a signal are trained, as in a run.
 `log-probs` is the largest difference of any log-probability, `gradients` of any gradient, in parts of the largest.
+
+Generation is the embedded engine, one thread, on the same groups, all asked for at once; answers of the shapes are of
+their full length. Without sharing every sample has a row of the model to itself (a prompt is prefilled once all the
+same). `rows` is the part of the decoded rows that are computed. `interrupted`: every 16 tokens all samples go back to
+the queue, as at a weight update, and are prefilled again. `equal` is the part of the samples whose tokens are those
+without sharing, `log-probs` the largest difference in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +40,10 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.sequence import Sequence as Running
+from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.messages import PauseMode
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.rewards.arithmetic import arithmetic_reward
 from asyncrl.trainer.engines.base import PolicyOutputs
@@ -47,7 +60,7 @@ from asyncrl.trainer.supervised.base_model import ensure_base_model
 SHAPES = ((15, 25, 8), (60, 400, 8), (200, 60, 8), (1000, 200, 16))
 SIZES = ((96, 2), (256, 4))
 MINIBATCHES, BUDGET, VOCABULARY = 4, 16384, 512
-GROUPS_TOKENS = 16_000
+GROUPS_TOKENS, QUICK_GROUPS_TOKENS = 16_000, 1_500
 """Samples' tokens of a batch, about; at least one group a minibatch."""
 
 
@@ -66,10 +79,10 @@ def model_folder(folder: Path, hidden: int, layers: int) -> str:
     return str(folder)
 
 
-def random_groups(prompt: int, answer: int, group: int) -> list[list[Sample]]:
+def random_groups(prompt: int, answer: int, group: int, tokens: int) -> list[list[Sample]]:
     """Groups of a common prompt and random answers, of half to one and a half times `answer` tokens."""
     rng = np.random.default_rng(0)
-    count = max(MINIBATCHES, GROUPS_TOKENS // (group * (prompt + answer)) // MINIBATCHES * MINIBATCHES)
+    count = max(MINIBATCHES, tokens // (group * (prompt + answer)) // MINIBATCHES * MINIBATCHES)
     groups = []
     for _ in range(count):
         begin = rng.integers(0, VOCABULARY, prompt)
@@ -86,14 +99,14 @@ def sample_of(tokens: Any, prompt: int) -> Sample:
     return Sample(tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), versions, 0.0)
 
 
-def demo_groups(base: Path, steps: int) -> list[list[Sample]]:
-    """The groups with a signal of the demo's batch after `steps` steps."""
+def demo(base: Path, steps: int) -> ReferenceTrainer:
+    """The demo after `steps` steps."""
     model = AutoModelForCausalLM.from_pretrained(str(base))
     config = ReferenceConfig(seed=7)
     trainer = ReferenceTrainer(config, model, load_tokenizer(base), ArithmeticDataset(seed=7), arithmetic_reward)
     for _ in range(steps):
         trainer.train_step()
-    return [list(group) for group in trainer.generate() if len({sample.reward for sample in group}) > 1]
+    return trainer
 
 
 def batch_of(groups: Sequence[Sequence[Sample]]) -> StepBatch:
@@ -156,37 +169,141 @@ def compare(name: str, folder: str, groups: Sequence[Sequence[Sample]], rounds: 
     }
 
 
+@contextlib.contextmanager
+def each_alone() -> Iterator[None]:
+    """Meanwhile no two samples have a row of the model in common."""
+    shared = Running.context
+    Running.context = property(lambda self: (self.arrival, -1))  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Running.context = shared  # type: ignore[method-assign]
+
+
+def generate(model: Any, inputs: list[GenerationInput], interrupt: bool) -> tuple[list[GenerationOutput], float, float]:
+    """The answers, CPU seconds without the engine's making, and the part of the decoded rows that were computed."""
+    engine = GenerationEngine(model, max_running_requests=len(inputs))
+    begun = time.process_time()
+    answers = engine.submit(Job(tuple(inputs)))
+    steps = 0
+    while engine.step():
+        steps += 1
+        if interrupt and steps % 16 == 0:
+            engine.pause(PauseMode.retract)
+            engine.resume()
+    batch = engine._batch
+    return answers.result(timeout=0), time.process_time() - begun, batch.decoded_rows / max(1, batch.generated_tokens)
+
+
+def compare_generation(name: str, model: Any, inputs: list[GenerationInput], rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds):
+        for interrupt, found in ratios.items():
+            seconds = {}
+            for alone in (False, True) if number % 2 else (True, False):
+                with each_alone() if alone else contextlib.nullcontext():
+                    outputs, seconds[alone], rows = generate(model, inputs, interrupt)
+                if alone:
+                    expected = outputs
+                else:
+                    shared, computed = outputs, rows
+            found.append(seconds[True] / seconds[False])
+            if not interrupt:
+                plain = shared, expected, computed
+    shared, expected, computed = plain
+    same = [(a, b) for a, b in zip(shared, expected, strict=True) if a.output_ids == b.output_ids]
+    differences = [abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    return {
+        "batch": name,
+        "samples": len(inputs),
+        "tokens": sum(len(output.output_ids) for output in shared),
+        "rows": computed,
+        "speed_up": statistics.median(ratios[False]),
+        "interrupted": statistics.median(ratios[True]),
+        "equal": len(same) / len(inputs),
+        "logprobs": max(differences),
+    }
+
+
+def asked_of(groups: Sequence[Sequence[Sample]], sampling: SamplingSpec) -> list[GenerationInput]:
+    """One request for each sample: its prompt, a seed of its own; of the answer's length where no token stops it."""
+    inputs = []
+    for sample in (sample for group in groups for sample in group):
+        prompt = int(np.argmax(sample.loss_mask))
+        length = sampling.max_new_tokens or len(sample.tokens) - prompt
+        spec = replace(sampling, max_new_tokens=length, seed=len(inputs))
+        inputs.append(GenerationInput(f"s{len(inputs)}", tuple(sample.tokens[:prompt].tolist()), spec))
+    return inputs
+
+
+HEADINGS = {
+    "training": "| batch | samples | tokens | stream | speed-up | log-probs | gradients |\n"
+    "|---|--:|--:|--:|--:|--:|--:|",
+    "generation": "| batch | samples | tokens | rows | speed-up | interrupted | equal | log-probs |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|",
+}
+
+
+def line(made: dict[str, Any]) -> str:
+    """A row of either table."""
+    begin = f"| {made['batch']} | {made['samples']} | {made['tokens']:,}"
+    if "stream" in made:
+        return (
+            f"{begin} | {made['stream']:.2f} | {made['speed_up']:.2f} x | {made['logprobs']:.1e} "
+            f"| {made['gradients']:.1e} |"
+        )
+    return (
+        f"{begin} | {made['rows']:.2f} | {made['speed_up']:.2f} x | {made['interrupted']:.2f} x "
+        f"| {made['equal']:.3f} | {made['logprobs']:.1e} |"
+    )
+
+
 def main() -> None:
-    """Measure, print the table, write JSON."""
+    """Measure, print the tables, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, two rounds")
+    parser.add_argument("--only", choices=HEADINGS, help="one part")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rounds = 2 if options.quick else options.rounds
-    rows = []
-    print("| batch | samples | tokens | stream | speed-up | log-probs | gradients |\n|---|--:|--:|--:|--:|--:|--:|")
-
-    def row(name: str, folder: str, groups: Sequence[Sequence[Sample]]) -> None:
-        rows.append(made := compare(name, folder, groups, rounds))
-        print(
-            f"| {name} | {made['samples']} | {made['tokens']:,} | {made['stream']:.2f} | {made['speed_up']:.2f} x "
-            f"| {made['logprobs']:.1e} | {made['gradients']:.1e} |",
-            flush=True,
-        )
-
+    rounds, tokens = (2, QUICK_GROUPS_TOKENS) if options.quick else (options.rounds, GROUPS_TOKENS)
+    parts = [options.only] if options.only else list(HEADINGS)
+    made: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
     with tempfile.TemporaryDirectory() as scratch:
-        for hidden, layers in SIZES[:1] if options.quick else SIZES:
-            folder = model_folder(Path(scratch) / f"{hidden}x{layers}", hidden, layers)
-            for shape in SHAPES[:1] if options.quick else SHAPES:
-                row(f"{'/'.join(map(str, shape))}, {hidden} x {layers}", folder, random_groups(*shape))
-    if not options.quick:
-        base = ensure_base_model(load_supervised("sft"))
-        for steps in (0, 20):
-            row(f"demo after {steps} steps", str(base), demo_groups(base, steps))
+        random_models = [
+            (f"{hidden} x {layers}", model_folder(Path(scratch) / f"{hidden}x{layers}", hidden, layers))
+            for hidden, layers in (SIZES[:1] if options.quick else SIZES)
+        ]
+        shapes = SHAPES[:1] if options.quick else SHAPES
+        demos = [] if options.quick else [(steps, ensure_base_model(load_supervised("sft"))) for steps in (0, 20)]
+        trained = [(f"demo after {steps} steps", base, demo(base, steps)) for steps, base in demos]
+        for part in parts:
+            print(HEADINGS[part], flush=True)
+            for name, folder in random_models:
+                for shape in shapes:
+                    label, groups = f"{'/'.join(map(str, shape))}, {name}", random_groups(*shape, tokens)
+                    if part == "training":
+                        made[part].append(compare(label, folder, groups, rounds))
+                    else:
+                        model = load_causal_lm(folder, "float32", "eager", torch.device("cpu"))
+                        inputs = asked_of(groups, SamplingSpec(max_new_tokens=0))
+                        made[part].append(compare_generation(label, model, inputs, rounds))
+                    print(line(made[part][-1]), flush=True)
+            for label, base, trainer in trained:
+                batch = trainer.generate()
+                if part == "training":
+                    groups = [list(group) for group in batch if len({sample.reward for sample in group}) > 1]
+                    made[part].append(compare(label, str(base), groups, rounds))
+                else:
+                    stop = (trainer.tokenizer.eos_token_id,)
+                    inputs = asked_of(batch, SamplingSpec(max_new_tokens=112, stop_token_ids=stop))
+                    made[part].append(compare_generation(label, trainer.behaviour, inputs, rounds))
+                print(line(made[part][-1]), flush=True)
+            print(flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What staleness costs: the demo with η from 0 to 8, with three ways to treat tokens of older versions.
+"""What staleness costs: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
 
-    python benchmarks/staleness.py [--out DIR] [--steps 60] [--seeds 1 2] [--quick] [setting=value ...]
+    python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--quick]
+                                   [setting=value ...]
 
-Finished cells are kept in DIR/cells.json, so a run that was cut off goes on where it stopped; a cell of another base
-model, number of steps or setting is another cell. At the end `staleness.md` and `staleness.png` are written to docs/
-(to DIR with --quick, whose figures mean nothing: it shows that the benchmark runs).
+Accuracy over time is that of policies kept every few steps and asked after the run (`kept_policies`). Finished cells
+are in DIR/cells.json, so a run that was cut off goes on where it stopped; a cell of another base model, number of steps
+or setting is another cell. At the end `staleness.md` and `staleness.png` are written to docs/ (to DIR with --quick,
+whose figures mean nothing: it shows that the benchmark runs). A cell takes about 75 s on two quiet cores, the
+whole, 56 cells with two seeds, a good hour.
 """
 
 from __future__ import annotations
@@ -14,40 +17,58 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import kept_policies
 
 from asyncrl.config.load import load_supervised
 from asyncrl.observability.metrics import read_rows
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
-METHODS = {
-    "vanilla": ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave"),
-    "decoupled": ("algorithm.policy_loss.name=decoupled_ppo", "algorithm.correction.name=token_truncate"),
-    "decoupled + mask": ("algorithm.policy_loss.name=decoupled_ppo", "algorithm.correction.name=icepop"),
+VANILLA = ("algorithm.policy_loss.name=ppo_clip", "algorithm.correction.name=none", "algorithm.prox=behave")
+MASK = ("algorithm.correction.name=icepop",)
+EAGER, DEADLINE = "rollout.pacing=eager", "rollout.pacing=deadline"
+TRAINING_BOUND = "trainer.tokens_per_micro_batch=128"
+WAYS = {
+    "vanilla": (*VANILLA, EAGER),
+    "decoupled": (EAGER,),
+    "decoupled + mask": (*MASK, EAGER),
+    "deadline": (DEADLINE,),
+    "training-bound": (TRAINING_BOUND, EAGER),
+    "training-bound, deadline": (TRAINING_BOUND, DEADLINE),
 }
-ETAS, SEEDS, STEPS = (0, 1, 2, 4, 8), (1, 2), 60
-QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS = (0, 4), (1,), 6
+PACED_LIKE = {"deadline": "decoupled", "training-bound, deadline": "training-bound"}
+"""What these are at η = 0, where there is nothing to pace."""
+ETAS, SEEDS, STEPS, KEPT_EVERY = (0, 1, 2, 4, 8), (1, 2), 40, 4
+QUICK_WAYS, QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS = ("decoupled", "deadline"), (0, 4), (1,), 12
 ABOUT = """
 - *vanilla*: the ratio to the behaviour policy, clipped (`ppo_clip`, no correction)
 - *decoupled*: the ratio to the proximal policy, clipped, weighted by proximal/behaviour, that weight truncated (the
   default)
 - *decoupled + mask*: the same, but tokens whose weight is too small or too large carry no loss (`icepop`, two-sided)
+- *deadline*: *decoupled* with `rollout.pacing=deadline` ([pacing.md](pacing.md)); all others are `eager`
+- *training-bound*: *decoupled* with micro-batches of 128 tokens, which makes training the bottleneck
 
 Every cell is a run of `python -m asyncrl.launch async_ppo`, one after the other, all with the same number of steps.
-Accuracy is greedy, on held-out problems, the mean of the last three evaluations. Wall-clock is from the start of the
-first step to the end of the last one. The mean age of the trained tokens is in versions; it stays well below η where
-generation is not fast enough to run that far ahead of training.
+Accuracy is greedy, on 1024 held-out problems that are the same for all, of policies that were kept every four steps
+and asked after the run; a cell's is the mean of its last three. Wall-clock is from the start of the first step to the
+end of the last one, and *to 0.90* until the first kept policy with that accuracy (mean of the seeds; - where one did
+not get there). The mean age of the trained tokens is in versions; it stays well below η where generation is not fast
+enough to run that far ahead of training. *Waited* is the share of the steps' time in which the trainer waited for
+rollouts, after the first eight.
 """
 EVALUATIONS = 3
-"""Evaluations whose mean is a cell's accuracy: one of 256 problems has a standard error of about 0.015."""
+"""Kept policies whose mean is a cell's accuracy."""
+UNTIL = 0.9
+WARM_UP = 8
 CELL_LIMIT_S = 1800.0
-"""A cell takes two minutes on two cores; one that takes so long hangs."""
-ACCURACY = "eval/held_out/accuracy"
+"""A cell takes a minute and a half on two cores; one that takes so long hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +76,7 @@ class Key:
     """Which run a cell is; `model` is the name of the base model's folder."""
 
     model: str
-    method: str
+    way: str
     eta: int
     seed: int
     steps: int
@@ -64,41 +85,58 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a run gave; `age` is the mean age of trained tokens in versions, `dropped` the rollouts dropped as stale."""
+    """What a run gave: (step, seconds, accuracy) of the kept policies, the run's seconds, the share of the steps' time
+    that was waited for data, the mean age of trained tokens in versions, rollouts dropped as stale.
+    """
 
-    accuracy: float
+    curve: list[tuple[int, float, float]]
     seconds: float
+    waited: float
     age: float
     dropped: float
+
+    @property
+    def accuracy(self) -> float:
+        """Mean of the last kept policies."""
+        return statistics.fmean(found for _, _, found in self.curve[-EVALUATIONS:])
+
+    @property
+    def to_accuracy_s(self) -> float | None:
+        """Seconds until the first kept policy that is good enough; None: there is none."""
+        return next((seconds for _, seconds, found in self.curve if found >= UNTIL), None)
 
 
 def measure(key: Key, model: Path, out: Path) -> Cell:
     """Run one cell.
 
     Raises:
-        SystemExit: the run failed, or trained or evaluated less than asked.
+        SystemExit: the run failed, or trained less than asked.
         subprocess.TimeoutExpired: it hangs.
     """
-    trial = f"{key.method}-eta{key.eta}-seed{key.seed}".replace(" + ", "-")
+    trial = f"{key.way}-eta{key.eta}-seed{key.seed}".replace(" + ", "-").replace(", ", "-")
     run_dir = out / "runs" / "staleness" / trial
     settings = [f"fileroot={out / 'runs'}", "experiment_name=staleness", f"trial_name={trial}", "resume=restart"]
     settings += [f"model.path={model}", f"max_head_offpolicyness={key.eta}", f"seed={key.seed}"]
-    settings += [f"total_train_steps={key.steps}", "checkpoint.interval=0", "logging.tensorboard=false"]
-    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *METHODS[key.method], *key.overrides]
+    settings += [f"total_train_steps={key.steps}", "logging.tensorboard=false"]
+    settings += kept_policies.settings(KEPT_EVERY, key.steps)
+    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *WAYS[key.way], *key.overrides]
     done = subprocess.run(command, stdout=sys.stderr, timeout=CELL_LIMIT_S, check=False)
-    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]  # without the initial evaluation's
-    accuracies = [row[ACCURACY] for row in rows if ACCURACY in row][-EVALUATIONS:]
-    if done.returncode != 0 or len(rows) != key.steps or len(accuracies) < EVALUATIONS:
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
+    if done.returncode != 0 or len(rows) != key.steps:
         raise SystemExit(
-            f"{trial}: exit code {done.returncode}, {len(rows)} of {key.steps} steps, {len(accuracies)} of "
-            f"{EVALUATIONS} evaluations; see {run_dir / 'logs'}, then run the same command again to go on"
+            f"{trial}: exit code {done.returncode}, {len(rows)} of {key.steps} steps; see {run_dir / 'logs'}, then run "
+            "the same command again to go on"
         )
-    return Cell(
-        accuracy=statistics.fmean(accuracies),
+    later = rows[WARM_UP:]
+    cell = Cell(
+        curve=kept_policies.curve(run_dir, model, KEPT_EVERY),
         seconds=rows[-1]["time/elapsed_s"],
-        age=statistics.fmean(row["staleness/mean"] for row in rows),
+        waited=sum(row["time/wait_data_s"] for row in later) / sum(row["time/step_s"] for row in later),
+        age=statistics.fmean(row["staleness/mean"] for row in later),
         dropped=sum(row["rollout/dropped_stale"] for row in rows),
     )
+    shutil.rmtree(run_dir / "checkpoints")
+    return cell
 
 
 class Store:
@@ -108,7 +146,10 @@ class Store:
         self._file = file
         saved = json.loads(file.read_text()) if file.is_file() else []
         self.cells = {
-            Key(**item["key"] | {"overrides": tuple(item["key"]["overrides"])}): Cell(**item["cell"]) for item in saved
+            Key(**item["key"] | {"overrides": tuple(item["key"]["overrides"])}): Cell(
+                **item["cell"] | {"curve": [tuple(point) for point in item["cell"]["curve"]]}
+            )
+            for item in saved
         }
 
     def add(self, key: Key, cell: Cell) -> None:
@@ -120,49 +161,58 @@ class Store:
         os.replace(aside, self._file)
 
 
-def mean(cells: Sequence[Cell], field: str) -> float:
-    """Mean of one figure over the seeds of a cell."""
-    return statistics.fmean(asdict(cell)[field] for cell in cells)
+def mean(values: Iterable[float | None]) -> float | None:
+    """Over the seeds of a cell; None where one has none."""
+    known = list(values)
+    numbers = [value for value in known if value is not None]
+    return statistics.fmean(numbers) if numbers and len(numbers) == len(known) else None
 
 
 Grid = dict[tuple[str, int], list[Cell]]
-"""The cells of every (method, η), one per seed."""
+"""The cells of every (way, η), one per seed."""
 
 
 def grid_of(store: Store, wanted: Sequence[Key]) -> Grid:
     """The wanted cells."""
     grid: Grid = {}
     for key in wanted:
-        grid.setdefault((key.method, key.eta), []).append(store.cells[key])
+        grid.setdefault((key.way, key.eta), []).append(store.cells[key])
     return grid
 
 
 def table(grid: Grid) -> str:
     """In Markdown."""
     lines = [
-        "| method | η | accuracy | of each seed | wall-clock | mean age | dropped as stale |",
-        "|---|--:|--:|---|--:|--:|--:|",
+        f"| | η | accuracy | of each seed | wall-clock | to {UNTIL:.2f} | waited | mean age | dropped as stale |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
-    for (method, eta), cells in grid.items():
+    for (way, eta), cells in grid.items():
         seeds = ", ".join(f"{cell.accuracy:.3f}" for cell in cells)
+        until = mean(cell.to_accuracy_s for cell in cells)
         lines.append(
-            f"| {method} | {eta} | {mean(cells, 'accuracy'):.3f} | {seeds} | {mean(cells, 'seconds'):.0f} s "
-            f"| {mean(cells, 'age'):.2f} | {mean(cells, 'dropped'):.0f} |"
+            f"| {way} | {eta} | {mean(cell.accuracy for cell in cells):.3f} | {seeds} "
+            f"| {mean(cell.seconds for cell in cells):.0f} s | {'-' if until is None else f'{until:.0f} s'} "
+            f"| {mean(cell.waited for cell in cells):.2f} | {mean(cell.age for cell in cells):.2f} "
+            f"| {mean(cell.dropped for cell in cells):.0f} |"
         )
     return "\n".join(lines)
 
 
 def findings(grid: Grid) -> str:
     """What may be said, and how large chance is."""
-    etas = sorted({eta for _, eta in grid if eta})
     lines = []
-    for method in METHODS:
-        sync = grid[method, 0]
-        worst = min(etas, key=lambda eta: mean(grid[method, eta], "accuracy"))
-        lost = mean(grid[method, worst], "accuracy") - mean(sync, "accuracy")
-        share = min(mean(grid[method, eta], "seconds") for eta in etas) / mean(sync, "seconds")
+    for way in dict.fromkeys(way for way, _ in grid):
+        etas = [eta for name, eta in grid if name == way and eta]
+        sync = grid.get((PACED_LIKE.get(way, way), 0))
+        if sync is None or not etas:
+            continue
+        accuracies = {eta: statistics.fmean(cell.accuracy for cell in grid[way, eta]) for eta in etas}
+        seconds = [statistics.fmean(cell.seconds for cell in grid[way, eta]) for eta in etas]
+        worst = min(etas, key=accuracies.__getitem__)
+        lost = accuracies[worst] - statistics.fmean(cell.accuracy for cell in sync)
+        share = min(seconds) / statistics.fmean(cell.seconds for cell in sync)
         lines.append(
-            f"- {method}: at worst (η = {worst}) accuracy is {lost:+.3f} against η = 0; "
+            f"- {way}: at worst (η = {worst}) accuracy is {lost:+.3f} against η = 0; "
             f"at best η > 0 takes {share:.2f} of the time of η = 0."
         )
     spreads = [max(c.accuracy for c in cells) - min(c.accuracy for c in cells) for cells in grid.values()]
@@ -172,22 +222,30 @@ def findings(grid: Grid) -> str:
 
 
 def plot(grid: Grid, file: Path) -> None:
-    """Accuracy and wall-clock over η: a line through the means, a point for each seed."""
+    """Accuracy over time, a panel for each η; of every way the mean over its seeds."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     etas = sorted({eta for _, eta in grid})
-    for axis, field, label in zip(axes, ("accuracy", "seconds"), ("held-out accuracy", "wall-clock, s"), strict=True):
-        for method in METHODS:
-            (line,) = axis.plot(etas, [mean(grid[method, eta], field) for eta in etas], label=method)
-            points = [(eta, asdict(cell)[field]) for eta in etas for cell in grid[method, eta]]
-            axis.plot(*zip(*points, strict=True), "o", markersize=4, color=line.get_color())
-        axis.set(xlabel="η, max_head_offpolicyness", ylabel=label, xticks=etas)
+    figure, axes = plt.subplots(
+        1, len(etas), figsize=(3.2 * len(etas), 3.6), layout="constrained", sharey=True, squeeze=False
+    )
+    colors = {way: f"C{number}" for number, way in enumerate(dict.fromkeys(way for way, _ in grid))}
+    for axis, eta in zip(axes[0], etas, strict=True):
+        for (way, at), cells in grid.items():
+            if at != eta:
+                continue
+            points = zip(*(cell.curve for cell in cells), strict=True)
+            means = [
+                (statistics.fmean(s for _, s, _ in same), statistics.fmean(a for *_, a in same)) for same in points
+            ]
+            axis.plot(*zip(*means, strict=True), label=way, color=colors[way])
+        axis.set(title=f"η = {eta}", xlabel="seconds")
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    axes[0][0].set_ylabel("held-out accuracy")
+    axes[0][-1].legend(fontsize=8)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -197,7 +255,7 @@ def write_docs(grid: Grid, folder: Path, command: str) -> None:
     plot(grid, folder / "staleness.png")
     (folder / "staleness.md").write_text(
         f"# What staleness costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
-        f"{table(grid)}\n\n![Accuracy and wall-clock over η](staleness.png)\n\n{findings(grid)}\n"
+        f"{table(grid)}\n\n![Accuracy over time, by η](staleness.png)\n\n{findings(grid)}\n"
     )
 
 
@@ -207,28 +265,38 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("~/.cache/asyncrl/staleness"), help="cells and runs")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--quick", action="store_true", help="one seed, two values of η, few steps")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS))
+    parser.add_argument("--quick", action="store_true", help="two ways, one seed, two values of η, few steps")
     parser.add_argument("--model", type=Path, help="base model; default: that of the `sft` experiment")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     out = args.out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
-    etas, seeds, steps = (QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS) if args.quick else (ETAS, args.seeds, args.steps)
-    overrides = (*(("eval.interval=2", "eval.size=64") if args.quick else ()), *args.overrides)
+    ways, etas, seeds, steps = args.ways, ETAS, args.seeds, args.steps
+    if args.quick:
+        ways, etas, seeds, steps = QUICK_WAYS, QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS
+    if steps < max(WARM_UP + 1, EVALUATIONS * KEPT_EVERY):
+        parser.error(f"--steps {steps}: give {max(WARM_UP + 1, EVALUATIONS * KEPT_EVERY)} or more")
     model = args.model.expanduser().resolve() if args.model else ensure_base_model(load_supervised("sft"))
-    cells = itertools.product(METHODS, etas, seeds)
-    wanted = [Key(model.name, method, eta, seed, steps, overrides) for method, eta, seed in cells]
+    wanted = [
+        Key(model.name, way, eta, seed, steps, tuple(args.overrides))
+        for way, eta, seed in itertools.product(ways, etas, seeds)
+        if eta or way not in PACED_LIKE
+    ]
     store = Store(out / "cells.json")
     for number, key in enumerate(wanted, 1):
         if key not in store.cells:
-            print(f"cell {number} of {len(wanted)}: {key.method}, η = {key.eta}, seed {key.seed}", flush=True)
+            print(f"cell {number} of {len(wanted)}: {key.way}, η = {key.eta}, seed {key.seed}", flush=True)
             store.add(key, measure(key, model, out))
     grid = grid_of(store, wanted)
     print(table(grid), findings(grid), sep="\n\n")
-    again = ["--quick"] if args.quick else ["--steps", str(steps), "--seeds", *map(str, seeds), "--", *args.overrides]
+    again = ["--quick"] if args.quick else ["--steps", str(steps), "--seeds", *map(str, seeds)]
+    if ways != list(WAYS) and not args.quick:
+        again += ["--ways", *ways]
+    again += ["--", *args.overrides] if args.overrides else []
     docs = out if args.quick else Path(__file__).resolve().parents[1] / "docs"
-    write_docs(grid, docs, shlex.join(["python", "benchmarks/staleness.py", *again]).removesuffix(" --"))
+    write_docs(grid, docs, shlex.join(["python", "benchmarks/staleness.py", *again]))
     if args.json:
         args.json.write_text(json.dumps([{**asdict(key), **asdict(store.cells[key])} for key in wanted], indent=1))
 

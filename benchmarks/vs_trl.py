@@ -6,10 +6,11 @@ The job is the demo: the same base model, rows, reward, batch of 32 prompts with
 same learning rate and its schedule, on the same two cores. TRL runs `peers/trl_job.py` in an environment of its own, in
 DIR, made at the first run with the versions named below. The two take turns, seed by seed; figures are medians.
 
-Evaluation: the same 256 held-out problems, greedy, every second step. TRL's clock stands still meanwhile;
-asyncrl's goes on, as its evaluation runs beside training. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
-median 0.3 s),
-all verdicts of a batch at the same time in both.
+Evaluation is on nobody's clock: the policy of every second step is kept, by TRL's job while its clock stands still, by
+asyncrl as a checkpoint while its clock goes on, and after the run all are asked the same held-out problems, greedily,
+by the same code. An evaluation within asyncrl's run would generate as many answers as a step does, and hold back newer
+weights meanwhile. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal, median 0.3 s), all verdicts of a batch
+at the same time in both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,13 +26,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import kept_policies
+
 from asyncrl.config.load import load_supervised
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.observability.metrics import read_rows
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 TORCH, TRL = "torch==2.13.0", "trl==1.16.0"
-STEPS, EVALUATE_EVERY, UNTIL, HELD_OUT = 40, 2, 0.9, 256
+STEPS, EVALUATE_EVERY, UNTIL = 40, 2, 0.9
 SLOW = (0.1, 3.0, 0.3)
 """Least, most and median seconds of a verdict."""
 LIMIT_S = 3600.0
@@ -39,11 +43,18 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: median seconds a step after the first five, and seconds until the accuracy; None: not reached."""
+    """One run: median seconds a step after the first five, seconds and steps until the accuracy (None: not reached),
+    and the curve: steps, seconds and accuracy of every policy that was kept."""
 
     step_s: float
     to_accuracy_s: float | None
-    accuracy: float
+    to_accuracy_steps: int | None
+    curve: list[tuple[int, float, float]]
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last policy."""
+        return self.curve[-1][2]
 
 
 def trl_python(out: Path) -> Path:
@@ -57,9 +68,9 @@ def trl_python(out: Path) -> Path:
     return python
 
 
-def write_rows(file: Path, split: str, count: int, seed: int) -> Path:
+def write_rows(file: Path, count: int, seed: int) -> Path:
     """`count` rows of the demo's dataset as JSON lines."""
-    dataset = ArithmeticDataset(split=split, seed=seed, num_rows=count)
+    dataset = ArithmeticDataset(seed=seed, num_rows=count)
     file.write_text("".join(json.dumps(dataset.row(index)) + "\n" for index in range(count)))
     return file
 
@@ -67,11 +78,11 @@ def write_rows(file: Path, split: str, count: int, seed: int) -> Path:
 def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
     """One run of TRL."""
     scratch = out / f"trl-seed{seed}{'-slow' if slow else ''}"
-    scratch.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     job = {
         "model": str(model),
-        "rows": str(write_rows(scratch / "rows.jsonl", "train", 16384, seed)),
-        "held_out": str(write_rows(scratch / "held_out.jsonl", "held_out", HELD_OUT, 0)),
+        "rows": str(write_rows(scratch / "rows.jsonl", 16384, seed)),
         "log": str(scratch / "log.jsonl"),
         "scratch": str(scratch),
         "seed": seed,
@@ -82,9 +93,7 @@ def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: P
         "minibatches": 4,
         "lr": 1e-4,
         "max_new_tokens": 112,
-        "evaluate_every": EVALUATE_EVERY,
-        "until": UNTIL,
-        "all_steps": True,
+        "keep_every": EVALUATE_EVERY,
         "slow_reward": SLOW if slow else None,
     }
     (scratch / "job.json").write_text(json.dumps(job, indent=1))
@@ -94,15 +103,18 @@ def run_trl(python: Path, model: Path, seed: int, steps: int, slow: bool, out: P
     events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]
     if done.returncode != 0 or len(events) < steps:
         raise SystemExit(f"TRL ended with {done.returncode} after {len(events)} steps; see {scratch / 'output.txt'}")
-    return outcome([event["seconds"] for event in events], [event.get("accuracy") for event in events])
+    seconds = [event["seconds"] for event in events]
+    kept = range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY)
+    curve = [(step, seconds[step - 1], kept_policies.accuracy(scratch / f"v{step}", model)) for step in kept]
+    return outcome(seconds, curve)
 
 
 def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overrides: Sequence[str]) -> Outcome:
     """One run of asyncrl."""
     trial = f"asyncrl-seed{seed}{'-slow' if slow else ''}"
     settings = [f"fileroot={out}", "experiment_name=vs_trl", f"trial_name={trial}", "resume=restart", f"seed={seed}"]
-    settings += [f"model.path={model}", f"total_train_steps={steps}", f"eval.interval={EVALUATE_EVERY}"]
-    settings += ["checkpoint.interval=0", "logging.tensorboard=false"]
+    settings += [f"model.path={model}", f"total_train_steps={steps}", "logging.tensorboard=false"]
+    settings += kept_policies.settings(EVALUATE_EVERY, steps)
     if slow:
         settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=128"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
@@ -111,15 +123,15 @@ def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overr
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     if done.returncode != 0 or len(rows) != steps:
         raise SystemExit(f"asyncrl ended with {done.returncode} after {len(rows)} steps; see {run_dir / 'logs'}")
-    return outcome([row["time/elapsed_s"] for row in rows], [row.get("eval/held_out/accuracy") for row in rows])
+    curve = kept_policies.curve(run_dir, model, EVALUATE_EVERY)
+    return outcome([row["time/elapsed_s"] for row in rows], curve)
 
 
-def outcome(seconds: Sequence[float], accuracies: Sequence[float | None]) -> Outcome:
-    """What the ends of steps, in seconds, and the accuracies after some of them say."""
+def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:
+    """What the ends of steps, in seconds, and the policies that were kept say."""
     steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
-    reached = [at for at, found in zip(seconds, accuracies, strict=True) if found is not None and found >= UNTIL]
-    last = [found for found in accuracies if found is not None][-1]
-    return Outcome(statistics.median(steps), reached[0] if reached else None, last)
+    at_s, at_step = next(((at, step) for step, at, found in curve if found >= UNTIL), (None, None))
+    return Outcome(statistics.median(steps), at_s, at_step, curve)
 
 
 def median(values: Sequence[float | None]) -> float | None:
@@ -151,15 +163,17 @@ def main() -> None:
         runs["asyncrl"].append(run_asyncrl(model, seed, steps, options.slow_reward, options.out, options.overrides))
         runs["TRL"].append(run_trl(python, model, seed, steps, options.slow_reward, options.out))
         print(f"seed {seed}: {runs['asyncrl'][-1]}, {runs['TRL'][-1]}", file=sys.stderr, flush=True)
-    print(f"| | seconds a step | seconds to {UNTIL:.2f} | accuracy after {steps} steps |\n|---|--:|--:|--:|")
+    print(f"| | seconds a step | seconds to {UNTIL:.2f} | steps to it | accuracy after {steps} |")
+    print("|---|--:|--:|--:|--:|")
     figures = {}
     for name, made in runs.items():
         step, to = median([run.step_s for run in made]), median([run.to_accuracy_s for run in made])
         figures[name] = step, to
-        reached = "not reached" if to is None else f"{to:.1f}"
+        by_step = median([run.to_accuracy_steps for run in made])
+        reached = "not reached | " if to is None or by_step is None else f"{to:.1f} | {by_step:.0f}"
         print(f"| {name} | {step:.2f} | {reached} | {statistics.median(run.accuracy for run in made):.3f} |")
     ratios = [ratio(theirs, ours) for theirs, ours in zip(figures["TRL"], figures["asyncrl"], strict=True)]
-    print(f"| ratio | {ratios[0]} | {ratios[1]} | |")
+    print(f"| ratio | {ratios[0]} | {ratios[1]} | | |")
     if options.json:
         options.json.write_text(json.dumps({name: [asdict(run) for run in made] for name, made in runs.items()}) + "\n")
 

@@ -1,6 +1,7 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
     python -I -S keeper.py COMMAND [ARGUMENT ...]
+    python -I -S keeper.py                            on another host, below ssh or srun
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
 ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
@@ -8,6 +9,12 @@ hands every orphan of the tree to it. It waits for the first of two things: the 
 standard input, a pipe from the launcher, which means that the launcher is gone, however that came about. Then it kills
 all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
 or by its signal. SIGTERM is passed on.
+
+On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
+everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
+time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
+its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
+code 128 + n, since ssh and srun tell no signals.
 
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
@@ -21,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -38,6 +46,19 @@ _POLL_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+STOP, KILL, ALIVE = b"s", b"k", b"."
+_LONGEST_ORDER = 1 << 20
+
+
+class Order(NamedTuple):
+    """What to run on another host; `environment` comes on top of that of the login there."""
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    silence_s: float
+
+
 class Identity(NamedTuple):
     """A process: its id, and when it started, in the kernel's ticks since boot. Ids are used again, this pair never."""
 
@@ -47,6 +68,12 @@ class Identity(NamedTuple):
 
 def main(command: list[str]) -> int:
     """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
+    silence_s = None
+    if not command:
+        order = _read_order()
+        command, silence_s = order.command, order.silence_s
+        os.chdir(order.folder)
+        os.environ.update(order.environment)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
@@ -61,12 +88,21 @@ def main(command: list[str]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
 
+    def kill_child() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
     signal.signal(signal.SIGTERM, pass_on)
     status = None
     while status is None:
-        readable, _, _ = select.select([0, woken], [], [])
-        if 0 in readable and not os.read(0, 4096):
+        readable, _, _ = select.select([0, woken], [], [], silence_s)
+        told = os.read(0, 4096) if 0 in readable else ALIVE
+        if not told or not readable:
             break
+        if STOP in told:
+            pass_on()
+        if KILL in told:
+            kill_child()
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = reap().get(child)
@@ -76,6 +112,17 @@ def main(command: list[str]) -> int:
         _, status = os.waitpid(child, 0)
     end_descendants()
     return status
+
+
+def _read_order() -> Order:
+    """The first line of standard input, read byte by byte: what follows it is not ours yet."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte or len(line) > _LONGEST_ORDER:
+            sys.exit("no order came over standard input")
+        line += byte
+    return Order(**json.loads(line))
 
 
 def _start(command: list[str]) -> int:
@@ -200,4 +247,7 @@ def _end_as(status: int) -> None:
 
 
 if __name__ == "__main__":
-    _end_as(main(sys.argv[1:]))
+    if sys.argv[1:]:
+        _end_as(main(sys.argv[1:]))
+    code = os.waitstatus_to_exitcode(main([]))
+    os._exit(code if code >= 0 else 128 - code)

@@ -40,6 +40,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _routing(config)
     yield from _attention(config)
     yield from _layouts(config)
+    yield from _proximal(config)
     unknown = list(_algorithms(config))
     yield from unknown
     if not unknown:
@@ -48,15 +49,16 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed but makes a correction less than its name says, each as `setting=value: what follows`."""
-    algorithm, sampling = config.algorithm, config.rollout.sampling
+    algorithm, sampling, generation = config.algorithm, config.rollout.sampling, config.generation
     correction = algorithm.correction.name
     if correction == "none":
         return
-    if algorithm.prox == ProximalMode.behave:
+    same = generation.backend == GenerationBackend.embedded and generation.dtype == config.model.dtype
+    if algorithm.prox == ProximalMode.behave and not same:
         yield (
-            f"algorithm.correction={correction!r}: algorithm.prox='behave' takes the behaviour policy for the proximal "
-            "one, so every importance weight is 1 and nothing is corrected; use algorithm.prox=recompute, or "
-            "algorithm.correction.name=none"
+            f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "
+            f"otherwise than training in {config.model.dtype}, and algorithm.correction={correction!r}, which would "
+            "weigh that, has every weight 1 then; use algorithm.prox=recompute where the two differ by much"
         )
     cut = [
         f"{name}={value:g}"
@@ -97,6 +99,28 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
     shape = routing_shape(described) if isinstance(described, dict) else ""
     if isinstance(shape, str):
         yield f"{setting}: model.path={path!r}: {shape}; set it to false"
+
+
+def _proximal(config: ExperimentConfig) -> Iterator[str]:
+    """The behaviour policy for the proximal one, where they need not be the same."""
+    algorithm, eta = config.algorithm, config.max_head_offpolicyness
+    refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name != "none"
+    if algorithm.prox != ProximalMode.behave or not refers:
+        return
+    instead = (
+        "use algorithm.prox=recompute, or a loss around the behaviour policy: algorithm.policy_loss.name=ppo_clip with "
+        "algorithm.correction.name=none"
+    )
+    if eta > 0:
+        yield (
+            f"algorithm.prox='behave': with max_head_offpolicyness={eta} samples may be older than the policy at the "
+            f"step's start, for which theirs would stand then; set max_head_offpolicyness=0, or {instead}"
+        )
+    if config.samples.replay:
+        yield (
+            f"algorithm.prox='behave': the samples of {config.samples.replay!r} need not be of the policy that is "
+            f"trained here; {instead}"
+        )
 
 
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:

@@ -241,7 +241,8 @@ class AlgorithmConfig:
     correction: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_truncate"))
     prox: ProximalMode = setting(
         ProximalMode.recompute,
-        "proximal log-probabilities: recomputed at the step's start, approximated, or the behaviour's",
+        "proximal log-probabilities: recomputed at the step's start, approximated, or the behaviour's, which at "
+        "max_head_offpolicyness=0 are the same up to rounding and spare a forward pass",
     )
     advantage: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="grpo"))
     aggregation: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_mean"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,28 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import CorrectionInputs, PolicyLossInputs
+from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.catalog import resolve
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import load_causal_lm
+from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+
+MakeRank = Callable[[ExperimentConfig], TrainingRank]
+RunStep = Callable[..., dict[str, StatValues]]
 
 PROMPT = (5, 6, 7)
 CPU = torch.device("cpu")
 
 
 def generated(path: Path, sampling: dict[str, float], count: int = 16) -> StepBatch:
-    """Answers of the embedded engine with the log-probabilities that it reports."""
+    """Answers of the embedded engine with the log-probabilities that it reports; every third is right."""
     engine = GenerationEngine(load_causal_lm(path, "float32", "eager", CPU))  # type: ignore[arg-type]
     inputs = [
         GenerationInput(f"r{i:02d}", PROMPT, SamplingSpec(max_new_tokens=12, seed=i, **sampling))  # type: ignore[arg-type]
@@ -41,11 +49,12 @@ def generated(path: Path, sampling: dict[str, float], count: int = 16) -> StepBa
                 loss_mask=mask,
                 behave_logprobs=np.array([0.0] * len(PROMPT) + list(output.logprobs), np.float32),
                 versions=np.where(mask, 0, -1).astype(np.int32),
-                reward=0.0,
+                reward=float(len(samples) % 3 == 0),
                 truncated=False,
             )
         )
-    return build_step_batch([Trajectory("r", "p", 0, tuple(samples))], [0], version=0, num_minibatches=1)
+    groups = [Trajectory(f"r{i}", f"p{i}", i, tuple(samples[i::4])) for i in range(4)]
+    return build_step_batch(groups, [0, 1, 0, 1], version=0, num_minibatches=2)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +99,23 @@ def test_ratios_are_one_and_neither_mask_nor_clip_acts(sampling: dict[str, float
             0,
         )
         assert resolve("policy_loss", "ppo_clip")(inputs).stats["ppo/clip_fraction"].value() == 0.0
+
+
+def test_the_behaviour_in_place_of_the_proximal_policy_changes_rounding_only(
+    qwen_dir: Path, config: ExperimentConfig, make_rank: MakeRank, run_step: RunStep
+) -> None:
+    sampling = {"temperature": 0.7, "top_p": 0.9}
+    config.rollout.sampling.temperature, config.optimizer.lr = sampling["temperature"], 1e-6
+    stats = {}
+    for mode in (ProximalMode.recompute, ProximalMode.behave):
+        config.algorithm.prox = mode
+        run = run_step(config, make_rank(config), generated(qwen_dir, sampling))
+        assert ("actor_inf" in run) == (mode == ProximalMode.recompute)
+        stats[mode] = run["actor_train"]
+    exact, spared = stats.values()
+    assert spared["optimizer/steps"] == exact["optimizer/steps"] == 2
+    assert exact["ppo/approx_kl"] > 0  # the second minibatch is off policy, so its ratios count
+    for figure in ("ppo/loss_per_minibatch", "grad_norm", "ppo/approx_kl"):  # steep logits: 1e-3 is rounding
+        assert spared[figure] == pytest.approx(exact[figure], abs=1e-2)
+    assert (spared["ppo/behave_weight_mean"], spared["ppo/behave_kl"]) == (1.0, 0.0)
+    assert exact["ppo/behave_weight_mean"] == pytest.approx(1.0, abs=1e-4)

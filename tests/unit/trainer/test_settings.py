@@ -14,7 +14,7 @@ from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ChoiceConfig, Device
+from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
@@ -322,7 +322,27 @@ def test_what_makes_a_correction_less_than_its_name_is_told(config: ExperimentCo
     config.rollout.sampling.top_p, config.rollout.sampling.top_k = 0.9, 50
     (cut,) = warnings(config)
     assert "rollout.sampling.top_p=0.9, top_k=50 cuts tokens off" in cut
+    config.rollout.sampling.top_p, config.rollout.sampling.top_k = 1.0, -1
     config.algorithm.prox = ProximalMode.behave
-    assert any("every importance weight is 1" in line for line in warnings(config))
+    assert list(warnings(config)) == []
+    config.generation.dtype = Dtype.bfloat16
+    (rounded,) = warnings(config)
+    assert "'embedded' in bfloat16 rounds otherwise than training in float32" in rounded
     config.algorithm.correction.name = "none"
     assert list(warnings(config)) == []
+
+
+def test_the_behaviour_stands_for_the_proximal_policy_only_where_no_sample_is_older(config: ExperimentConfig) -> None:
+    config.algorithm.prox, config.max_head_offpolicyness = ProximalMode.behave, 1
+    message = the_message(config)
+    assert message.startswith("algorithm.prox='behave': with max_head_offpolicyness=1 samples may be older")
+    config.algorithm.policy_loss = ChoiceConfig(name="ppo_clip")
+    assert "set max_head_offpolicyness=0" in the_message(config)  # the correction refers to it too
+    config.algorithm.correction = ChoiceConfig(name="none")
+    assert list(check(config)) == []
+    config.algorithm.policy_loss = ChoiceConfig(name="decoupled_ppo")
+    assert "set max_head_offpolicyness=0" in the_message(config)
+    config.max_head_offpolicyness = 0
+    assert list(check(config)) == []
+    config.samples.replay = "kept"
+    assert "the samples of 'kept' need not be of the policy" in the_message(config)

@@ -1,0 +1,48 @@
+"""Held-out accuracy of the policies that a run kept, asked after it has ended, so that it is on nobody's clock.
+
+An evaluation within a run generates as many answers as a step of the demo does, and holds back newer weights meanwhile;
+a checkpoint, from which a policy is read here, costs the run a copy of the weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.commands.exporting import export
+from asyncrl.datasets.arithmetic import ArithmeticDataset
+from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.observability.metrics import read_rows
+from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.rewards.arithmetic import arithmetic_reward
+
+HELD_OUT = 1024
+"""Problems, the same for every run whatever its seed: an accuracy of 0.9 has a standard error of 0.009."""
+
+
+def settings(every: int, steps: int) -> list[str]:
+    """Overrides for a run of `steps` steps that keeps the policy of every `every`th, and evaluates none."""
+    return ["eval.interval=0", f"checkpoint.interval={every}", f"checkpoint.keep={steps}"]
+
+
+def accuracy(policy: Path, base: Path) -> float:
+    """Greedy, of the policy in the folder `policy`, with the tokenizer of `base`."""
+    torch.set_num_threads(1)  # several wait for each other where cores are busy
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), load_tokenizer(base)
+    asked = ReferenceTrainer(ReferenceConfig(), model, tokenizer, ArithmeticDataset(), arithmetic_reward)
+    return asked.greedy_accuracy(ArithmeticDataset(split="held_out", num_rows=HELD_OUT))
+
+
+def curve(run: Path, base: Path, every: int) -> list[tuple[int, float, float]]:
+    """(step, seconds since the first step began, accuracy) of every policy that the run in the folder `run` kept."""
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"]]  # without the initial model's
+    seconds = {int(row["step"]): float(row["time/elapsed_s"]) for row in rows}
+    found = []
+    for step in range(every, max(seconds) + 1, every):
+        with tempfile.TemporaryDirectory() as folder:
+            export(run, step, Path(folder) / "policy")
+            found.append((step, seconds[step], accuracy(Path(folder) / "policy", base)))
+    return found
