@@ -1,5 +1,8 @@
 """Time to cut a batch into minibatches and balanced shares of the ranks, against the rules carried out word by word.
 
+The last columns are how much more than the mean the fullest rank computes, where groups share their prompts and each is
+computed once: balanced by all tokens, as before, and by the distinct ones.
+
 The plan is made by the master once a train step, while every rank waits. The target is 10 ms for 8,192 rollouts over
 256 ranks; the plain form below looks at every rank for every rollout and at every pair of rank and share. Both give the
 same plan, which is checked.
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec import structs
 
 from asyncrl.master.assignment import assign, minibatch_of_groups
 from asyncrl.trainer.messages import Assignment, RolloutRecord
@@ -33,13 +37,13 @@ def plain_assign(
         shares: list[list[int]] = [[] for _ in range(ranks)]
         sums = [0] * ranks
         small, larger = divmod(len(members), ranks)
-        for index in sorted(members, key=lambda index: (-records[index].tokens, index)):
+        for index in sorted(members, key=lambda index: (-records[index].computed_tokens, index)):
             full = small + 1 if sum(len(share) > small for share in shares) < larger else small
             share = min((sums[number], number) for number in range(ranks) if len(shares[number]) < full)[1]
             shares[share].append(index)
-            sums[share] += records[index].tokens
+            sums[share] += records[index].computed_tokens
         overlaps = [
-            (-sum(records[index].tokens for index in share if records[index].head == rank), rank, number)
+            (-sum(records[index].computed_tokens for index in share if records[index].head == rank), rank, number)
             for number, share in enumerate(shares)
             for rank in range(ranks)
         ]
@@ -57,17 +61,38 @@ def plain_assign(
 
 
 def make_records(rollouts: int, ranks: int, group_size: int = 8) -> list[RolloutRecord]:
-    """Rollouts of log-normal lengths, each on a random rank."""
+    """Rollouts of log-normal prompts and answers, each on a random rank; a group's prompt is computed once."""
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(7.0, 1.0, (rollouts, group_size)).astype(int) + 1
+    prompts = rng.lognormal(6.0, 1.5, rollouts).astype(int) + 1
+    answers = rng.lognormal(6.0, 1.0, (rollouts, group_size)).astype(int) + 1
+    lengths, distinct = prompts[:, None] + answers, (prompts + answers.sum(1)).tolist()
     heads = rng.integers(0, ranks, rollouts)
     once, episodes = (1.0,) * group_size, tuple(range(group_size))
     return [
         RolloutRecord(
-            f"r{i}", f"p{i}", i, int(heads[i]), 0, {0: 1}, tuple(row), tuple(row), once, (False,) * group_size, episodes
+            f"r{i}",
+            f"p{i}",
+            i,
+            int(heads[i]),
+            0,
+            {0: 1},
+            tuple(row),
+            tuple(row),
+            once,
+            (False,) * group_size,
+            episodes,
+            distinct=distinct[i],
         )
         for i, row in enumerate(lengths.tolist())
     ]
+
+
+def fullest(plan: Sequence[Assignment], records: Sequence[RolloutRecord], minibatches: int, ranks: int) -> float:
+    """What the rank with the most computes, in parts of the mean; of all minibatches the worst."""
+    sums = np.zeros((minibatches, ranks))
+    places = [entry.minibatch for entry in plan], [entry.dst for entry in plan]
+    np.add.at(sums, places, [record.computed_tokens for record in records])
+    return float((sums.max(1) / sums.mean(1)).max())
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -89,18 +114,28 @@ def main() -> None:
     arguments = parser.parse_args()
     records = make_records(arguments.rollouts, arguments.ranks)
     print(f"{arguments.rollouts} rollouts over {arguments.ranks} ranks; target {TARGET_MS:g} ms")
-    print(f"{'minibatches':>11} {'ms':>8} {'plain ms':>9} {'ratio':>7} {'max/mean tokens':>16}")
+    print(f"{'minibatches':>11} {'ms':>8} {'plain ms':>9} {'ratio':>7} {'by tokens':>10} {'by distinct':>12}")
+    whole = [structs.replace(record, distinct=0) for record in records]
     rows = []
     for minibatches in arguments.minibatches:
         plan = assign(records, arguments.ranks, minibatches, 0, 0)
         assert plan == plain_assign(records, arguments.ranks, minibatches, 0, 0), "the plans differ"
-        sums = np.zeros((minibatches, arguments.ranks))
-        np.add.at(sums, ([m.minibatch for m in plan], [m.dst for m in plan]), [r.tokens for r in records])
+        imbalance = fullest(plan, records, minibatches, arguments.ranks)
+        before = fullest(assign(whole, arguments.ranks, minibatches, 0, 0), records, minibatches, arguments.ranks)
         fast = seconds(lambda m=minibatches: assign(records, arguments.ranks, m, 0, 0), 15)  # type: ignore[misc]
         slow = seconds(lambda m=minibatches: plain_assign(records, arguments.ranks, m, 0, 0), 1)  # type: ignore[misc]
-        imbalance = float((sums.max(1) / sums.mean(1)).max())
-        rows.append({"minibatches": minibatches, "ms": fast * 1e3, "plain_ms": slow * 1e3, "imbalance": imbalance})
-        print(f"{minibatches:11} {fast * 1e3:8.2f} {slow * 1e3:9.1f} {slow / fast:6.0f}x {imbalance:16.4f}")
+        rows.append(
+            {
+                "minibatches": minibatches,
+                "ms": fast * 1e3,
+                "plain_ms": slow * 1e3,
+                "imbalance": imbalance,
+                "imbalance_by_tokens": before,
+            }
+        )
+        print(
+            f"{minibatches:11} {fast * 1e3:8.2f} {slow * 1e3:9.1f} {slow / fast:6.0f}x {before:10.4f} {imbalance:12.4f}"
+        )
     if arguments.json:
         record = {"rollouts": arguments.rollouts, "ranks": arguments.ranks, "target_ms": TARGET_MS, "rows": rows}
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.api import Completion, Sample
+from asyncrl.api.trajectory import routing_of_turns
 
 NOT_GENERATED = -1
 """The version of a token that no policy produced."""
@@ -20,6 +23,7 @@ class SampleBuilder:
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routing: list[NDArray[Any] | None] = []
         self.observe(prompt_ids)
 
     @property
@@ -36,7 +40,19 @@ class SampleBuilder:
         self._versions.extend([NOT_GENERATED] * count)
 
     def generate(self, completion: Completion) -> None:
-        """Append what the policy wrote, with its log-probabilities and versions."""
+        """Append what the policy wrote as it went on from `tokens`, with its log-probabilities and versions.
+
+        Raises:
+            ValueError: it went on from other tokens.
+        """
+        before = len(self._tokens)
+        if completion.token_ids and completion.routing is not None:
+            if len(completion.routing) != before + len(completion.token_ids) - 1:
+                raise ValueError(
+                    f"the completion tells the experts of {len(completion.routing)} tokens, and {before} come before "
+                    f"its {len(completion.token_ids)}: ask for it with the builder's own tokens as input_ids"
+                )
+            self._routing.append(completion.routing)
         self._tokens.extend(completion.token_ids)
         self._mask.extend([1] * len(completion.token_ids))
         self._logprobs.extend(completion.logprobs)
@@ -55,4 +71,5 @@ class SampleBuilder:
             versions=np.array(self._versions, np.int32),
             reward=reward,
             truncated=truncated,
+            routing=routing_of_turns(len(self._tokens), self._routing),
         )

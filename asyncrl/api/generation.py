@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Protocol
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 
 class FinishReason(StrEnum):
@@ -46,12 +48,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One continuation: three lists of one length, with the version that produced each token."""
+    """One continuation: three lists of one length, with the version that produced each token.
+
+    `routing` is there with `moe.replay_routing`: `[P + T - 1, layers, per_token]`, the experts that each token of the
+    request and of the answer went through, but its last one; see `Sample.routing`.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    routing: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

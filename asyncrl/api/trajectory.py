@@ -8,7 +8,7 @@ many samples counts as much as one which gives a single one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
@@ -50,6 +50,9 @@ class Sample:
     """What the reward consists of, by name: only for the log, as `reward/<name>`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The agent's own numbers, logged as `agent/<name>`."""
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """`[T, layers, per_token]`: of a mixture of experts those that each token went through as the engine computed it,
+    by layer, and `unrecorded` where nothing was told (`routing_of_turns`)."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -72,6 +75,10 @@ class Sample:
             raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
         if self.token_rewards is not None:
             self._check_token_rewards(self.token_rewards)
+        if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != length):
+            raise ValueError(
+                f"Sample.routing has shape {self.routing.shape}, expected ({length}, layers, experts of a token)"
+            )
         for name, numbers in (("reward_parts", self.reward_parts), ("metrics", self.metrics)):
             for key, number in numbers.items():
                 if not math.isfinite(number):
@@ -130,6 +137,8 @@ class SampleColumns(Sequence[Sample]):
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """`[S]` for each name, NaN where a sample does not have it; so are `metrics`."""
     metrics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """`[T, layers, per_token]`; None where any sample has none."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -150,6 +159,7 @@ class SampleColumns(Sequence[Sample]):
             join_token_rewards(samples),
             named_columns([sample.reward_parts for sample in samples]),
             named_columns([sample.metrics for sample in samples]),
+            join_routing([sample.routing for sample in samples]),
         )
 
     @property
@@ -191,6 +201,7 @@ class SampleColumns(Sequence[Sample]):
                 None if self.token_rewards is None else self.token_rewards[start:end],
                 reward_parts,
                 metrics,
+                None if self.routing is None else self.routing[start:end],
             )
 
     @overload
@@ -237,6 +248,35 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
     )
 
 
+def unrecorded(dtype: np.dtype[Any]) -> int:
+    """What stands in `routing` of this type where no expert was told: its largest value."""
+    return int(np.iinfo(dtype).max)
+
+
+def routing_of_turns(length: int, told: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """The routing `[length, layers, per_token]` of a conversation whose answers told `told`; None where none did.
+
+    Each told the experts of all tokens up to its last but one, as they were computed for it: those of earlier turns
+    once more. A token's experts are those that it went through first, when the token after it was drawn.
+    """
+    known = [each for each in told if each is not None]
+    if not known:
+        return None
+    dtype = known[0].dtype
+    routing: NDArray[Any] = np.full((length, *known[0].shape[1:]), unrecorded(dtype), dtype)
+    have = 0
+    for each in known:
+        routing[have : len(each)] = each[have:]
+        have = max(have, len(each))
+    return routing
+
+
+def join_routing(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """The parts, at least one, end to end; None where one of them is missing."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
+
+
 def named_columns(by_sample: Sequence[Mapping[str, float]]) -> dict[str, NDArray[np.float64]]:
     """For every name in one of the S mappings a column `[S]`, NaN where a mapping does not have it."""
     names = dict.fromkeys(name for numbers in by_sample for name in numbers)
@@ -264,6 +304,8 @@ class SharedPrompt(Sequence[Sample]):
     """`[P]`: the tokens that all samples begin with and that no policy generated."""
     rest: SampleColumns
     """What follows the prompt in each sample, which may be nothing: here a length of 0 is possible."""
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """`[P, layers, per_token]`: of the prompt, where `rest` has it too."""
 
     def whole(self) -> SampleColumns:
         """The columns of the samples, prompts included; copied at each call."""
@@ -286,6 +328,7 @@ class SharedPrompt(Sequence[Sample]):
             None if rest.token_rewards is None else repeat(no_rewards, rest.token_rewards),
             rest.reward_parts,
             rest.metrics,
+            None if rest.routing is None or self.routing is None else repeat(self.routing, rest.routing),
         )
 
     def __len__(self) -> int:

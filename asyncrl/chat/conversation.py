@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample
+from asyncrl.api.trajectory import routing_of_turns
 from asyncrl.chat.request import Request
 
 NOT_GENERATED = -1
@@ -79,6 +82,7 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
     mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    routing: list[NDArray[Any] | None] = []
 
     def give(ids: Sequence[int]) -> None:
         tokens.extend(ids)
@@ -89,6 +93,8 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
     for turn in path:
         give(turn.given_ids)
         completion = turn.completion
+        if completion.token_ids:
+            routing.append(completion.routing)
         if turn in taken:
             give(completion.token_ids)
             continue
@@ -104,4 +110,5 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
         versions=np.array(versions, np.int32),
         reward=reward,
         truncated=cut_off or path[-1].completion.finish_reason == FinishReason.length,
+        routing=routing_of_turns(len(tokens), routing),
     )

@@ -7,7 +7,7 @@ A trajectory's prompt, the longest run of tokens that all its samples begin with
 0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
 
 Arrays; R are the trajectories of the message, S their samples, P the tokens of their prompts and T those that follow a
-prompt, W those of T in trajectories whose turns were rewarded, all in order:
+prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in order:
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -20,6 +20,9 @@ prompt, W those of T in trajectories whose turns were rewarded, all in order:
     episodes         int32    [S]  at least 0
     token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
     rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
+    routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
+                                   among the token's, little-endian: of its prompt, then of what follows
+    routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
 
@@ -38,7 +41,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, cycle
 from operator import attrgetter
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -60,18 +63,34 @@ KIND = "trajectories"
 MAX_ID_LENGTH = 256
 _DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
-    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths")},
-    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded")},
+    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing")},
     **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards")},
     "rewards": np.dtype(np.float64),
 }
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
+MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
+"""Bounds of what a header says of a routing: layers, and experts of a token; no model comes near."""
 _TOKEN_DTYPES = [_DTYPES[name] for name in _BY_TOKEN]
+_ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2")}
 _token_arrays = attrgetter(*_BY_TOKEN)
 _NO_PROMPT: Array = np.empty(0, np.int32)
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _TOKEN_DTYPES)
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 _Named: TypeAlias = dict[str, list[float | None]]
+
+
+class RoutingHeader(msgspec.Struct, frozen=True):
+    """The shape of a trajectory's routing; `width` bytes an expert's number."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_LAYERS)]
+    per_token: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_EXPERTS)]
+    width: Literal[1, 2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one token."""
+        return self.layers * self.per_token * self.width
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,6 +102,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics: dict[str, float]
     reward_parts: _Named = {}  # msgspec makes a new one for each header
     sample_metrics: _Named = {}
+    routing: RoutingHeader | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -104,6 +124,8 @@ class Prepared:
     episodes: list[int]
     token_rewards: Array | None
     """Of the tokens after the prompt, all samples' end to end."""
+    routing: list[Array]
+    """Of the prompt, then of what follows in each sample; empty where there is none."""
     nbytes: int
 
 
@@ -116,14 +138,15 @@ def prepare(trajectory: Trajectory) -> Prepared:
     samples = trajectory.samples
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
-    prompt = _NO_PROMPT
+    prompt, prompt_routing = _NO_PROMPT, None
     if isinstance(samples, SharedPrompt):
-        prompt, samples = samples.prompt, samples.rest
+        prompt, prompt_routing, samples = samples.prompt, samples.routing, samples.rest
         prompt = prompt if prompt.dtype == _DTYPES["prompts"] else _convert("prompts", prompt)
     if isinstance(samples, SampleColumns):
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
         episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
+        routing = [] if samples.routing is None else [samples.routing]
         named = samples.reward_parts, samples.metrics
     else:
         parts, lengths, rewards, truncated, episodes = [], [], [], [], []
@@ -134,15 +157,24 @@ def prepare(trajectory: Trajectory) -> Prepared:
             truncated.append(bool(sample.truncated))
             episodes.append(sample.episode)
         token_rewards = join_token_rewards(samples)
+        routing = [sample.routing for sample in samples if sample.routing is not None]
+        if len(routing) != len(samples):
+            routing = []
         named = (
             named_columns([sample.reward_parts for sample in samples]),
             named_columns([sample.metrics for sample in samples]),
         )
-    entry = _encode_entry(trajectory, *named)
+    if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
+        routing = []
+    header = _routing_header(routing)
+    entry = _encode_entry(trajectory, *named, header)
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(_BY_TOKEN), parts, strict=False)]
-    if not isinstance(samples, SampleColumns) and (shared := _shared_prompt(parts)):
+    if not isinstance(samples, SampleColumns) and (shared := _shared_routing(routing, _shared_prompt(parts))):
         prompt = parts[0][:shared]
+        if routing:
+            prompt_routing = routing[0][:shared]
+            routing = [own[shared:] for own in routing]
         parts = [part[shared:] for part in parts]
         if token_rewards is not None:
             ends = np.cumsum(lengths)
@@ -150,8 +182,41 @@ def prepare(trajectory: Trajectory) -> Prepared:
         lengths = [length - shared for length in lengths]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
+    if header is not None and prompt_routing is not None:
+        routing = [prompt_routing, *routing]
+    routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
     nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths) + (0 if token_rewards is None else token_rewards.nbytes)
-    return Prepared(entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, nbytes)
+    nbytes += sum(own.nbytes for own in routing)
+    return Prepared(entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, routing, nbytes)
+
+
+def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
+    """The shape of `routing`, one for all parts.
+
+    Raises:
+        CodecError: the parts are of different shapes, or of a type or a size that does not travel.
+    """
+    kinds = {(own.dtype, own.shape[1:]) for own in routing}
+    if not kinds:
+        return None
+    dtype, shape = kinds.pop()
+    if kinds or dtype not in _ROUTING_DTYPES.values():
+        raise CodecError(f"trajectory.routing is {dtype} {shape}, and {kinds}: use uint8 or uint16, of one shape")
+    layers, per_token = shape
+    if not (1 <= layers <= MAX_ROUTED_LAYERS and 1 <= per_token <= MAX_ROUTED_EXPERTS):
+        raise CodecError(
+            f"trajectory.routing has {layers} layers and {per_token} experts a token: use 1 to {MAX_ROUTED_LAYERS}, "
+            f"and 1 to {MAX_ROUTED_EXPERTS}"
+        )
+    return RoutingHeader(layers, per_token, 1 if dtype.itemsize == 1 else 2)
+
+
+def _shared_routing(routing: Sequence[Array], shared: int) -> int:
+    """The number of the `shared` tokens at the start of all samples that also went through the same experts."""
+    for own in routing[1:]:
+        same = (own[:shared] == routing[0][:shared]).all((1, 2))
+        shared = shared if same.all() else int(same.argmin())
+    return shared
 
 
 def _ranges(starts: Array, length: int) -> Array:
@@ -196,6 +261,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     rewarded = [each.token_rewards is not None for each in prepared]
     token_rewards = [each.token_rewards for each in prepared if each.token_rewards is not None]
     prompts = [each.prompt for each in prepared]
+    routing = [*chain.from_iterable([each.routing for each in prepared])]
+    routing_sizes = [sum(map(len, each.routing)) for each in prepared]
     sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
@@ -206,6 +273,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("episodes", len(lengths), [struct.pack(f"<{len(lengths)}i", *episodes)]),
         ("token_rewards", sum(map(len, token_rewards)), token_rewards),
         ("rewarded", len(sizes), [bytes(rewarded)]),
+        ("routing", sum(map(len, routing)), routing),
+        ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
         ("prompt_lengths", len(sizes), [struct.pack(f"<{len(sizes)}q", *prompt_lengths)]),
     ]
@@ -245,7 +314,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     if header.kind != KIND:
         raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
     if arrays.keys() != _DTYPES.keys():
-        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.200}, expected {', '.join(_DTYPES)}")
+        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(_DTYPES)}")
     sizes = _counts(arrays, "sizes", len(header.meta), least=1)
     prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
     lengths = _counts(arrays, "lengths", sum(sizes), least=0)
@@ -257,9 +326,12 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
     token_ends = list(accumulate(lengths))
     token_rewards = _token_rewards(arrays, sizes, token_ends)
+    routing_sizes = _counts(arrays, "routing_sizes", len(header.meta), least=0)
+    routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    for raw, size, prompt_length, own_rewards in zip(header.meta, sizes, prompt_lengths, token_rewards, strict=True):
+    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, strict=True)
+    for raw, size, prompt_length, own_rewards, own_routing in trajectories:
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -267,6 +339,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
         rest = SampleColumns(*(array[first:last] for array in columns), *(array[start:end] for array in by_sample))
         try:
             entry = decode_typed(_ENTRY, raw, "trajectory's entry")
+            routed = _routing(own_routing, entry.routing, prompt_length + last - first)
             if not sound and (fault := _fault(prompt, rest)) is not None:
                 raise CodecError(fault)
             if not all(map(math.isfinite, entry.metrics.values())):
@@ -275,10 +348,13 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 rest = _with_more(rest, own_rewards, entry)
             if not prompt_length and 0 in lengths[start:end]:
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
+            if routed is not None:
+                rest = replace(rest, routing=routed[prompt_length:])
         except CodecError as error:
             decoded.append(error)
             continue
-        samples = SharedPrompt(prompt, rest) if prompt_length else rest
+        of_prompt = None if routed is None else routed[:prompt_length]
+        samples = SharedPrompt(prompt, rest, of_prompt) if prompt_length else rest
         decoded.append(Trajectory(entry.rollout_id, entry.prompt_id, entry.order, samples, entry.metrics))
     return decoded
 
@@ -298,6 +374,23 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
         start, end = end, end + length if flag else end
         parts.append(column[start:end] if flag else None)
     return parts
+
+
+def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | None:
+    """A trajectory's routing `[tokens, layers, per_token]` of its bytes; None where there is none.
+
+    Raises:
+        CodecError: there are other bytes than its header says.
+    """
+    expected = 0 if header is None else tokens * header.nbytes
+    if len(data) != expected:
+        raise CodecError(
+            f"trajectory.routing has {len(data)} bytes, its header {header} and {tokens} tokens tell of {expected}"
+        )
+    if header is None:
+        return None
+    routing: Array = data.view(_ROUTING_DTYPES[header.width]).reshape(tokens, header.layers, header.per_token)
+    return routing
 
 
 def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader) -> SampleColumns:
@@ -325,14 +418,19 @@ def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: Trajecto
 
 
 def _encode_entry(
-    trajectory: Trajectory, reward_parts: Mapping[str, Array], sample_metrics: Mapping[str, Array]
+    trajectory: Trajectory,
+    reward_parts: Mapping[str, Array],
+    sample_metrics: Mapping[str, Array],
+    routing: RoutingHeader | None,
 ) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     parts, own = (
         {name: [None if math.isnan(number) else number for number in column.tolist()] for name, column in each.items()}
         for each in (reward_parts, sample_metrics)
     )
-    entry = TrajectoryHeader(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own)
+    entry = TrajectoryHeader(
+        trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing
+    )
     try:
         return msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:

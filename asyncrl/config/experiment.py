@@ -28,6 +28,7 @@ from asyncrl.trainer.settings import (
     AlgorithmConfig,
     CheckpointConfig,
     ModelConfig,
+    MoeConfig,
     OptimizerConfig,
     TrainerConfig,
 )
@@ -78,6 +79,7 @@ class ExperimentConfig:
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

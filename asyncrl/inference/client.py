@@ -18,14 +18,18 @@ What it sees to, so that no caller has to:
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, SamplingParams
+from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.messages import (
@@ -72,6 +76,14 @@ class GenerateItem:
     seed_offset: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingWanted:
+    """Ask for the experts, of a model of `shape`, that the tokens from position `start` on went through."""
+
+    shape: RoutingShape
+    start: int = 0
+
+
 def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> str:
     """The id of a sample's attempt on the wire; with no `sample`, the prefix of all of `request_id`'s.
 
@@ -108,8 +120,12 @@ def parse_version(label: object) -> int:
     raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
 
 
-def parse_completion(reply: Mapping[str, Any], stop: Sequence[str] = ()) -> Completion:
+def parse_completion(
+    reply: Mapping[str, Any], stop: Sequence[str] = (), routing: RoutingWanted | None = None, prompt_tokens: int = 0
+) -> Completion:
     """One sample of a `/generate` reply; one that ended at one of the strings `stop` has the finish `length`.
+
+    With `routing` its `routing` begins at that position; `prompt_tokens` is the length of the prompt then.
 
     Raises:
         MalformedReply: a field is missing, or the lists differ in length.
@@ -124,6 +140,7 @@ def parse_completion(reply: Mapping[str, Any], stop: Sequence[str] = ()) -> Comp
             return Completion([], [], [], FinishReason.abort)
         logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
         versions = _token_versions(meta, len(token_ids))
+        routed = None if routing is None else _routing(meta["routed_experts"], routing, prompt_tokens + len(token_ids))
     except (KeyError, TypeError, IndexError) as error:
         raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
     if finish not in list(FinishReason):
@@ -132,7 +149,25 @@ def parse_completion(reply: Mapping[str, Any], stop: Sequence[str] = ()) -> Comp
         raise MalformedReply(
             f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
         )
-    return Completion(token_ids, logprobs, versions, FinishReason(finish))
+    return Completion(token_ids, logprobs, versions, FinishReason(finish), routed)
+
+
+def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:
+    """The experts of the positions from `wanted.start` to the last but one, `[positions, layers, per_token]`."""
+    shape = wanted.shape
+    try:
+        experts = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
+    except (TypeError, ValueError) as error:
+        raise MalformedReply(f"/generate routed_experts is no base64 of 32-bit integers: {error}") from error
+    positions = max(0, tokens - 1 - wanted.start)
+    if len(experts) != positions * shape.layers * shape.per_token:
+        raise MalformedReply(
+            f"/generate routed_experts has {len(experts)} numbers, expected {positions} positions of {shape.layers} "
+            f"layers and {shape.per_token} experts"
+        )
+    if len(experts) and not 0 <= experts.min() <= experts.max() < shape.experts:
+        raise MalformedReply(f"/generate routed_experts holds a number outside of the {shape.experts} experts")
+    return experts.astype(shape.dtype).reshape(positions, shape.layers, shape.per_token)
 
 
 def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
@@ -160,13 +195,19 @@ class GenerationServerClient:
         self.url = url.rstrip("/")
 
     async def generate(
-        self, items: Sequence[GenerateItem], sampling: SamplingParams, *, timeout_s: float
+        self,
+        items: Sequence[GenerateItem],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float,
+        routing: RoutingWanted | None = None,
     ) -> list[Completion]:
         """Generate for all `items` in one call; the completions are in their order.
 
         Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.
         A server looks for stop strings by a rule of its own, in what it generated in this call: an answer that it ends
-        at one has the finish `length`, for the caller to look itself.
+        at one has the finish `length`, for the caller to look itself. With `routing` each tells the experts from that
+        position on, where it generated anything.
 
         Raises:
             MalformedReply: see there.
@@ -187,11 +228,16 @@ class GenerationServerClient:
             input_ids=[item.input_ids for item in items],
             sampling_params=[_item_params(common, item) for item in items],
             return_logprob=True,
+            return_routed_experts=None if routing is None else True,
+            routed_experts_start_len=0 if routing is None else routing.start,
         )
         replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
-        return [parse_completion(reply, sampling.stop) for reply in replies]
+        return [
+            parse_completion(reply, sampling.stop, routing, len(item.input_ids))
+            for reply, item in zip(replies, items, strict=True)
+        ]
 
     async def prompt_logprobs(self, token_ids: Sequence[int], start: int, *, timeout_s: float) -> list[float]:
         """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.

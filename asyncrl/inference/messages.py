@@ -36,6 +36,9 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     """First prompt position that is scored; none where it is left out."""
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    """First position whose chosen experts are told, where they are asked for."""
     stream: bool = False
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None

@@ -5,7 +5,8 @@ takes the same optimizer steps: groups in data order are permuted by `default_rn
 contiguous equal parts. Within a minibatch the groups are dealt to the ranks so that token counts are nearly equal, as
 the slowest rank sets the pace: longest first, each to the rank with the fewest tokens among those with room. Every rank
 gets the same number of groups (one more for some where they do not divide). Which of these shares goes to which rank is
-free, so each goes to the rank that already holds most of its tokens, which spares moving them.
+free, so each goes to the rank that already holds most of its tokens, which spares moving them. Counted are the tokens
+that ranks compute: where they share prefixes, a prefix of several samples of a group once.
 
 For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the shares wait in a heap, and of the pairs
 of rank and share only those that overlap are looked at one by one, n at most. `benchmarks/assignment.py` compares it
@@ -38,7 +39,7 @@ def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) 
 def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
     """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
     minibatch_G = minibatch_of_groups(len(records), minibatches, seed, version)
-    tokens_G = np.array([record.tokens for record in records], dtype=np.int64)
+    tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
     destination_G = np.empty(len(records), dtype=np.int64)
     for part in range(minibatches):

@@ -50,9 +50,12 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.architectures.routers import RoutingShape
 from asyncrl.chat.stop_strings import Decode, check_stop_strings, kept_tokens
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
@@ -60,6 +63,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    RoutingWanted,
     check_tokens,
     derive_seed,
     wire_rid,
@@ -97,6 +101,13 @@ class _Draft:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    routing: list[NDArray[Any]] = field(default_factory=list)
+    """The experts told so far, of the request's tokens and of these, in parts that follow one another."""
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts were told."""
+        return sum(map(len, self.routing))
 
     def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
         """Append what a round brought; `budget` is the sample's `max_new_tokens`, `stop` what ends it."""
@@ -113,10 +124,22 @@ class _Draft:
         elif len(self.token_ids) >= budget:
             self.finish = FinishReason.length
 
-    def completion(self) -> Completion:
+    def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
+        """Append of the experts told from position `start` on those that were not told before.
+
+        So a token's experts are those of the round in which the token after it was drawn, whatever a later round, under
+        other weights, computes it with again.
+        """
+        if told is not None:
+            self.routing.append(told[self.routed - start :])
+
+    def completion(self, prompt_tokens: int) -> Completion:
         """The whole answer, once it is complete."""
         assert self.finish is not None, "a draft was left open"
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish)
+        routing = None
+        if self.routing:  # less what belongs to tokens that were cut off behind a stop string
+            routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish, routing)
 
 
 @dataclass(slots=True)
@@ -169,6 +192,7 @@ class RolloutClient:
         vocab_size: of the model; a token beyond it would end an SGLang server. None: not checked.
         decode: token ids to text with special tokens, to find stop strings in.
         servers_stop: whether the servers have tokenizers, and so look for stop strings themselves.
+        routing: what the model's routers choose, where rollouts are to tell it; evaluations never do.
     """
 
     def __init__(
@@ -183,6 +207,7 @@ class RolloutClient:
         vocab_size: int | None = None,
         decode: Decode | None = None,
         servers_stop: bool = False,
+        routing: RoutingShape | None = None,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
@@ -192,6 +217,7 @@ class RolloutClient:
         self._max_failures = max_failures
         self._vocab_size = vocab_size
         self._decode, self._servers_stop = decode, servers_stop
+        self._routing = routing
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -252,7 +278,8 @@ class RolloutClient:
                 await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
             finally:
                 self._manager.release(own_id)
-        return GenerationResult(request.request_id, tuple(draft.completion() for draft in drafts))
+        prompt_tokens = len(request.input_ids)
+        return GenerationResult(request.request_id, tuple(draft.completion(prompt_tokens) for draft in drafts))
 
     async def _complete(self, work: _Work, route: Route | None) -> None:
         """Rounds until every draft is complete; the first goes to `route` where it is given."""
@@ -322,17 +349,26 @@ class RolloutClient:
         ]
         server = GenerationServerClient(self._http, route.url)
         sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
-        parts = await self._call(server, items, sampling)
+        routing = None
+        if self._routing is not None and work.rollout_id is not None:
+            routing = RoutingWanted(self._routing, min(draft.routed for draft in open_drafts.values()))
+        parts = await self._call(server, items, sampling, routing)
         for draft, part in zip(open_drafts.values(), parts, strict=True):
+            if routing is not None:
+                draft.extend_routing(part.routing, routing.start)
             draft.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
 
     async def _call(
-        self, server: GenerationServerClient, items: list[GenerateItem], sampling: SamplingParams
+        self,
+        server: GenerationServerClient,
+        items: list[GenerateItem],
+        sampling: SamplingParams,
+        routing: RoutingWanted | None,
     ) -> list[Completion]:
         """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits, or
         takes long.
         """
-        call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s))
+        call = asyncio.create_task(server.generate(items, sampling, timeout_s=self._timeout_s, routing=routing))
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
         try:

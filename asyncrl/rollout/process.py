@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
@@ -67,6 +68,7 @@ class RolloutWorker(AsyncWorker):
                     vocab_size=self._plugins.vocab_size,
                     decode=self._plugins.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
+                    routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):
                 await self._run(manager, client)

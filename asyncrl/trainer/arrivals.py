@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, unrecorded
+from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.push_pull import InvalidTrajectory
 
 MAX_LOGPROB = 1e-3
@@ -25,12 +26,16 @@ class ArrivalCheck:
         vocab_size: of the model; None: not known.
         announced_version: the newest version of the actor that servers were told of. Asked for only when a trajectory
             is newer than what it said before.
+        routing: what the model's routers choose, where that is replayed: each trajectory then has to tell it.
     """
 
-    def __init__(self, vocab_size: int | None, announced_version: Callable[[], int]) -> None:
+    def __init__(
+        self, vocab_size: int | None, announced_version: Callable[[], int], routing: RoutingShape | None = None
+    ) -> None:
         self._vocab_size = np.iinfo(np.int32).max if vocab_size is None else vocab_size
         self._announced_version = announced_version
         self._newest = 0
+        self._routing = routing
 
     def check(self, trajectory: Trajectory) -> None:
         """Return if `trajectory` can be trained.
@@ -56,3 +61,34 @@ class ArrivalCheck:
             self._newest = max(self._newest, self._announced_version())
             if version > self._newest:
                 raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")
+        if self._routing is not None and (fault := routing_fault(trajectory, self._routing)) is not None:
+            raise InvalidTrajectory(f"{name} {fault}")
+
+
+def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
+    """What is wrong with the experts that `trajectory` tells; None where every token that the model is fed to compute
+    what it generated has experts that there are.
+    """
+    columns = trajectory.columns
+    routing = columns.routing
+    if routing is None:
+        return (
+            "does not tell which experts its tokens went through (moe.replay_routing): its agent has to build its "
+            "samples by asyncrl.agents.sample_builder or the chat client, or to give them Sample.routing"
+        )
+    expected = (shape.layers, shape.per_token)
+    if routing.dtype != shape.dtype or routing.shape[1:] != expected:
+        return f"has a routing of {routing.dtype} {routing.shape[1:]}, the model makes {shape.dtype} {expected}"
+    lowest_T, highest_T = routing.min((1, 2)), routing.max((1, 2))
+    absent_T = lowest_T == unrecorded(shape.dtype)
+    if (wrong_T := (highest_T >= shape.experts) & ~absent_T).any():
+        return f"went through expert {int(highest_T[wrong_T][0])}, the model has {shape.experts} in a layer"
+    # A sample's last generated token is the last that is scored; those before it go into the model.
+    generated = np.flatnonzero(columns.loss_mask)
+    seq_ids_T = np.repeat(np.arange(len(columns)), columns.lengths)
+    last_S = np.full(len(columns), -1)
+    np.maximum.at(last_S, seq_ids_T[generated], generated)
+    needed_T = np.arange(len(seq_ids_T)) < last_S[seq_ids_T]
+    if (missing := int((needed_T & absent_T).sum())) > 0:
+        return f"does not tell the experts of {missing} tokens that lie before a generated one"
+    return None

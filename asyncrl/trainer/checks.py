@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.architectures.routers import routing_shape
 from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device
 from asyncrl.inference.settings import GenerationBackend
@@ -36,6 +37,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     ):
         if path is not None:
             yield from hugging_face_folder(name, path)
+    yield from _routing(config)
     yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
@@ -73,6 +75,30 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
             "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
             "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
         )
+
+
+def _routing(config: ExperimentConfig) -> Iterator[str]:
+    """A replay of what nobody chooses, or nobody tells."""
+    setting, path = "moe.replay_routing=True", config.model.path
+    if not config.moe.replay_routing:
+        return
+    if config.generation.backend == GenerationBackend.sglang:
+        yield (
+            f"{setting}: generation.backend='sglang' does not tell which experts it chose in a way that is shown to be "
+            "right here; use generation.backend=embedded, or set moe.replay_routing=false"
+        )
+    if config.samples.replay:
+        yield f"{setting}: kept samples do not tell which experts there were; set it to false to replay them"
+    if path is None:
+        yield f"{setting}: model.path=null is the demo's dense model, which has no experts; set it to false"
+        return
+    try:
+        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # which `hugging_face_folder` says
+    shape = routing_shape(described) if isinstance(described, dict) else ""
+    if isinstance(shape, str):
+        yield f"{setting}: model.path={path!r}: {shape}; set it to false"
 
 
 def _proximal(config: ExperimentConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ import numpy as np
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
+from asyncrl.trainer.prefix_tree import distinct_tokens
 
 
 class InboxFull(RuntimeError):
@@ -35,6 +36,7 @@ class Inbox:
         on_arrival: called, from the thread that puts, after a trajectory was added.
         memory_bytes: of the tokens that it holds in memory at most.
         spilled: where the rest lies; None: everything is held in memory.
+        shares_prefixes: whether ranks compute a prefix that samples share once.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Inbox:
         *,
         memory_bytes: float = math.inf,
         spilled: KeptInbox | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
         self._head = head
+        self._shares_prefixes = shares_prefixes
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._memory_bytes, self._spilled = memory_bytes, spilled
@@ -64,6 +68,7 @@ class Inbox:
             InboxFull: there was no room for `timeout_s` seconds.
             OSError: it does not fit into memory, and the disk does not take it.
         """
+        record = self._record(trajectory)  # before the lock, as it looks at every token
         with self._room:
             if trajectory.rollout_id in self._held:
                 return
@@ -72,19 +77,21 @@ class Inbox:
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
                     f"{timeout_s:g} s"
                 )
-        self._hold(trajectory)
+        self._hold(trajectory, record)
         self._on_arrival()
 
     def restore(self, trajectory: Trajectory) -> None:
         """Add one that was held by the process before this one, whether there is room or not."""
-        self._hold(trajectory)
+        self._hold(trajectory, self._record(trajectory))
 
-    def _hold(self, trajectory: Trajectory) -> None:
+    def _record(self, trajectory: Trajectory) -> RolloutRecord:
+        return record_of(trajectory, self._head, shares_prefixes=self._shares_prefixes)
+
+    def _hold(self, trajectory: Trajectory, record: RolloutRecord) -> None:
         size, spilled = bytes_of(trajectory), None
         if self._spilled is not None and self.bytes_held + size > self._memory_bytes:
             spilled = self._spilled
             spilled.write(trajectory)
-        record = record_of(trajectory, self._head)
         with self._room:
             self._held[trajectory.rollout_id] = trajectory if spilled is None else None
             self.bytes_held += size if spilled is None else 0
@@ -125,13 +132,16 @@ class Inbox:
 def bytes_of(trajectory: Trajectory) -> int:
     """Bytes of its tokens and what goes with each, as it is held."""
     samples = trajectory.samples
-    prompt, rest = (samples.prompt.nbytes, samples.rest) if isinstance(samples, SharedPrompt) else (0, samples)
+    shared, rest = (
+        ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)
+    )
     columns = SampleColumns.join(rest)
-    of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions, columns.token_rewards)
-    return prompt + sum(column.nbytes for column in of_tokens if column is not None)
+    of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
+    held = (*shared, *of_tokens, columns.token_rewards, columns.routing)
+    return sum(column.nbytes for column in held if column is not None)
 
 
-def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
+def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:
     """What the master gets to know of a trajectory that data-parallel head `head` holds."""
     columns = trajectory.columns
     generated = columns.loss_mask.astype(bool)
@@ -149,4 +159,5 @@ def record_of(trajectory: Trajectory, head: int) -> RolloutRecord:
         truncated=tuple(columns.truncated.astype(bool).tolist()),
         episodes=tuple(columns.episodes.tolist()),
         metrics=trajectory.metrics,
+        distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
     )

@@ -21,6 +21,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rewards: with the rewards of turns.
         episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
+        distinct: tokens with every prefix that its samples share counted once; 0 where prefixes are not shared.
     """
 
     rollout_id: str
@@ -35,11 +36,17 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncated: tuple[bool, ...]
     episodes: tuple[int, ...]
     metrics: dict[str, float] = {}  # msgspec makes a new one for each record
+    distinct: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of all samples, prompts included."""
         return sum(self.lengths)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that a rank computes to train it."""
+        return self.distinct or self.tokens
 
     @property
     def generated_tokens(self) -> int:

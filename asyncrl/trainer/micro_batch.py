@@ -38,6 +38,8 @@ class MicroBatch:
     batch, `places_I` those of their outputs in the trunk's flattened result [rows * width]. `targets_N` are the wanted
     tokens' positions in the step's batch, `tokens_N` the tokens themselves, `predictors_N` the outputs that predict
     them. `seq_ids_N` counts this micro-batch's sequences from 0; `seqs` are their positions in the step's batch.
+    `routing` [rows * width, layers, per_token] are the experts that the tokens at these outputs went through as they
+    were generated; None where that is not told.
     """
 
     seqs: list[int]
@@ -48,6 +50,7 @@ class MicroBatch:
     tokens_N: Tensor
     predictors_N: Tensor
     seq_ids_N: Tensor
+    routing: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -82,12 +85,14 @@ def micro_batches(
     budget: int,
     kind: AttentionKind,
     prefixes: Prefixes | None = None,
+    routing: Tensor | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of the sequences `seqs`; those of input length 0 are left out.
 
     Args:
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
         prefixes: what the sequences have in common; of a `tree` only.
+        routing: [T, layers, per_token], of the step's batch.
     """
     active = [seq for seq in seqs if input_lengths_S[seq] > 0]
     trees = None
@@ -121,7 +126,16 @@ def micro_batches(
             tokens_N=tokens_T[targets_N],
             predictors_N=torch.from_numpy(places_I[chosen]).to(device),
             seq_ids_N=torch.from_numpy(rows_I[chosen]).to(device),
+            routing=None if routing is None else _routing_of(routing, sources_I, places_I, inputs["input_ids"].numel()),
         )
+
+
+def _routing_of(routing: Tensor, sources_I: Ints, places_I: Ints, places: int) -> Tensor:
+    """The rows of `routing` by place of the output; padding, which nobody reads, has those of the batch's first
+    token."""
+    sources = np.zeros(places, dtype=np.int64)
+    sources[places_I] = sources_I
+    return routing[torch.from_numpy(sources).to(routing.device)]
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:

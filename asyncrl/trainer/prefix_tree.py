@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt
 from asyncrl.trainer.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
 
 MAX_MASK_BYTES = 16 << 20
@@ -73,6 +74,26 @@ class PrefixOrder:
             least = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
             shared[1:] = np.minimum(np.minimum(least, lengths[:-1]), lengths[1:])
         return Branches(members, lengths, shared)
+
+
+def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDArray[np.integer]:
+    """Numbers [T] that are equal where what is computed of a token by itself is: the tokens, or where it is told which
+    experts each went through ([T, layers, per_token]), numbers of token and experts.
+    """
+    if routing is None:
+        return tokens_T
+    numbers: dict[tuple[int, bytes], int] = {}
+    rows = zip(tokens_T.tolist(), map(bytes, routing.reshape(len(routing), -1)), strict=True)
+    return np.array([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
+
+
+def distinct_tokens(group: Sequence[Sample]) -> int:
+    """Tokens of a rollout's samples when every prefix that they share, in tokens and experts, is counted once."""
+    prompt, rest = (
+        (len(group.prompt), group.rest) if isinstance(group, SharedPrompt) else (0, SampleColumns.join(group))
+    )
+    order = PrefixOrder.of(symbols(rest.tokens, rest.routing), np.cumsum(rest.lengths) - rest.lengths, rest.lengths)
+    return prompt + int(rest.lengths.sum() - order.shared.sum())
 
 
 def _common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:

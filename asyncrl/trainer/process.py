@@ -26,6 +26,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
@@ -42,6 +43,7 @@ from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
+from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.inbox import Inbox, InboxFull
 from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.kept_samples import KeptSamples
@@ -66,8 +68,9 @@ from asyncrl.trainer.messages import (
     SendWeights,
     WrittenShare,
 )
+from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
-from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.worker_grid import WorkerGrid
@@ -129,13 +132,14 @@ class ModelWorker(Worker):
         self._arrival: asyncio.Event | None = None
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        trainer = self.config.trainer
+        trainer, actor = self.config.trainer, self._rank.engines.get(ACTOR)
         self._inbox = Inbox(
             head,
             trainer.buffer_capacity,
             self._on_arrival,
             memory_bytes=trainer.buffer_memory * 2**30,
             spilled=self._spilling_to(self.run_dir / SPILLED_DIR / str(self.index)),
+            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
         )
         self._kept_inbox = self._open_kept_inbox(head)
         self._server = RequestServer(
@@ -166,7 +170,8 @@ class ModelWorker(Worker):
             self._to_servers = self._transport.trainer_end(self.config, self.http_security, self._device)
             self._open.callback(self._close_connections)
         model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
-        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version)
+        routing = routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None
+        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
         self._open.callback(self._puller.close)

@@ -186,6 +186,17 @@ class TrainerConfig:
 
 
 @dataclass
+class MoeConfig:
+    """Mixtures of experts."""
+
+    replay_routing: bool = setting(
+        False,
+        "train through the experts that the engine chose while it generated, so that rounding and stale weights do not "
+        "change which they are: they travel with the answers, a number for each token, layer and expert",
+    )
+
+
+@dataclass
 class RolePlacementConfig:
     """Where a role other than the actor is."""
 

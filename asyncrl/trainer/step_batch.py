@@ -14,6 +14,8 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
     episodes          [S] int64     which of its group's episodes the sample is of; an episode may have several
     minibatches       [S] int64     the optimizer step of this train step that the sample belongs to
 
+Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
+
 A call adds keys with `batch[key] = tensor`. `defer` adds one whose tensor is computed when it is first read: proximal
 log-probabilities are put off so, as the first minibatch gets them for nothing and samples without a signal need none.
 """
@@ -29,9 +31,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.api.trajectory import SampleColumns, Trajectory
+from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
+from asyncrl.architectures.routing import UNRECORDED
 from asyncrl.master.graph.types import BATCH_KEYS
-from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder
+from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -48,6 +51,8 @@ class StepBatch:
         lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
         seq_ids_T: sample of each token (int64), on the device.
         num_minibatches: optimizer steps of the whole train step, over all ranks.
+        routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
+            (`UNRECORDED` where that was not told); None where any sample does not tell.
     """
 
     def __init__(
@@ -58,8 +63,10 @@ class StepBatch:
         num_minibatches: int,
         rollout_ids: Sequence[str],
         metrics: Sequence[dict[str, float]] = (),
+        routing: Tensor | None = None,
     ) -> None:
         self.version = version
+        self.routing = routing
         self.num_minibatches = num_minibatches
         self.rollout_ids = tuple(rollout_ids)
         self.metrics = tuple(metrics)
@@ -83,8 +90,11 @@ class StepBatch:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        """What its samples have in common, found once for all calls of the step."""
-        order = PrefixOrder.of(self["tokens"].cpu().numpy(), self.starts_S, self.lengths_S)
+        """What its samples have in common, found once for all calls of the step: equal tokens, and where they are told
+        equal experts, so that what is computed once is what would be computed of each.
+        """
+        routing = None if self.routing is None else self.routing.cpu().numpy()
+        order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
         return Prefixes(order, self["group_ids"].cpu().numpy())
 
     @property
@@ -170,6 +180,7 @@ def build_step_batch(
     sizes = np.array([len(group) for group in groups], dtype=np.int64)
     versions: NDArray[np.int64] = _join([group.versions for group in groups], np.int64)
     mask: NDArray[np.bool_] = _join([group.loss_mask for group in groups], np.bool_) & (versions >= min_version)
+    routing = _routing(groups)
     columns = {
         "tokens": _join([group.tokens for group in groups], np.int64),
         "loss_mask": mask,
@@ -189,7 +200,18 @@ def build_step_batch(
         num_minibatches=num_minibatches,
         rollout_ids=[trajectory.rollout_id for trajectory in trajectories],
         metrics=[trajectory.metrics for trajectory in trajectories],
+        routing=None if routing is None else routing.to(device or torch.device("cpu")),
     )
+
+
+def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
+    """The routing of all groups' tokens, `StepBatch.routing`."""
+    told = join_routing([group.routing for group in groups]) if groups else None
+    if told is None:
+        return None
+    routing = told.astype(np.int16)
+    routing[told == unrecorded(told.dtype)] = UNRECORDED
+    return torch.from_numpy(routing)
 
 
 def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:

@@ -180,15 +180,18 @@ def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, t
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize(("engine", "parallel"), [("flat", "d1"), ("sharded", "d2")])
+@pytest.mark.parametrize(("engine", "parallel", "replay"), [("flat", "d1", False), ("sharded", "d2", True)])
 def test_a_mixture_of_experts_is_served_as_it_is_trained(
-    engine: str, parallel: str, start_run: Any, tiny_moe: Path
+    engine: str, parallel: str, replay: bool, start_run: Any, tiny_moe: Path
 ) -> None:
-    """What a server has read of experts after an update is what the trainer has: every weight is 1."""
+    """What a server has read of experts after an update is what the trainer has: every weight is 1, whether or not the
+    trainer is told which experts the server chose.
+    """
     run = start_run(
         model__path=str(tiny_moe),
         trainer__engine=engine,
         trainer__parallel=parallel,
+        moe__replay_routing=replay,
         max_head_offpolicyness=0,
         optimizer__lr=0.01,
         total_train_steps=3,

@@ -265,6 +265,7 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         await workers.pushers[0].push(trajectories(0)[0], LIMIT_S)
         polled = await poll
         assert [(record.rollout_id, record.head) for record in polled.rollouts] == [("step0-0", 0)]
+        assert polled.rollouts[0].distinct > 0, "ranks share prefixes, so they are balanced by distinct tokens"
         assert await client.call(PollBuffer(0, LIMIT_S), timeout_s=LIMIT_S) == polled
         after = await client.call(PollBuffer(polled.cursor, 0.0), timeout_s=LIMIT_S)
         assert after.rollouts == ()

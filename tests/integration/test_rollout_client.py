@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from asyncrl.api.generation import GenerationRequest, SamplingParams
+from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
+from asyncrl.architectures.routers import RoutingShape
+from asyncrl.architectures.routing import Routers
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient, _Draft
 
 
 class FixedManager:
@@ -408,3 +418,80 @@ async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(st
     assert [completion.token_ids for completion in result.completions] == expected
     asked = [sent["sampling_params"][0]["max_new_tokens"] for sent in server.requests]
     assert asked == [16, 8, 4, 8, 4, 8, 4, 4], "more again after each that was answered quickly"
+
+
+class TiedServer:
+    """What `FixedManager` needs of a server that is no fake."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.version = url, "0"
+
+
+class SecondRound(FixedManager):
+    """Notes when a rollout asks for its second round."""
+
+    def __init__(self, server: TiedServer) -> None:
+        super().__init__(server)
+        self.second_round = asyncio.Event()
+
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route | None:
+        if request.rollout_id is not None and request.rollout_id in {each.rollout_id for each in self.scheduled}:
+            self.second_round.set()
+        return await super().schedule(request, timeout_s)
+
+
+def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have() -> None:
+    """A round tells all samples from where the one with the least has to be told."""
+    draft = _Draft(seed=1)
+    for told, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
+        draft.extend_routing(np.array(told, np.uint8)[:, None, None], start)
+    draft.token_ids, draft.finish = [7, 7, 7, 7], FinishReason.length
+    draft.logprobs, draft.versions = [0.0] * 4, [0] * 4
+    routing = draft.completion(prompt_tokens=3).routing
+    assert routing is not None
+    assert routing[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+async def test_experts_are_told_once_for_every_token_of_an_answer_in_rounds(tmp_path: Path) -> None:
+    """The weights change between rounds: each token has the experts by which the one after it was drawn."""
+    torch.manual_seed(0)
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32, "initializer_range": 0.4}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = MixtralConfig(**settings, **sizes, num_attention_heads=2, num_key_value_heads=2)
+    old, new = (MixtralForCausalLM(config).eval() for _ in range(2))
+    new.save_pretrained(str(tmp_path))
+    engine = GenerationEngine(copy.deepcopy(old), record_routing=True)
+    engine.start()
+    server = await serve(engine)
+    manager = SecondRound(TiedServer(server.url))
+    shape = RoutingShape(layers=2, per_token=2, experts=4)
+    request = GenerationRequest("q", (1, 2, 3), 2, SamplingParams(max_new_tokens=10, seed=11))
+    try:
+        async with client_of(manager, new_tokens_per_chunk=4, routing=shape) as client:
+            evaluated = await client.generate(request)
+            call = asyncio.create_task(client.generate(request, "rollout"))
+            await manager.second_round.wait()
+            await asyncio.wrap_future(engine.update_weights(str(tmp_path), "1"))
+            rollout = await call
+    finally:
+        await server.close()
+        engine.close()
+    assert all(completion.routing is None for completion in evaluated.completions)
+    for completion in rollout.completions:
+        tokens = [1, 2, 3, *completion.token_ids]
+        assert completion.routing is not None
+        assert completion.routing.shape == (len(tokens) - 1, 2, 2)
+        drawn_by = [0, 0, *completion.versions]  # of each token but the last, what the next one was drawn by
+        assert set(drawn_by) == {0, 1}
+        by_version = [experts_of(model, tokens) for model in (old, new)]
+        expected = np.stack([by_version[version][position] for position, version in enumerate(drawn_by)])
+        np.testing.assert_array_equal(np.sort(completion.routing, -1), expected)
+
+
+def experts_of(model: MixtralForCausalLM, tokens: list[int]) -> NDArray[Any]:
+    """[T, layers, per_token], in ascending order, by transformers' own forward."""
+    model = copy.deepcopy(model)
+    routers = Routers(model, "mixtral")
+    with torch.no_grad(), routers.recording() as recorded:
+        model(input_ids=torch.tensor([tokens]), use_cache=False)
+    return torch.stack([recorded[layer] for layer in sorted(recorded)], 1).sort(-1).values.numpy()

@@ -33,6 +33,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")
     parser.add_argument("--context-length", type=int, help="longest prompt + output; default the model's own")
     parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
+    parser.add_argument("--record-routing", action="store_true", help="tell the experts that each token went through")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only, no text in or out")
     return parser.parse_args(arguments)
 
@@ -50,6 +51,7 @@ async def run(options: argparse.Namespace) -> None:
         weight_version=options.weight_version,
         model_path=str(Path(options.model_path)),
         detokenize=None if tokenizer is None else tokenizer.decode_all,
+        record_routing=options.record_routing,
     )
     engine.start()
     server = await serve(engine, host=options.host, port=options.port, token=options.api_key, tokenizer=tokenizer)

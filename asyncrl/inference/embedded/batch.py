@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -300,6 +301,7 @@ class DecodeBatch:
     def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
         """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
         outputs = self._outputs(sequences)
+        self._read_routing(sequences)
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
             ending = _natural_end(sequence, tokens) if finish is None else finish
@@ -309,6 +311,24 @@ class DecodeBatch:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
         tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+
+    def _read_routing(self, sequences: list[Sequence]) -> None:
+        """Have samples that leave their slots keep the experts chosen for what is in there.
+
+        What was read before a retraction stays: a token's experts are those of the forward that the token after it was
+        drawn from.
+        """
+        if self.runner.routing is None:
+            return
+        for sequence in sequences:
+            if sequence.request.routing_from < 0:
+                continue
+            read = sequence.routing
+            start = sequence.request.routing_from + (0 if read is None else len(read))
+            end = self._cached_positions(sequence)
+            if end > start:
+                fresh = self.runner.routing.read(sequence.slot, start, end)
+                sequence.routing = fresh if read is None else np.concatenate((read, fresh))
 
     def _vacate(self, sequences: list[Sequence]) -> None:
         """Make holes of the samples' rows."""
@@ -359,6 +379,7 @@ class DecodeBatch:
         """Send running samples back to the head of the queue with what they have; returns how many."""
         running = sorted(self.running, key=lambda sequence: sequence.arrival)
         outputs = self._outputs(running)
+        self._read_routing(running)
         self._vacate(running)
         for sequence, (tokens, logprobs) in zip(running, outputs, strict=True):
             sequence.tokens, sequence.logprobs = tokens, logprobs

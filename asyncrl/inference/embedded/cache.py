@@ -16,7 +16,7 @@ masked, so they weigh nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -143,6 +143,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._owner.length
 
 
+class Companion(Protocol):
+    """What is kept of every position beside keys and values, in the same layout."""
+
+    def relayout(self, rows: int, length: int) -> None:
+        """As `SlotLayer.relayout`."""
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """As `SlotLayer.move`."""
+
+
 class SlotCache(Cache):
     """The slots of every layer, their common layout, and the plan of the forward to come.
 
@@ -154,6 +164,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int, device: torch.device, max_total_tokens: int) -> None:
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        self.companions: list[Companion] = []
         super().__init__(layers=list(self._slot_layers))
         self._device = device
         self._limit = max_total_tokens
@@ -174,7 +185,7 @@ class SlotCache(Cache):
         if rows * planned > self.tokens:
             self.tokens = max(rows * planned, min(self._limit, int(rows * planned * BUFFER_GROWTH)))
         self._bases.clear()
-        for layer in self._slot_layers:
+        for layer in (*self._slot_layers, *self.companions):
             layer.relayout(live_rows, min(live_length, planned))
 
     def swap_spare(self, buffer: Tensor) -> Tensor:
@@ -218,7 +229,7 @@ class SlotCache(Cache):
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `sources` into slots `targets`, in every layer."""
-        for layer in self._slot_layers:
+        for layer in (*self._slot_layers, *self.companions):
             layer.move(targets, sources, length)
 
     def scrub(self) -> None:

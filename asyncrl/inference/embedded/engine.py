@@ -69,6 +69,7 @@ class GenerationEngine:
         weight_version: label of the weights that the model has now.
         model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
+        record_routing: whether requests may ask for the experts that each token went through.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
@@ -85,6 +86,7 @@ class GenerationEngine:
         weight_version: str = "default",
         model_path: str = "",
         detokenize: Detokenize | None = None,
+        record_routing: bool = False,
     ) -> None:
         limit = context_limit(model.config)
         longest = limit if max_model_len is None else max_model_len
@@ -106,10 +108,14 @@ class GenerationEngine:
         self.model = model
         self._weights = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
-        runner = ModelRunner(model, self.max_total_tokens)
+        runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing)
         prove(runner)
         self._limits = RequestLimits(
-            runner.vocab_size, self.max_model_len, self.max_total_tokens, reads_text=detokenize is not None
+            runner.vocab_size,
+            self.max_model_len,
+            self.max_total_tokens,
+            reads_text=detokenize is not None,
+            records_routing=record_routing,
         )
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()

@@ -90,6 +90,7 @@ class EmbeddedHost:
             weight_version=BASE_VERSION,
             model_path=str(path),
             detokenize=_detokenizer(path),
+            record_routing=self._config.moe.replay_routing,
         )
 
     async def failed(self) -> str:

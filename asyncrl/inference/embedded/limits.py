@@ -9,13 +9,14 @@ from asyncrl.inference.embedded.types import GenerationInput, RequestError
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """An engine's limits: tokens it knows, longest prompt + output, KV cache in tokens, and whether it has text to find
-    stop strings in."""
+    """An engine's limits: tokens it knows, longest prompt + output, KV cache in tokens, whether it has text to find
+    stop strings in, and whether it records which experts it chooses."""
 
     vocab_size: int
     max_model_len: int
     max_total_tokens: int
     reads_text: bool
+    records_routing: bool = False
 
     def check(self, request: GenerationInput) -> None:
         """Check one sample's request.
@@ -42,6 +43,13 @@ class RequestLimits:
             raise RequestError(
                 f"logprob_start_len is {request.prompt_logprobs_from}; use a position of the prompt's {len(prompt)} "
                 "tokens, or -1 for none"
+            )
+        if request.routing_from >= 0 and not self.records_routing:
+            raise RequestError("return_routed_experts: this engine records no routing; start it with record_routing")
+        if not -1 <= request.routing_from <= len(prompt):
+            raise RequestError(
+                f"routed_experts_start_len is {request.routing_from}; use a position from 0 to the prompt's "
+                f"{len(prompt)} tokens"
             )
         if spec.stop and not self.reads_text:
             raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.routers import RoutingShape, routing_shape
+from asyncrl.architectures.routing import Routers
 from asyncrl.architectures.transformers_internals import (
     attention_is_replaceable,
     layer_types,
@@ -20,6 +22,7 @@ from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
 from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention
 from asyncrl.inference.embedded.linears import PackedLinears
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
+from asyncrl.inference.embedded.routing import RoutingSlots
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
@@ -51,9 +54,13 @@ class ModelRunner:
     Args:
         model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
         max_total_tokens: bound of the KV cache, in positions.
+        record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
+
+    Raises:
+        UnsupportedModelError: it has no routers whose choices could be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, max_total_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False) -> None:
         self.model = model
         model.train(False)
         model.requires_grad_(False)
@@ -61,6 +68,16 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size = int(text_settings(model.config)["vocab_size"])
         self.cache = self.new_cache(max_total_tokens)
+        self.routing: RoutingSlots | None = None
+        """The experts chosen for what the slots hold, where they are recorded."""
+        self._routers: Routers | None = None
+        if record_routing:
+            self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
+            with torch.inference_mode(), self._routers.recording():  # refuses what would not tell
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+            shape = routing_shape(model.config.to_dict())
+            assert isinstance(shape, RoutingShape), shape
+            self.routing = RoutingSlots(self.cache, shape, self.device)
         self._pattern = AttentionPattern.of(model.config)
         self._draws_masks = not attention_is_replaceable(model)
         self._linears = PackedLinears.of(model)
@@ -82,6 +99,16 @@ class ModelRunner:
             logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
         return logits
 
+    def _logits_with_slots(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """One eager forward that writes to the slots, and beside them what it chooses."""
+        inputs |= {"past_key_values": self.cache, "use_cache": True}
+        if self._routers is None or self.routing is None or self.routing.owner is not self.cache:
+            return self._logits(input_ids, **inputs)
+        with self._routers.recording() as recorded:
+            logits = self._logits(input_ids, **inputs)
+        self.routing.record(recorded)
+        return logits
+
     def prefill(self, prompts: list[tuple[int, ...]], slots: list[int], members: list[int]) -> None:
         """Compute the prompts' keys and values and store prompt `members[i]` in slot `slots[i]`."""
         length = max(len(prompt) for prompt in prompts)
@@ -89,12 +116,10 @@ class ModelRunner:
         self.cache.plan = PrefillPlan(
             torch.tensor(slots, device=self.device), torch.tensor(members, device=self.device), length
         )
-        self._logits(
+        self._logits_with_slots(
             padded,
             attention_mask=self._prefill_mask(length),
             position_ids=torch.arange(length, device=self.device)[None].expand(len(prompts), -1),
-            past_key_values=self.cache,
-            use_cache=True,
             logits_to_keep=1,
         )
 
@@ -109,7 +134,7 @@ class ModelRunner:
             mixed=self._pattern.mixed,
         )
         slots = self.cache.decode_slots()
-        if slots is None:
+        if slots is None or self._routers is not None:
             return self._decode_eagerly(tokens_R, positions_R, masks)
         step = DecodeInputs(
             tokens_R, positions_R, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
@@ -121,12 +146,8 @@ class ModelRunner:
         return logits
 
     def _decode_eagerly(self, tokens_R: Tensor, positions_R: Tensor, masks: AttentionMasks) -> Tensor:
-        return self._logits(
-            tokens_R[:, None],
-            attention_mask=masks.argument(),
-            position_ids=positions_R[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
+        return self._logits_with_slots(
+            tokens_R[:, None], attention_mask=masks.argument(), position_ids=positions_R[:, None]
         )[:, 0]
 
     def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from itertools import repeat
 from typing import Any
@@ -58,6 +59,8 @@ def sample_reply(
         meta["input_token_logprobs"] = [] if scored is None else _triples(scored, prompt)
         meta["output_token_logprobs"] = _triples(output.logprobs, output.output_ids)
         meta["output_token_logprobs_length"] = length
+    if output.routing is not None:
+        meta["routed_experts"] = base64.b64encode(output.routing.astype("<i4").tobytes()).decode("ascii")
     meta["reasoning_tokens"] = 0
     meta["completion_tokens"] = length
     meta["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in output.spans]

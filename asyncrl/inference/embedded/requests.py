@@ -223,6 +223,7 @@ def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple
         raise handler_error(f"{len(prompts) * n} samples in one call; send at most {MAX_SAMPLES}")
     specs = [_spec(params[0], eos_token_ids)] * len(prompts) if shared else [_spec(p, eos_token_ids) for p in params]
     start = -1 if request.logprob_start_len is None or not request.return_logprob else request.logprob_start_len
+    routing_from = request.routed_experts_start_len if request.return_routed_experts else -1
     rids = _rids(request.rid, len(prompts), n)
     inputs = []
     for position, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
@@ -232,7 +233,7 @@ def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple
             sampled = spec
             if spec.seed is not None and (n > 1 or (shared and len(prompts) > 1)):
                 sampled = replace(spec, seed=derive_seed(spec.seed, index if shared else copy))
-            inputs.append(GenerationInput(rids[index], ids, sampled, start))
+            inputs.append(GenerationInput(rids[index], ids, sampled, start, routing_from))
     return GenerateCall(
         inputs=tuple(inputs),
         as_list=listed or n > 1,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.inference.embedded.types import Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.inference.seeds import fresh_seed
 
@@ -25,6 +28,8 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     version: str = ""
     prompt_logprobs: list[float | None] | None = None
+    routing: NDArray[np.int16] | None = None
+    """Experts chosen at the positions from `request.routing_from` on, as far as they are read from its slot."""
     cached_tokens: int = 0
     retractions: int = 0
     row: int = -1
@@ -114,4 +119,5 @@ class Sequence:
             num_retractions=self.retractions,
             finish=finish,
             prompt_logprobs=self.prompt_logprobs,
+            routing=self.routing,
         )

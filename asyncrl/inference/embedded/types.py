@@ -6,6 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.api.generation import FinishReason
 
 
@@ -64,6 +67,8 @@ class GenerationInput:
     sampling: SamplingSpec
     prompt_logprobs_from: int = -1
     """First prompt position whose temperature-1 log-probability is wanted; -1 for none."""
+    routing_from: int = -1
+    """First position whose chosen experts are wanted; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,9 @@ class GenerationOutput:
     finish: Finish | None
     prompt_logprobs: list[float | None] | None = None
     """Log-probabilities of `input_ids[prompt_logprobs_from:]`; None for the first token of the prompt."""
+    routing: NDArray[np.int16] | None = None
+    """Experts chosen at the positions from `routing_from` to the last token but one, which was not computed:
+    `[positions, layers, per_token]`. Once the sample has finished, where they were asked for."""
 
 
 @dataclass(slots=True)

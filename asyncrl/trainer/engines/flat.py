@@ -7,7 +7,7 @@ is not documented here is in `base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
 from asyncrl.architectures.proof import Tokens, in_rms, plain_hidden, plain_logprobs
+from asyncrl.architectures.routing import Routers
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import context_length
@@ -68,7 +69,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
-            checkpoint_layers(trunk)
+            checkpoint_layers(trunk, self.routers)
 
     @property
     def root(self) -> nn.Module:
@@ -86,7 +87,8 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
-        output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
+        with self.replaying(micro_batch):
+            output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 
     def _accumulate(
@@ -184,8 +186,10 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
         return torch.split(in_order, [len(tokens) - 1 for tokens in sequences])
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return adapters_off(self._model)
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with adapters_off(self._model), self.choosing_freely():
+            yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
@@ -273,7 +277,12 @@ class FlatLoader(EngineLoader):
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
             made = None if optimizer is None else self._optimizer(model, optimizer)
-            return FlatPolicyEngine(model, temperature=temperature, optimizer=made, lora=lora, **self._engine)
+            routers = None
+            if optimizer is not None and self._config.moe.replay_routing:
+                routers = Routers(model.base_model, model.config.get_text_config().model_type)
+            return FlatPolicyEngine(
+                model, temperature=temperature, optimizer=made, lora=lora, routers=routers, **self._engine
+            )
 
         return self._together(load, path)
 

@@ -10,14 +10,21 @@ costs nothing where none are.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.architectures.routing import Routers
 
-def checkpoint_layers(trunk: nn.Module) -> int:
+
+def checkpoint_layers(trunk: nn.Module, routers: Routers | None = None) -> int:
     """Have every layer of `trunk`, which computes without dropout, recompute its activations; returns their number.
+
+    Args:
+        routers: of `trunk`, which may be replaying choices: a layer that is computed again, perhaps after another
+            micro-batch, replays its own again.
 
     Raises:
         NotImplementedError: transformers marks none of its modules as such a layer.
@@ -30,7 +37,8 @@ def checkpoint_layers(trunk: nn.Module) -> int:
             f"trainer.gradient_checkpointing=true: transformers marks no layer of {type(trunk).__name__} as one that "
             "can be recomputed; set it to false"
         )
+    replayed: dict[str, Any] = {} if routers is None else {"context_fn": routers.again}
     for layer in outermost:
         # Nothing random happens in a layer, so there is no random state to restore.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **replayed)
     return len(outermost)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.architectures.routing import Routers
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.parts import local
@@ -31,14 +32,35 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
         place: of this rank.
+        routers: whose choices are those of the batch's routing, where it has one; None: they are not replayed.
     """
 
     def __init__(
-        self, *, attention: AttentionKind, tokens_per_micro_batch: int, optimizer: Optimizer | None, place: Place
+        self,
+        *,
+        attention: AttentionKind,
+        tokens_per_micro_batch: int,
+        optimizer: Optimizer | None,
+        place: Place,
+        routers: Routers | None = None,
     ) -> None:
         self.attention = attention
+        self.routers = routers
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._residence: HostResidence | None = None
+
+    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Within it the routers choose for the tokens of `micro_batch` what it says."""
+        return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
+
+    @contextmanager
+    def choosing_freely(self) -> Iterator[None]:
+        """Within it the routers choose for themselves whatever a micro-batch says."""
+        before, self.routers = self.routers, None
+        try:
+            yield
+        finally:
+            self.routers = before
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -123,4 +145,5 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             budget=self._budget,
             kind=self.attention,
             prefixes=batch.prefixes if self.attention == AttentionKind.tree else None,
+            routing=batch.routing if self.routers is not None else None,
         )

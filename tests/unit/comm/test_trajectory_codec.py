@@ -487,6 +487,7 @@ def test_a_missing_array_is_named() -> None:
         ("token_rewards", np.zeros(7, np.float32)),
         ("rewarded", np.ones(2, np.uint8)),
         ("rewarded", np.full(1, 2, np.uint8)),
+        ("routing", np.zeros(1, np.uint8)),
         ("extra", np.zeros(7, np.int32)),
     ],
 )
@@ -509,3 +510,101 @@ def test_damaged_trajectories_decode_or_raise_codec_error(lengths: list[list[int
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(CodecError):
         decode_trajectories(frames)
+
+
+def with_routing(trajectory: Trajectory, dtype: type = np.uint8, seed: int = 0, layers: int = 3) -> Trajectory:
+    """`trajectory` whose tokens went through two experts in each layer: the same ones as far as a prompt is shared."""
+    generator = np.random.default_rng(seed)
+    most = max(len(sample.tokens) for sample in trajectory.samples)
+    common = generator.integers(0, 200, (most, layers, 2)).astype(dtype)
+    samples = []
+    for sample in trajectory.samples:
+        own = generator.integers(0, 200, (len(sample.tokens), layers, 2)).astype(dtype)
+        start = int(sample.loss_mask.argmax())
+        own[:start] = common[:start]
+        samples.append(dataclasses.replace(sample, routing=own))
+    return dataclasses.replace(trajectory, samples=tuple(samples))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_experts_of_tokens_survive_the_wire_beside_trajectories_without(dtype: type) -> None:
+    groups = [
+        with_routing(with_prompt(4, [2, 3]), dtype),
+        make_trajectory([3, 4]),
+        with_routing(make_trajectory([5]), dtype, seed=3, layers=1),
+        with_routing(with_more(with_prompt(3, [3, 1, 2])), np.uint8),
+    ]
+    for _ in range(2):  # as made, and as decoded
+        decoded = decode_trajectories(encode_trajectories(groups))
+        for one, other in zip(groups, decoded, strict=True):
+            assert_same(one, other)
+            for a, b in zip(one.samples, other.samples, strict=True):
+                assert (a.routing is None) == (b.routing is None)
+                if a.routing is not None and b.routing is not None:
+                    assert a.routing.dtype == b.routing.dtype
+                    np.testing.assert_array_equal(a.routing, b.routing)
+        groups = decoded
+
+
+def test_a_prompt_is_shared_as_far_as_its_experts_are() -> None:
+    whole = with_routing(with_prompt(4, [2, 3]))
+    samples = list(whole.samples)
+    assert samples[1].routing is not None
+    other = samples[1].routing.copy()
+    other[2, 1, 0] += 1
+    changed = dataclasses.replace(whole, samples=(samples[0], dataclasses.replace(samples[1], routing=other)))
+    for trajectory, shared in ((whole, 4), (changed, 2)):
+        (decoded,) = decode_trajectories(encode_trajectories([trajectory]))
+        assert isinstance(decoded.samples, SharedPrompt)
+        assert len(decoded.samples.prompt) == shared
+        for a, b in zip(trajectory.samples, decoded.samples, strict=True):
+            np.testing.assert_array_equal(a.routing, b.routing)
+
+
+def routed() -> Message:
+    """Three trajectories, the second of which has a routing: 2 + 3 tokens, 3 layers, 2 experts."""
+    groups = [make_trajectory([3]), with_routing(make_trajectory([2, 3])), make_trajectory([4])]
+    header, arrays = decode_as(_ANY, encode_trajectories(groups))
+    return Message(header.kind, header.meta, arrays)
+
+
+@pytest.mark.parametrize(
+    ("routing", "why"),
+    [
+        (None, "30 bytes, its header None"),
+        ({"layers": 3, "per_token": 2, "width": 2}, "tell of 60"),
+        ({"layers": 2, "per_token": 2, "width": 1}, "tell of 20"),
+        ({"layers": 0, "per_token": 2, "width": 1}, "layers"),
+        ({"layers": 1 << 40, "per_token": 2, "width": 1}, "layers"),
+        ({"layers": 3, "per_token": 65, "width": 1}, "per_token"),
+        ({"layers": 3, "per_token": 2, "width": 4}, "width"),
+        ({"layers": 3, "width": 1}, "per_token"),
+        ("three", "routing"),
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_fit_the_experts_refuses_its_trajectory_alone(routing: object, why: str) -> None:
+    message = routed()
+    message.meta[1]["routing"] = routing  # type: ignore[index]
+    first, second, third = decode_each(again(message))
+    assert isinstance(first, Trajectory)
+    assert isinstance(third, Trajectory)
+    assert isinstance(second, CodecError)
+    assert why in str(second)
+
+
+@pytest.mark.parametrize("sizes", [[0, 29, 0], [30, 0, 0], [0, 30, 1], [-30, 60, 0], [0, 2**62, 2**62], [30]])
+def test_sizes_that_do_not_fit_the_experts_are_refused(sizes: list[int]) -> None:
+    message = routed()
+    refused(Message(message.kind, message.meta, message.arrays | {"routing_sizes": np.array(sizes)}), "routing")
+
+
+def test_experts_that_cannot_travel_are_refused_by_the_sender() -> None:
+    sample = make_trajectory([3]).samples[0]
+    for routing, why in (
+        (np.zeros((3, 2, 2), np.int32), "use uint8 or uint16"),
+        (np.zeros((3, 0, 2), np.uint8), "use 1 to 1024"),
+        (np.zeros((3, 2, 65), np.uint8), "and 1 to 64"),
+    ):
+        with pytest.raises(CodecError, match=why):
+            prepare(Trajectory("r", "p", 0, (dataclasses.replace(sample, routing=routing),)))

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from asyncrl.master.assignment import assign, minibatch_of_groups
 from asyncrl.trainer.messages import RolloutRecord
@@ -83,6 +84,8 @@ def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObjec
     tokens = data.draw(st.lists(counts, min_size=groups, max_size=groups))
     workers = data.draw(st.lists(st.integers(0, ranks), min_size=groups, max_size=groups))
     members = records(tokens, workers)
+    if data.draw(st.booleans()):
+        members = [structs.replace(each, distinct=data.draw(st.integers(1, each.tokens))) for each in members]
     assert assign(members, ranks, minibatches, 3, 5) == PLAIN.plain_assign(members, ranks, minibatches, 3, 5)
 
 
@@ -90,6 +93,18 @@ def test_minibatches_follow_the_documented_permutation() -> None:
     permutation = np.random.default_rng([7, 3]).permutation(6)
     expected = {int(group): position // 2 for position, group in enumerate(permutation)}
     assert minibatch_of_groups(6, 3, 7, 3).tolist() == [expected[group] for group in range(6)]
+
+
+def test_ranks_are_balanced_by_the_tokens_that_they_compute() -> None:
+    """Groups of long prompts, which are computed once, cost less than those of long answers."""
+    members = records([800, 800, 200, 200], [0, 0, 0, 0])
+    shared = [structs.replace(each, distinct=own) for each, own in zip(members, (100, 110, 200, 210), strict=True)]
+    for batch, sums in ((members, [1000, 1000]), (shared, [310, 310])):
+        cut = assign(batch, 2, 1, 0, 0)
+        computed = [0, 0]
+        for entry, record in zip(cut, batch, strict=True):
+            computed[entry.dst] += record.computed_tokens
+        assert computed == sums
 
 
 def test_shares_go_to_the_ranks_that_hold_them() -> None:

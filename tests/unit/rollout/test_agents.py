@@ -235,6 +235,33 @@ def test_a_completion_whose_arrays_differ_in_length_is_refused() -> None:
         builder.build(1.0, truncated=False)
 
 
+def routing_of(*tokens: int) -> np.ndarray:
+    """One layer's expert by token, as an engine tells it of a request's tokens and its own but the last."""
+    return np.array(tokens, np.uint8)[:, None, None]
+
+
+def test_a_token_keeps_the_experts_of_the_turn_that_it_was_first_computed_for() -> None:
+    builder = SampleBuilder([1, 2])
+    builder.generate(Completion([3, 4], [-0.1, -0.1], [0, 0], "stop", routing_of(11, 12, 13)))
+    builder.observe([5])
+    builder.generate(Completion([6], [-0.1], [1], "stop", routing_of(21, 22, 23, 24, 25)))
+    builder.observe([7])
+    sample = builder.build(1.0, truncated=False)
+    assert sample.routing is not None
+    assert sample.routing[:, 0, 0].tolist() == [11, 12, 13, 24, 25, 255, 255]
+
+
+def test_experts_of_another_request_than_the_builder_s_are_refused() -> None:
+    with pytest.raises(ValueError, match="tells the experts of 4 tokens, and 2 come before its 2"):
+        SampleBuilder([1, 2]).generate(Completion([3, 4], [0.0, 0.0], [0, 0], "stop", routing_of(1, 2, 3, 4)))
+
+
+def test_without_experts_a_sample_has_none() -> None:
+    builder = SampleBuilder([1, 2])
+    builder.generate(Completion([3], [-0.1], [0], "stop"))
+    assert builder.build(1.0, truncated=False).routing is None
+
+
 @pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf")])
 def test_a_log_probability_that_is_no_finite_number_is_refused(logprob: float | None) -> None:
     builder = SampleBuilder([1, 2])

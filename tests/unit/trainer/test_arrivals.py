@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt, Trajectory
+from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.push_pull import InvalidTrajectory
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.trainer.arrivals import ArrivalCheck
 
 VOCABULARY, NEWEST = 17, 3
@@ -74,3 +77,55 @@ def test_the_newest_version_is_looked_up_only_for_what_is_newer_than_known() -> 
     arrivals.check(trajectory())
     arrivals.check(old)
     assert asked == [1, 1, 3]
+
+
+SHAPE = RoutingShape(layers=2, per_token=2, experts=4)
+
+
+def routed(routing: Any, shared: bool = False) -> Trajectory:
+    """A trajectory of which tokens 1 and 3 are generated: tokens 0 to 2 went into the model before."""
+    (sample,) = trajectory().samples
+    sample = replace(sample, routing=routing)
+    if not shared or routing is None:
+        return Trajectory("r", "p", 0, (sample,))
+    (decoded,) = decode_trajectories(encode_trajectories([Trajectory("r", "p", 0, (sample, sample))]))
+    assert isinstance(decoded.samples, SharedPrompt)
+    return decoded
+
+
+def experts(last: int = 255, **changes: int) -> np.ndarray:
+    """Expert 1 and 3 for all tokens, `last` at the last one; `changes` by token, at the second layer."""
+    made = np.broadcast_to(np.array([1, 3], np.uint8), (4, 2, 2)).copy()
+    made[3] = last
+    for name, expert in changes.items():
+        made[int(name.removeprefix("at")), 1, 0] = expert
+    return made
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_that_are_told_are_taken(shared: bool) -> None:
+    arrivals = ArrivalCheck(VOCABULARY, lambda: NEWEST, SHAPE)
+    arrivals.check(routed(experts(), shared))
+    arrivals.check(routed(experts(last=2), shared))
+    check().check(routed(experts(), shared))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("routing", "why"),
+    [
+        (None, "does not tell which experts"),
+        (experts(at1=4), "went through expert 4, the model has 4"),
+        (experts(at3=7), "went through expert 255, the model has 4"),
+        (experts(at2=255), "went through expert 255"),
+        (
+            np.where(np.arange(4)[:, None, None] >= 2, 255, experts()).astype(np.uint8),
+            "experts of [12] tokens that lie",
+        ),
+        (experts().astype(np.uint16), "the model makes uint8"),
+        (experts()[:, :1], r"has a routing of uint8 \(1, 2\), the model makes uint8 \(2, 2\)"),
+    ],
+)
+def test_experts_that_cannot_be_replayed_are_refused_by_name(routing: Any, why: str, shared: bool) -> None:
+    with pytest.raises(InvalidTrajectory, match=f"'r' .*{why}"):
+        ArrivalCheck(VOCABULARY, lambda: NEWEST, SHAPE).check(routed(routing, shared))

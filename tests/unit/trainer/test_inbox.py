@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.api.trajectory import SharedPrompt, Trajectory
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.trainer.inbox import Inbox, InboxFull, bytes_of, record_of
 from asyncrl.trainer.kept_inbox import KeptInbox
 
@@ -48,6 +50,32 @@ def test_a_full_inbox_refuses_in_time_and_takes_again_once_there_is_room(make_tr
     inbox.remove([first.rollout_id, "unknown"])
     waiting.join(30.0)
     assert list(inbox.get([first.rollout_id, second.rollout_id])) == [second.rollout_id]
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_record_counts_a_shared_prefix_once_where_ranks_compute_it_once(
+    decoded: bool, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    first, second, *others = trajectory.samples
+    tokens = second.tokens.copy()
+    shared = min(len(first.tokens), len(tokens)) // 2
+    tokens[:shared] = first.tokens[:shared]  # beyond the prompt
+    samples = [first, replace(second, tokens=tokens), first, *others]
+    samples = [replace(each, behave_logprobs=np.zeros(len(each.tokens), np.float32)) for each in samples]
+    trajectory = replace(trajectory, samples=samples)
+    if decoded:
+        (trajectory,) = decode_trajectories(encode_trajectories([trajectory]))
+        assert isinstance(trajectory.samples, SharedPrompt)
+    prefixes = {
+        tuple(sample.tokens[: end + 1].tolist()) for sample in trajectory.samples for end in range(len(sample.tokens))
+    }
+    for shares, counted in ((True, len(prefixes)), (False, sum(len(sample.tokens) for sample in trajectory.samples))):
+        inbox = Inbox(0, 10, shares_prefixes=shares)
+        inbox.put(trajectory, 0)
+        (record,) = inbox.poll(0).rollouts
+        assert record.computed_tokens == counted
+        assert record.tokens == sum(record.lengths)
 
 
 def test_arrivals_are_announced(make_trajectories: MakeTrajectories) -> None:

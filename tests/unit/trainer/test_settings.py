@@ -15,6 +15,7 @@ from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
 from asyncrl.trainer.settings import (
@@ -188,6 +189,37 @@ def test_an_architecture_that_is_not_shown_to_be_right_when_it_is_cut(
     assert any(told in message for message in check(config)), list(check(config))
     config.trainer.parallel = "d2"
     assert list(check(config)) == []
+
+
+def test_routing_is_replayed_of_known_mixtures_of_experts_and_engines_that_tell(
+    config: ExperimentConfig, gpus: SetGpus, tmp_path: Path, tiny_moe: Path
+) -> None:
+    gpus(0)
+    config.moe.replay_routing = True
+    assert the_message(config).endswith(
+        "qwen2 is a dense model: it has no experts, so there is nothing to replay; set it to false"
+    )
+    config.model.path = str(tiny_moe)
+    assert list(check(config)) == []
+    config.trainer.parallel = "d2t2p2"
+    assert list(check(config)) == []
+    config.generation.backend = GenerationBackend.sglang
+    assert the_message(config).startswith("moe.replay_routing=True: generation.backend='sglang' does not tell which")
+    config.generation.backend = GenerationBackend.embedded
+    config.samples.replay = "somewhere"
+    assert "kept samples do not tell which experts there were" in the_message(config)
+    config.samples.replay = None
+    for model_type, experts in (("deepseek_v3", "n_routed_experts"), ("qwen3_next", "num_experts")):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": model_type, experts: 8, "num_experts_per_tok": 2})
+        )
+        config.model.path, config.trainer.parallel = str(folder), "d1"
+        assert f"the routers of {model_type} are not known to choose by one topk, as those of mixtral" in the_message(
+            config
+        )
 
 
 def test_flash_attention_that_is_not_installed(

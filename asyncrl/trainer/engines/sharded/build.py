@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from asyncrl.architectures.routing import Routers
 from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
@@ -58,6 +59,7 @@ class BuildPlan:
         lora: the adapters, where these are what is trained; the rest is then held in `dtype`.
         seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
+        replay_routing: of a policy, whether its routers choose as the engine that generated did.
     """
 
     mesh: DeviceMesh
@@ -68,6 +70,7 @@ class BuildPlan:
     lora: LoraConfig | None = None
     seed: int = 0
     recompute: bool = False
+    replay_routing: bool = False
 
     @property
     def stage(self) -> StagePlace:
@@ -96,6 +99,7 @@ class Built:
         model: the part as transformers knows it.
         embeddings: names of the embeddings' weights among `names`.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
+        routers: of the stage's layers, where their choices are replayed.
     """
 
     stage: Stage
@@ -107,6 +111,7 @@ class Built:
     folder: dict[str, FolderTensor] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
     tied: str | None = None
+    routers: Routers | None = None
 
 
 def build_policy(path: str | Path, plan: BuildPlan) -> Built:
@@ -123,6 +128,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     if plan.lora is not None:
         model.requires_grad_(False)
         add_adapters(trunk, plan.lora)
+    routers = Routers(trunk, model.config.get_text_config().model_type) if plan.replay_routing else None
     published = _published(model, folder, plan.dtype) if plan.lora is None else published_adapters(model, plan.dtype)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
@@ -156,6 +162,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         {part.name: part for part in folder if plan.lora is None},
         frozenset(names[name] for name in embedding_names(stage)),
         f"{model.base_model_prefix}.{embedding}.weight" if tied else None,
+        routers,
     )
     _shard(built, plan)
     _materialise(built, path, plan, names, folder)
@@ -274,7 +281,7 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     stage, mesh = built.stage, plan.mesh["shard"] if plan.mesh["replica"].size() == 1 else plan.mesh["replica", "shard"]
     _tie(built)
     if plan.recompute:
-        checkpoint_layers(stage.trunk)
+        checkpoint_layers(stage.trunk, built.routers)
     low = plan.dtype if plan.dtype != plan.held else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     if isinstance(stage, ValueStage) and stage.head is not None:

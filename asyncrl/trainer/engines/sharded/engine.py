@@ -13,7 +13,7 @@ one token whose outputs count for nothing. What is not documented here is in `as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -85,6 +85,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             tokens_per_micro_batch=tokens_per_micro_batch,
             optimizer=None if optimizer is None else self._make_optimizer(*optimizer),
             place=place,
+            routers=built.routers,
         )
         if optimizer is None:
             self.stage.requires_grad_(False)
@@ -145,19 +146,23 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         everything = [*own, *fillers]
         if self._neighbours is None:
             for number, micro_batch in enumerate(everything):
-                loss = finish_any(micro_batch, self.stage(micro_batch, **outputs))
+                loss = finish_any(micro_batch, self._forward(micro_batch, **outputs))
                 if torch.is_grad_enabled():
                     self._backward(loss, None, number == len(everything) - 1)
             return
         pipeline = Pipeline(
             self._neighbours,
-            forward=lambda micro_batch, hidden: self.stage(micro_batch, hidden, **outputs),
+            forward=lambda micro_batch, hidden: self._forward(micro_batch, hidden, **outputs),
             backward=self._backward,
             hidden_size=self._built.model.config.get_text_config().hidden_size,
             dtype=self._plan.dtype,
             device=self._plan.device,
         )
         pipeline.run(everything, finish_any)
+
+    def _forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
+        with self.replaying(micro_batch):
+            return self.stage(micro_batch, hidden, **outputs)
 
     def _backward(self, output: Tensor, grad: Tensor | None, last: bool) -> None:
         cast(FSDPModule, self.stage).set_is_last_backward(last)
@@ -281,8 +286,10 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
             self._neighbours.broadcast(found_T)
         return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return adapters_off(self.stage.trunk)
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with adapters_off(self.stage.trunk), self.choosing_freely():
+            yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""

@@ -79,6 +79,7 @@ class ShardedLoader(EngineLoader):
             lora=lora,
             seed=self._config.seed,
             recompute=trained and self._config.trainer.gradient_checkpointing,
+            replay_routing=trained and self._config.moe.replay_routing,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from asyncrl.api.trajectory import Trajectory
+from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.flat import FlatEngine
@@ -79,6 +81,8 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         place = world.place("actor")
         minibatches, everything = config.trainer.ppo_minibatches, make_trajectories(groups=5)
+        if config.moe.replay_routing:
+            everything = [_routed(trajectory, config) for trajectory in everything]
         dealt = [number % minibatches for number in range(len(everything))]
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
         told: dict[str, Any] = {"stats": []}
@@ -107,6 +111,18 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
     return run
 
 
+def _routed(trajectory: Trajectory, config: ExperimentConfig) -> Trajectory:
+    """`trajectory` whose tokens went through any experts; those of a prompt through the same."""
+    shape = routing_shape_of(str(config.model.path))
+    samples = []
+    for number, sample in enumerate(trajectory.samples):
+        rng = np.random.default_rng(number)
+        routing = rng.random((len(sample.tokens), shape.layers, shape.experts)).argsort(-1)[..., : shape.per_token]
+        routing[: int(sample.loss_mask.argmax())] = np.arange(shape.per_token)
+        samples.append(replace(sample, routing=routing.astype(np.uint8)))
+    return replace(trajectory, samples=samples)
+
+
 def _whole(parameter: Any) -> Any:
     return whole(parameter.detach()).numpy().copy()
 
@@ -121,6 +137,8 @@ CASES = [
     *(("mixtral", layout) for layout in ("d3", "t2p2")),  # d3: a rank without an expert
     *(("qwen3_moe", layout) for layout in ("d2", "d2t2")),
     ("mixtral+lora4", "t2"),
+    *(("mixtral+replay", layout) for layout in ("d2", "t2")),
+    ("qwen3_moe+replay", "p2"),
 ]
 
 
@@ -128,15 +146,23 @@ CASES = [
 def test_any_layout_trains_as_one_process_does(
     model: str, layout: str, config: ExperimentConfig, model_dir: Any, on_ranks: Any, train: Any
 ) -> None:
-    name, _, rank = model.partition("+lora")
+    name, _, how = model.partition("+")
     config.model.path = model_dir(name)
-    config.model.lora.rank = int(rank or 0)
+    config.model.lora.rank = int(how.removeprefix("lora")) if how.startswith("lora") else 0
+    config.moe.replay_routing = how == "replay"
+    # A stage's layers are computed again after another micro-batch went through them.
+    config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
     config.algorithm.graph = "ppo"
     config.algorithm.advantage.name = "gae"
     config.algorithm.kl_coef = 0.1
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
     alone = train(config, World())
+    if config.moe.replay_routing:
+        config.moe.replay_routing = False
+        free = train(config, World())["stats"][0]["actor_train/entropy"]
+        assert abs(free - alone["stats"][0]["actor_train/entropy"]) > 1e-4, "the routers chose what was to be replayed"
+        config.moe.replay_routing = True
     config.trainer.parallel = layout
     spread = on_ranks(config, lambda world: train(config, world))
     for told in spread:

@@ -1,0 +1,69 @@
+"""Which mixtures of experts tell, and take, the experts that their routers choose. Torch-free: the launcher checks it.
+
+A choice is recorded for every token of a sequence, every layer of the model and each of the experts that a token goes
+through: an array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have a place
+too, which says nothing, so that a layer is found by its number in the model, whatever part of it a rank has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROUTERS: Mapping[str, str] = {
+    "mixtral": "MixtralTopKRouter",
+    "qwen2_moe": "Qwen2MoeTopKRouter",
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "olmoe": "OlmoeTopKRouter",
+    "gpt_oss": "GptOssTopKRouter",
+}
+"""By `model_type` the class of its routers, each of which chooses by one `topk`; a test has shown each to replay."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LARGEST_BYTE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What a model's routers choose: `per_token` of `experts`, in each of `layers` layers."""
+
+    layers: int
+    per_token: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every expert's number, and one more for what was not recorded."""
+        return np.dtype(np.uint8 if self.experts <= _LARGEST_BYTE else np.uint16)
+
+
+def routing_shape(described: Mapping[str, Any]) -> RoutingShape | str:
+    """The choices that a model of this `config.json` makes, or why they cannot be replayed."""
+    text = described.get("text_config") or described
+    model_type = str(text.get("model_type") or described.get("model_type") or "")
+    experts = next((number for name in _EXPERTS if isinstance(number := text.get(name), int)), 0)
+    if not experts:
+        return f"{model_type or 'it'} is a dense model: it has no experts, so there is nothing to replay"
+    if model_type not in ROUTERS:
+        return f"the routers of {model_type} are not known to choose by one topk, as those of {', '.join(ROUTERS)} do"
+    layers, per_token = text.get("num_hidden_layers"), text.get("num_experts_per_tok")
+    if not isinstance(layers, int) or not isinstance(per_token, int):
+        return "its config.json does not name num_hidden_layers and num_experts_per_tok"
+    return RoutingShape(layers, per_token, experts)
+
+
+def routing_shape_of(path: str) -> RoutingShape:
+    """The choices that the model in the folder `path` makes.
+
+    Raises:
+        ValueError: they cannot be replayed; says why.
+        OSError: there is no such model.
+    """
+    shape = routing_shape(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))
+    if isinstance(shape, str):
+        raise ValueError(f"moe.replay_routing=true: {shape}; set it to false")
+    return shape
