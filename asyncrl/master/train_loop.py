@@ -14,7 +14,7 @@ alone: the data state is a copy of them for RolloutWorkers that begin. It is wri
 so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
 
 The last step. Where `last_step` is given, the state of each step is kept on the host before anyone outside the
-trainer's side hears of it (`asyncrl.runtime.last_step`): the checkpoint's content, and what was about to be told
+trainer's side hears of it (`asyncrl.master.saving`): the checkpoint's content, and what was about to be told
 (`_KeptStep`). A loop that finds one there goes on from it instead of from the newest checkpoint.
 
 The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
@@ -37,8 +37,7 @@ import msgspec
 
 from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.request_reply.client import RemoteError, RequestClient
-from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
@@ -53,6 +52,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import Row
+from asyncrl.master.ranks import Ranks, Stalled
 from asyncrl.master.records import Drop
 from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
@@ -63,28 +63,23 @@ from asyncrl.master.run_files import (
     write_data_state,
     write_summary,
 )
+from asyncrl.master.saving import Checkpoints, KeptSteps, Progress
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import DATA_STATE_FILE, versions_in
+from asyncrl.runtime.run_dir import DATA_STATE_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
-    CommitCheckpoint,
     Discard,
     EndStep,
-    FinishShare,
     LoadCheckpoint,
     Publish,
-    SaveCheckpoint,
-    WrittenShare,
 )
-from asyncrl.trainer.settings import BestDirection, Placement, worker_grid
-from asyncrl.weights.checkpoint_dir import which_to_keep
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.trainer.settings import Placement, worker_grid
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -100,10 +95,6 @@ LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
-
-
-class Stalled(RuntimeError):
-    """No train step for too long; the message says which stage waits for what, and on which counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +162,7 @@ class TrainLoop:
             ranks=buffer_order(config.buffer.order),
         )
         self._limit_s = config.system.stall_timeout_s
+        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s)
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
         self._executor = Executor(graph, routes.placement, peers.workers, self._limit_s, moves)
@@ -197,8 +189,10 @@ class TrainLoop:
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
         self._in_data_state: tuple[int, int] | None = None  # how many used prompts and measurements it has
-        self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
-        self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
+        self._checkpoints = Checkpoints(
+            config.checkpoint, run_dir, self._ranks, self._journal, check=self._collector.check
+        )
+        self._steps = KeptSteps(last_step, self._ranks)
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
         self._model_in_step = False
 
@@ -226,8 +220,7 @@ class TrainLoop:
         finally:
             await self._collector.close()
             await self._announcer.close()
-            if self._saving is not None:
-                self._saving.cancel()
+            self._checkpoints.close()
             self._journal.close()
             self._ledger.close()
             await cancel(ticking)
@@ -248,7 +241,7 @@ class TrainLoop:
         evaluated = step is None or self._take_up(step)
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
-            await self._all(CollectWeights(ACTOR, (self.version,)))
+            await self._ranks.all(CollectWeights(ACTOR, (self.version,)))
         if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
             self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
         self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
@@ -275,8 +268,7 @@ class TrainLoop:
             raise StopRequested
         begun = perf_counter()
         batch = await self._next_batch()
-        if self._saving is not None and self._saving.done():
-            await self._last_save()  # no step is trained after a checkpoint that could not be written
+        await self._checkpoints.look()  # no step is trained after a checkpoint that could not be written
         has_data = perf_counter()
         stats = await self._train(batch)
         trained = perf_counter()
@@ -333,9 +325,9 @@ class TrainLoop:
         )
         elsewhere = tuple(tuple(entry.dst for entry in cut) for cut in others)
         self._model_in_step = True
-        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere))
+        await self._ranks.all(BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere))
         stats = await self._executor.run()
-        await self._all(EndStep())
+        await self._ranks.all(EndStep())
         self.buffer.mark_trained(batch)
         self.version += 1
         self._model_in_step = False
@@ -350,44 +342,22 @@ class TrainLoop:
         recent = {self.version, self.version - 1, self._on_disk}
         in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
-            self._call(self._actors, Publish(ACTOR, self.version, to_disk)),
-            self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
+            self._ranks.some(self._actors, Publish(ACTOR, self.version, to_disk)),
+            self._ranks.all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
         )
         return published[0].path
 
     async def _begin_keeping(self, batch: TrainBatch, measured: Row) -> None:
-        """Have the ranks copy the state of the step that is complete, and begin to write it."""
-        if self._last_step is None:
-            return
-        step = _KeptStep(batch, measured, self._unreported_trained, self._known, self._ledger.lines_written())
-        state = self._state() | {"step": msgspec.to_builtins(step, str_keys=True)}
-        try:
-            await self._all(SaveCheckpoint(self._kept_path, self.version, state, of_last_step=True))
-        except RemoteError as error:
-            self._keep_no_more(error)
+        """Have the state of the step that is complete kept on the host."""
+        if self._steps.on:
+            step = _KeptStep(batch, measured, self._unreported_trained, self._known, self._ledger.lines_written())
+            await self._steps.begin(self.version, self._state() | {"step": msgspec.to_builtins(step, str_keys=True)})
 
     async def _finish_keeping(self) -> None:
-        """Return once the state of the step is whole; from then on others may hear of the step."""
-        if self._last_step is None:
-            return
-        path, known = self._kept_path, self._known
-        try:
-            shares = await self._all(FinishShare(path, of_last_step=True))
-            await self._commit(CommitCheckpoint(path, _files_of(shares), keep=1, of_last_step=True))
-        except RemoteError as error:
-            self._keep_no_more(error)
-        else:
+        """Return once that state is whole; from then on others may hear of the step."""
+        known = self._known
+        if await self._steps.finish():
             self._kept_known, self._kept_version = known, self.version
-
-    def _keep_no_more(self, error: RemoteError) -> None:
-        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
-        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
-        self._last_step = None
-
-    @property
-    def _kept_path(self) -> str:
-        assert self._last_step is not None
-        return str(self._last_step.state_root / f"v{self.version}")
 
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
@@ -406,13 +376,13 @@ class TrainLoop:
 
     async def _report_to_manager(self) -> None:
         """Tell the gate what was trained and dropped; take in its books, and what RolloutWorkers dropped for good."""
-        if self._last_step is not None and self._kept_version != self.version:
+        if self._steps.on and self._kept_version != self.version:
             return  # whoever goes on after this process would not know of it
         self._write_data_state()
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        recorded = self._known if self._last_step is None else self._kept_known
+        recorded = self._kept_known if self._steps.on else self._known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
         known = self._known.events - (reply.events_seq - len(reply.events))
@@ -444,10 +414,10 @@ class TrainLoop:
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
         await self._last_report()
-        await self._last_save()
+        await self._checkpoints.finish()
         if self._unsaved:
             await self._save()
-            await self._last_save()
+            await self._checkpoints.finish()
         if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             await self._last_evaluation()
         await self._close_books()
@@ -488,12 +458,12 @@ class TrainLoop:
         """Load the last step, else the newest checkpoint; returns the master's part of it, None where there is none."""
         kept = self._last_step is not None and self._last_step.version is not None
         root = self._last_step.state_root if self._last_step is not None and kept else checkpoint_root(self.run_dir)
-        state = (await self._all(LoadCheckpoint(str(root))))[0].master_state
+        state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
             self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
-            self._saved, self._kept_version = None if kept else self._progress, self.version
+            self._checkpoints.saved, self._kept_version = None if kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
             self._trained_before = trained - self.buffer.trained
@@ -503,17 +473,11 @@ class TrainLoop:
         return state
 
     async def _save(self) -> None:
-        """Begin a checkpoint of the current version, once the one before it is there.
-
-        When this returns, the ModelWorkers have copied what they need, and the next step may change it.
-        """
-        await self._last_save()
-        path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
+        """Begin a checkpoint of the current version, once the one before it is there."""
+        await self._checkpoints.finish()
         progress = self._progress
         state = self._state() | {"ledger": self._ledger.saved(self.version, self._reported_books)}
-        self._collector.check()  # a worker that is gone would be waited for, and there may be little time
-        await self._all(SaveCheckpoint(path, self.version, state))
-        self._saving = asyncio.create_task(self._complete_save(path, progress))
+        await self._checkpoints.begin(progress, state)
 
     def _state(self) -> dict[str, Any]:
         """The master's part of a checkpoint."""
@@ -525,44 +489,13 @@ class TrainLoop:
             "curriculum": self._curriculum.state(),
         }
 
-    async def _complete_save(self, path: str, progress: tuple[int, int]) -> None:
-        version, _ = progress
-        shares = await self._all(FinishShare(path))
-        protected = self._protected_checkpoints(version)
-        await self._commit(CommitCheckpoint(path, _files_of(shares), self.config.checkpoint.keep, protected))
-        self._saved = progress
-
-    async def _commit(self, request: CommitCheckpoint) -> None:
-        publisher = self.peers.workers[worker_grid(self.config).publisher]
-        await publisher.call(request, timeout_s=self._limit_s)
-
-    def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
-        """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
-        keeping = self.config.checkpoint
-        versions = [*versions_in(checkpoint_root(self.run_dir)), version]
-        scores, undecided = {}, set[int]()
-        if keeping.keep_best is not None:
-            sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
-            scores = {key: sign * value for key, value in self._journal.scores(keeping.keep_best).items()}
-            undecided = self._journal.awaited_evaluations(versions)
-        return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))
-
-    async def _last_save(self) -> None:
-        """Wait until the checkpoint under way, if any, is whole on the disk; raises what it failed with."""
-        if (saving := self._saving) is not None:
-            if not saving.done():
-                self._collector.check()  # a worker that is gone would be waited for
-            await asyncio.gather(saving, return_exceptions=True)
-            self._saving = None
-            saving.result()
-
     async def _save_what_is_complete(self) -> None:
         """After a failure: save the last complete step, unless a step that failed has touched the model since.
 
         A checkpoint under way is of a complete step in any case, and is waited for.
         """
         try:
-            await self._last_save()
+            await self._checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint under way could not be written: %s", error)
         if self._model_in_step or not self.version:
@@ -572,7 +505,7 @@ class TrainLoop:
             return
         try:
             await self._save()
-            await self._last_save()
+            await self._checkpoints.finish()
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
@@ -583,14 +516,13 @@ class TrainLoop:
         return None if self._unreported_trained else self._books
 
     @property
-    def _progress(self) -> tuple[int, int]:
-        """What a checkpoint is of: the version, and how many prompts are used."""
-        return self.version, len(self.buffer.used)
+    def _progress(self) -> Progress:
+        return Progress(self.version, len(self.buffer.used))
 
     @property
     def _unsaved(self) -> bool:
         """Whether anything is trained or dropped for good since the last checkpoint."""
-        return self._saved != self._progress
+        return self._checkpoints.saved != self._progress
 
     @property
     def _checkpoint_is_due(self) -> bool:
@@ -605,17 +537,6 @@ class TrainLoop:
     @property
     def _complete(self) -> bool:
         return self.version >= self.config.total_train_steps
-
-    async def _all(self, request: Request[R]) -> list[R]:
-        """Make the call to every ModelWorker; the replies by worker index."""
-        return await self._call(self.peers.workers, request)
-
-    async def _call(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
-        """Make the call to `workers`; the replies in their order."""
-        try:
-            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker in workers))
-        except TimeoutError as error:
-            raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for.
@@ -649,8 +570,3 @@ class TrainLoop:
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
             f"{self.buffer.describe()}; {gate}{silent}"
         )
-
-
-def _files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
-    """The files that the ranks have written together, by name."""
-    return {name: entry for share in shares for name, entry in share.files.items()}

@@ -23,8 +23,9 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.ranks import Stalled
 from asyncrl.master.run_files import BooksError
-from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
+from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.observability.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.settings import EvalSetConfig
