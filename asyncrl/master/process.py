@@ -32,9 +32,18 @@ class MasterWorker(AsyncWorker):
                 peers = await self._connect(closing)
             except StopRequested:
                 return
-            self.ready()
             last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
-            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step).run()
+            loop = TrainLoop(
+                self.config,
+                self.run_dir,
+                self._graph,
+                peers,
+                self.stop,
+                last_step=last_step,
+                incarnation=self.spec.incarnation,
+                begun=self.ready,
+            )
+            await loop.run()
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""

@@ -126,6 +126,12 @@ class KeptSteps:
         except RemoteError as error:
             self._keep_no_more(error)
 
+    async def take_up(self, version: int) -> bool:
+        """As `finish`, of what a master before this one had begun for `version`."""
+        if self._last_step is not None:
+            self._path = str(self._last_step.state_root / f"v{version}")
+        return await self.finish()
+
     async def finish(self) -> bool:
         """Wait until the state that was begun is whole, so that others may hear of the step; False: it will not be."""
         if self._last_step is None:

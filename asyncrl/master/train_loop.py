@@ -13,6 +13,10 @@ version, in one folder that appears at once, so after a restart all forget the s
 alone: the data state is a copy of them for RolloutWorkers that begin. It is written before each report to the manager,
 so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
 
+A master that follows one that died asks the ranks first where they stand. Each has the master's state of the step whose
+end was kept last. Where all are between two steps, after the same one, this loop goes on there, and nothing is loaded.
+Else all of the trainer's side has to begin again (`RestartTogether`).
+
 The last step. Where `last_step` is given, the state of each step is kept on the host before anyone outside the
 trainer's side hears of it (`asyncrl.master.saving`): the checkpoint's content, and what was about to be told
 (`_KeptStep`). A loop that finds one there goes on from it instead of from the newest checkpoint.
@@ -27,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +41,7 @@ import msgspec
 
 from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.client import PeerGone, RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
@@ -71,13 +75,16 @@ from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import DATA_STATE_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
+from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
     Discard,
     EndStep,
     LoadCheckpoint,
+    LookIntoStep,
     Publish,
+    TakeUp,
 )
 from asyncrl.trainer.settings import Placement, worker_grid
 from asyncrl.weights.transports import weight_transport
@@ -93,6 +100,8 @@ LAST_BOOKS_LIMIT_S = 30.0
 """The same at the end of a complete run: a manager that died is started again."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
+TAKE_UP_LIMIT_S = 60.0
+"""So long what a master before this one had asked for between two steps may take the ranks: copies of their state."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
@@ -138,6 +147,8 @@ class TrainLoop:
 
     Args:
         last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        incarnation: how many masters before this one died.
+        begun: called once it is clear where the run stands, before its next step.
     """
 
     def __init__(
@@ -149,7 +160,10 @@ class TrainLoop:
         stop: asyncio.Event,
         clock: AwakeClock | None = None,
         last_step: LastStep | None = None,
+        incarnation: int = 0,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
+        self._incarnation, self._begun = incarnation, begun
         self._last_step = last_step
         self._clock = clock or AwakeClock()
         self._progress_at = self._clock()
@@ -202,17 +216,20 @@ class TrainLoop:
         Raises:
             Stalled, BooksError: see there.
             ExecutionError: a model function call failed.
+            RestartTogether: the ranks do not stand between two steps, so nobody can go on with them as they are.
             Exception: another process failed. Steps that were complete are saved first, where that is possible.
         """
         ticking = asyncio.create_task(self._clock.keep())
         try:
-            await self._begin()
             try:
+                await self._begin()
                 while not self._complete:
                     await self._step()
             except StopRequested:
                 _log.info("asked to stop: ending at version %d", self.version)
             await self._finish()
+        except RestartTogether:
+            raise
         except Exception:
             await self._save_what_is_complete()
             write_books(self.run_dir, self.version, self._books)
@@ -226,41 +243,47 @@ class TrainLoop:
             await cancel(ticking)
 
     async def _begin(self) -> None:
-        """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
+        """From where the ranks stand, the last step, a checkpoint or the base model; the RolloutWorkers begin once they
+        see the data state.
+        """
         state = await self._restore()
-        journal = state["journal"] if state else None
-        self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
-        write_books(self.run_dir, self.version, self._books)
         kept = state.get("step") if state else None
         step = None if kept is None else msgspec.convert(kept, _KeptStep, str_keys=True)
-        ledger = state.get("ledger") if state else None
+        self._announcer.announced = self.version if step is None else self.peers.board.announced_version()
+        journal = state["journal"] if state else None
+        dropped = self._books.dropped
+        self._journal.open(self.run_dir, self.version, perf_counter(), dropped, journal, self._announcer.announced)
+        write_books(self.run_dir, self.version, self._books)
         if step is None:
-            self._ledger.begin(self.version, ledger, self._books)
+            self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
         else:
             self._ledger.go_on(step.ledger_line)
-        evaluated = step is None or self._take_up(step)
+            self._take_up(step)
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
             await self._ranks.all(CollectWeights(ACTOR, (self.version,)))
-        if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
-            self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
+        path = await self._publish(to_disk=True) if self.version else ""
+        evaluating = self._journal.awaits_evaluation()
+        cut_off = evaluating is not None and evaluating < self.version
+        if self.version and not cut_off:  # before the RolloutWorkers begin: it tells the gate where the run stands
+            self._announcer.announce(self.version, path)
         self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
         self._progress_at = self._clock()
-        if self.version == 0 or not evaluated:
-            self._announcer.evaluate_if_due(self.version)
+        self._begun()
+        if evaluating is not None:
+            self._announcer.evaluate_if_due()
+        if cut_off:  # the servers still have the version whose evaluation was cut off
+            await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
 
-    def _take_up(self, step: _KeptStep) -> bool:
-        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be."""
+    def _take_up(self, step: _KeptStep) -> None:
+        """Be where the loop before this one was after its last step."""
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
         self._known = self._kept_known = step.known
         self._untold_step = step.batch
-        row_is_written = not self._journal.step_again(
-            self.version, step.batch, step.measured, self._status, perf_counter()
-        )
+        self._journal.step_again(self.version, step.batch, step.measured, self._status, perf_counter())
         _log.info("going on after step %d, which was complete", self.version)
-        return row_is_written
 
     async def _step(self) -> None:
         """From version v to v + 1."""
@@ -325,7 +348,8 @@ class TrainLoop:
         )
         elsewhere = tuple(tuple(entry.dst for entry in cut) for cut in others)
         self._model_in_step = True
-        await self._ranks.all(BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere))
+        request = BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere, self._incarnation)
+        await self._ranks.all(request)
         stats = await self._executor.run()
         await self._ranks.all(EndStep())
         self.buffer.mark_trained(batch)
@@ -339,7 +363,7 @@ class TrainLoop:
         """
         if to_disk:
             self._on_disk = self.version
-        recent = {self.version, self.version - 1, self._on_disk}
+        recent = {self.version, self.version - 1, self._on_disk, self._announcer.announced}
         in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
             self._ranks.some(self._actors, Publish(ACTOR, self.version, to_disk)),
@@ -455,14 +479,21 @@ class TrainLoop:
             await self._announcer.close()
 
     async def _restore(self) -> dict[str, Any] | None:
-        """Load the last step, else the newest checkpoint; returns the master's part of it, None where there is none."""
-        kept = self._last_step is not None and self._last_step.version is not None
-        root = self._last_step.state_root if self._last_step is not None and kept else checkpoint_root(self.run_dir)
-        state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
+        """The master's state where the ranks stand; where they begin too, that of the last step or the newest
+        checkpoint, which they load. None where there is none.
+        """
+        state = await self._where_ranks_stand()
+        if found := state is not None:
+            _log.info("the ranks stand between two steps, and keep what they have")
+        last_step = self._last_step if self._last_step is not None and self._last_step.version is not None else None
+        if state is None:
+            root = checkpoint_root(self.run_dir) if last_step is None else last_step.state_root
+            state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
             self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
+            kept = await self._steps.take_up(self.version) if found else last_step is not None
             self._checkpoints.saved, self._kept_version = None if kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
@@ -471,6 +502,25 @@ class TrainLoop:
             self._books = GateBooks(trained + sum(dropped.values()), trained, dropped, abandoned=0)
             _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
         return state
+
+    async def _where_ranks_stand(self) -> dict[str, Any] | None:
+        """The state that a master before this one left with every rank; None where all of them begin too.
+
+        Raises:
+            RestartTogether: they are in a step, stand after different ones, or one does not answer.
+        """
+        try:
+            async with asyncio.timeout(TAKE_UP_LIMIT_S):
+                if any(rank.in_step for rank in await self._ranks.all(LookIntoStep())):
+                    raise RestartTogether("the ranks are in a step that has not ended")
+                standing = await self._ranks.all(TakeUp(self._incarnation))
+        except (TimeoutError, Stalled, PeerGone) as error:
+            raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
+        states = [rank.master_state for rank in standing]
+        versions = {None if state is None else state["version"] for state in states}
+        if len(versions) > 1 or any(rank.in_step for rank in standing):
+            raise RestartTogether(f"the ranks are in a step, or not after the same one: {versions}")
+        return states[0]
 
     async def _save(self) -> None:
         """Begin a checkpoint of the current version, once the one before it is there."""

@@ -11,7 +11,8 @@ Life of a run
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
    - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Of the trainer's
      side, MasterWorker and ModelWorkers, all are (`Restart.together`): they go on from the last step, which outlives
-     them (`asyncrl.runtime.last_step`), and the other processes stay. Beyond its budget, or where that step is lost,
+     them (`asyncrl.runtime.last_step`), and the other processes stay. A MasterWorker that died is followed by one
+     alone first; it asks for all where it finds the ranks in a step. Beyond its budget, or where that step is lost,
      everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
      (`asyncrl.runtime.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
@@ -43,7 +44,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -279,11 +280,12 @@ class Launcher:
     async def _after_end(self, ended: WorkerHandle) -> AfterDeath:
         """What is started again after this end; `alone` also where the run goes on without the process."""
         kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
-        together = kind.restart == Restart.together
+        together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
             lost = together and not await asyncio.to_thread(self._last_step_is_there)
-            after = self._policy.died(name, time.monotonic(), lost=lost)
+            counted = TRAINER if ended.exit_code == EXIT_TOGETHER else name  # its own death was counted before
+            after = self._policy.died(counted, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
         if kind.essential and not replaced:
             return after
@@ -294,7 +296,7 @@ class Launcher:
         if not replaced:
             self._workers.remove(ended)
         elif together:
-            await self._restart([worker for worker in self._workers if _is_together(worker)], TRAINER, _how(ended))
+            await self._restart([worker for worker in self._workers if _trains(worker)], TRAINER, _how(ended))
         else:
             await self._restart([ended], name, _how(ended))
         return AfterDeath.alone
@@ -302,11 +304,18 @@ class Launcher:
     async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
-        while not any(worker is not None and _is_together(worker) and not _gave_up(worker) for worker in ends):
+        while not any(worker is not None and _trains(worker) and not _gave_up(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
             except TimeoutError:
                 return
+
+    def _may_go_on_alone(self, ended: WorkerHandle) -> bool:
+        """Whether a successor of it need not take others of its side with it. A leader's looks where they stand, which
+        they only know if steps are kept.
+        """
+        leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
+        return not leads or (self.config.checkpoint.keep_last_step and ended.exit_code != EXIT_TOGETHER)
 
     def _last_step_is_there(self) -> bool:
         """Whether the trainer's side can go on from where it stood."""
@@ -416,8 +425,9 @@ class Launcher:
             self._display.row(row)
 
 
-def _is_together(worker: WorkerHandle) -> bool:
-    return KINDS[worker.plan.kind].restart == Restart.together
+def _trains(worker: WorkerHandle) -> bool:
+    """Whether it is of the trainer's side."""
+    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _gave_up(worker: WorkerHandle) -> bool:
@@ -426,7 +436,7 @@ def _gave_up(worker: WorkerHandle) -> bool:
 
 def _may_follow_another(worker: WorkerHandle | None) -> bool:
     """Whether it ended because another one of its side died, as far as one can tell."""
-    return worker is not None and _is_together(worker) and _gave_up(worker)
+    return worker is not None and _trains(worker) and _gave_up(worker)
 
 
 def _leads(worker: WorkerHandle) -> bool:
@@ -438,7 +448,7 @@ def _how(ended: WorkerHandle) -> str:
     code = ended.exit_code
     if code is not None and code < 0:
         return f"was killed by signal {signal.Signals(-code).name}"
-    return f"exited with {code}"
+    return "found the ranks in a step" if code == EXIT_TOGETHER else f"exited with {code}"
 
 
 async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:

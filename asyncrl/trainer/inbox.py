@@ -67,6 +67,15 @@ class Inbox:
         self._last += 1
         self._unacknowledged.append((self._last, record_of(trajectory, self._head)))
 
+    def tell_again(self) -> None:
+        """Somebody else polls from here on: all that is held is new to them, under new numbers, which a poll of the one
+        before cannot acknowledge.
+        """
+        with self._room:
+            held, self._held, self._unacknowledged = self._held, {}, []
+            for trajectory in held.values():
+                self._hold(trajectory)
+
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""
         with self._room:

@@ -52,8 +52,10 @@ from asyncrl.trainer.messages import (
     Discard,
     EndStep,
     FinishShare,
+    InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LookIntoStep,
     MoveColumns,
     PollBuffer,
     PolledBuffer,
@@ -62,6 +64,8 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     SendWeights,
+    Standing,
+    TakeUp,
     WrittenShare,
 )
 from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
@@ -89,6 +93,8 @@ class ModelWorker(Worker):
         self._open = ExitStack()
         self._batches: dict[WorkerGrid, StepBatch] = {}
         self._deals: dict[WorkerGrid, list[Deal]] = {}
+        self._master = 0
+        self._standing = Standing(in_step=False, master_state=None)
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -133,6 +139,7 @@ class ModelWorker(Worker):
             system.host,
             self.security,
             immediate={
+                LookIntoStep: self._look_into_step,
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
@@ -140,6 +147,7 @@ class ModelWorker(Worker):
                 CommitCheckpoint: self._commit_checkpoint,
             },
             queued={
+                TakeUp: self._take_up,
                 BeginStep: self._begin_step,
                 RunCall: self._run_call,
                 MoveColumns: self._move_columns,
@@ -226,6 +234,9 @@ class ModelWorker(Worker):
             self._arrival.set()
             self._arrival = None
 
+    async def _look_into_step(self, request: LookIntoStep) -> InStep:
+        return InStep(self._standing.in_step)
+
     async def _poll_buffer(self, request: PollBuffer) -> PolledBuffer:
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -265,8 +276,16 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
+    def _take_up(self, request: TakeUp) -> Standing:
+        self._master = request.incarnation
+        self._inbox.tell_again()
+        return self._standing
+
     def _begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
+        if step.master != self._master:
+            raise RuntimeError(f"master {step.master} asks for a step, which master {self._master} has followed")
+        self._standing = Standing(in_step=True, master_state=None)
         self._deals = deals(step, self._world.placement)
         leaving = [deal.rollout_id for deal in self._deals[self._world.placement.actor] if deal.source == self.index]
         held = self._inbox.get(leaving)
@@ -371,6 +390,8 @@ class ModelWorker(Worker):
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
         self._rank.save_checkpoint(request)
+        if request.of_last_step:
+            self._standing = Standing(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

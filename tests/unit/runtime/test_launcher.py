@@ -14,6 +14,7 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Row
 from asyncrl.runtime import launcher as launcher_module
+from asyncrl.runtime.exit_codes import EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
@@ -264,7 +265,7 @@ def trainer(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> N
     """The leader and a rank, which begin again together."""
     kinds.pop("leader")
     monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", one_each, restart=Restart.together))
-    leader = ProcessKind("nowhere:Leader", one_each, leads=True, restart=Restart.together)
+    leader = ProcessKind("nowhere:Leader", one_each, leads=True, restart=Restart.alone_or_together)
     monkeypatch.setitem(kinds, "leader", leader)
 
 
@@ -293,6 +294,36 @@ def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play,
     assert "SIGKILL; it is started again with all of the trainer's side, which goes on from the last step" in notes
     assert "FAILED" not in notes
     assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {TRAINER: 1}
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it(
+    play: Play, tmp_path: Path, in_step: bool
+) -> None:
+    leaders: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        leaders.append(worker)
+        worker.end([-signal.SIGKILL, EXIT_TOGETHER if in_step else 0, 0][len(leaders) - 1])
+
+    code, stage, notes = play(leader=lead)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, "leader/0", *(["rank/0", "leader/0"] if in_step else [])]
+    assert stage.stopped == ["client/0", "rank/0", "server/0"]
+    assert "leader/0 (played) was killed by signal SIGKILL; it is started again; its log" in notes
+    assert ("leader/0 (played) found the ranks in a step; it is started again with all of" in notes) == in_step
+    assert "FAILED" not in notes
+    counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
+    assert counts == {"leader/0": 1} | ({TRAINER: 1} if in_step else {})
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> None:
+    code, stage, notes = play(restarts=1, leader=ends(EXIT_TOGETHER))
+    assert code == EXIT_FAILED
+    assert stage.started == [*ONCE, "rank/0", "leader/0"] * 2
+    assert "FAILED: leader/0 (played) found the ranks in a step" in notes
 
 
 @pytest.mark.usefixtures("trainer")
