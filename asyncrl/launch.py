@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,11 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"asyncrl.commands.{argv[0]}")
         return int(command.main(argv[1:], program()))
     args = _parse(argv, program())
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     folder = Path(args.config_dir) if args.config_dir else None
     try:
         if args.experiment is None:
-            print(list_experiments(folder))
+            _print(list_experiments(folder))
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.commands.hub import resolve_hub_names
         from asyncrl.commands.input_checks import check_data, check_graph
@@ -49,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         config = load_experiment(args.experiment, args.overrides, folder)
         if args.help:
-            print(experiment_help(args.experiment, config))
+            _print(experiment_help(args.experiment, config))
             return 0
         resolve_hub_names(config)
         validate(config)
         check_graph(config)
         if args.cfg:
-            print(resolved_yaml(config), end="")
+            _print(resolved_yaml(config).rstrip("\n"))
             return 0
         if args.show_graph is not None:
             from asyncrl.commands.show_graph import show_graph
@@ -78,8 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dry_run(config)
     from asyncrl.commands.train import train
 
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run does not die of its reader
     return train(config, folder)
+
+
+def _print(text: str) -> None:
+    """Print for a reader who may stop reading: `--help | head` ends quietly."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
 
 
 def _parse(argv: list[str], program: str) -> argparse.Namespace:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,6 +24,9 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+
+hypothesis.settings.register_profile("asyncrl", deadline=None)  # tests assert behaviour, never time
+hypothesis.settings.load_profile("asyncrl")
 
 SETTINGS = {
     "experiment_name": "tiny",
@@ -105,6 +109,15 @@ def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> l
         f"{count} skipped: {reason}" + (f"; to include them: {command}" if command else "")
         for (reason, command), count in sorted(counts.items())
     ]
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Commands that are called in this process make what they write private; the next test begins as this one did."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")

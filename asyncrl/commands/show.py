@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -30,7 +29,6 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)}
 
 def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show RUN | head` ends quietly
     args = _parse(argv, program)
     folder = args.run.expanduser()
     folder = folder / SAMPLES_DIR if (folder / SAMPLES_DIR).is_dir() else folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from asyncrl.config.load import Config
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.picture import to_svg, to_text
@@ -18,7 +20,7 @@ def show_graph(config: Config, target: str) -> int:
         return 1
     graph = load_graph(config)
     if target == "-":
-        print(to_text(graph))
+        Console(highlight=False, markup=False, soft_wrap=True).print(to_text(graph))
     else:
         Path(target).write_text(to_svg(graph))
     return 0

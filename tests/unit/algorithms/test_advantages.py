@@ -169,7 +169,7 @@ def test_every_registered_estimator_is_tested_here():
 
 @pytest.mark.parametrize("name", sorted(known("advantage")))
 @given(seed=st.integers(0, 10_000), order=st.permutations(range(6)))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_permuting_samples_permutes_the_advantages(ragged, name, seed, order):
     batch = ragged(seed, group_size=3)
     inputs = advantage_inputs(batch, seed, truncated=True, token_rewards=True)

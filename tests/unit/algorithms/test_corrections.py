@@ -114,7 +114,7 @@ def test_impossible_bounds_are_refused(ragged, name, params):
 
 
 @given(seed=st.integers(0, 10_000), current=st.integers(7, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_proximal_approximation_interpolates_by_version(ragged, seed, current):
     batch = ragged(seed)
     inputs = batch.inputs()

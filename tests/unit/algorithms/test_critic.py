@@ -49,7 +49,7 @@ def test_both_registered_value_losses_are_tested_here():
 
 
 @given(seed=st.integers(0, 1000), edge=st.integers(1, 7))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_value_objective_does_not_depend_on_the_cut(seed, edge):
     inputs = value_inputs(seed)
     seq_ids = torch.arange(40) // 5
@@ -80,7 +80,7 @@ def test_values_are_aligned_with_the_state_in_which_a_token_was_chosen():
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_running_value_norm_holds_the_moments_of_all_returns_seen(sizes, seed):
     rng = np.random.default_rng(seed)
     batches = [rng.normal(3.0, 2.0, size) for size in sizes]

@@ -114,7 +114,7 @@ def cut(cuts: list[int], num_seqs: int) -> list[list[int]]:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.policy_loss.name)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 7), max_size=4), order=st.permutations(range(8)))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_loss_gradient_and_stats_do_not_depend_on_the_cut(ragged, spec, dtype, tolerance, seed, cuts, order):
     batch = ragged(seed, num_seqs=8)
     objective = build_objective(spec)

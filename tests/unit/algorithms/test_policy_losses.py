@@ -171,7 +171,7 @@ def test_gspo_with_one_advantage_per_sequence_has_the_gradient_of_the_sequence_o
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_at_equal_policies_the_gradient_is_reinforces(ragged, name, seed):
     batch = ragged(seed)
     batch = dataclasses.replace(batch, behave=batch.logprobs, prox=batch.logprobs)
@@ -181,7 +181,7 @@ def test_at_equal_policies_the_gradient_is_reinforces(ragged, name, seed):
 
 
 @given(seed=st.integers(0, 10_000), high=st.floats(0.0, 2.0))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_decoupled_is_vanilla_where_the_proximal_policy_is_the_behaviour_policy(ragged, seed, high):
     batch = ragged(seed)
     batch = dataclasses.replace(batch, prox=batch.behave)
@@ -193,7 +193,7 @@ def test_decoupled_is_vanilla_where_the_proximal_policy_is_the_behaviour_policy(
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(seed=st.integers(0, 10_000), order=st.permutations(range(6)))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_permuting_samples_permutes_the_loss(ragged, name, seed, order):
     batch = ragged(seed)
     loss = resolve("policy_loss", name)

@@ -55,7 +55,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was_sent(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     sent = data.draw(values_of(kind))

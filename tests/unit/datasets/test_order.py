@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.datasets.order import PromptStream, epoch_order, prompt_seed, seed_from
@@ -44,7 +44,6 @@ def test_the_order_of_a_prompt_does_not_depend_on_the_number_of_shards(
             assert shard.order_of(ref.prompt_id) == ref.order
 
 
-@settings(deadline=None)
 @given(ROWS, SEEDS, SHARDS, SHARDS, st.data())
 def test_a_restart_with_another_number_of_shards_trains_each_prompt_once(
     num_rows: int, seed: int, before: int, after: int, data: st.DataObject

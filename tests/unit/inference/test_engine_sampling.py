@@ -30,7 +30,7 @@ def rows(count: int, *, top_p: float = 1.0, top_k: int = 6, min_p: float = 0.0) 
 
 
 @given(seed=st.integers(0, 2**63 - 1), offset=st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tensor_streams_equal_the_python_stream_bit_for_bit(seed: int, offset: int) -> None:
     drawn = uniforms_TR(torch.tensor([signed_64(seed)]), torch.tensor([offset]), 5)[:, 0].tolist()
     assert drawn == [seeds.uniform(seed, offset + position) for position in range(5)]

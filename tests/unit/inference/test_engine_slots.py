@@ -172,4 +172,4 @@ class AnySlots(RuleBasedStateMachine):
 
 
 TestAnySlots = AnySlots.TestCase
-TestAnySlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnySlots.settings = settings(max_examples=60, stateful_step_count=30)

@@ -369,5 +369,5 @@ class AnyFaults(RuleBasedStateMachine):
         assert all(life.version == self.version for life in self.fleet.servers)
 
 
-AnyFaults.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AnyFaults.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_every_server_gets_to_the_newest_version_after_any_faults = AnyFaults.TestCase

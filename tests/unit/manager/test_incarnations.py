@@ -262,5 +262,5 @@ class Deaths(RuleBasedStateMachine):
         self.runner.close()
 
 
-Deaths.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+Deaths.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
 test_any_interleaving_of_deaths = Deaths.TestCase

@@ -182,11 +182,11 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_run_ends(seed: int) -> None:
     random = Random(seed)
     low = random.uniform(0.01, 5.0)

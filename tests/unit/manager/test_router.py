@@ -191,5 +191,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.router._of_worker
 
 
-AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 test_counts_never_leak = AnyOrder.TestCase

@@ -75,7 +75,7 @@ PLAIN = load_benchmark()
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObject) -> None:
     minibatches, ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
     groups = minibatches * data.draw(st.integers(1, 30))

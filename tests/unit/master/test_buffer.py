@@ -188,7 +188,7 @@ class TestRandomHistories:
                 assert len(self.trained) == len(set(self.trained)) == len(self.buffer.used)
                 assert len(self.told) == len(set(self.told))
 
-        History.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+        History.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
         History.TestCase("runTest").runTest()  # type: ignore[no-untyped-call]
 
 

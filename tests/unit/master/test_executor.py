@@ -79,7 +79,7 @@ async def test_a_call_waits_for_all_workers_of_the_calls_before_it() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_two_calls_arrive_in_the_same_order_on_every_worker_that_gets_both(data: st.DataObject) -> None:
     number = data.draw(st.integers(2, 7))

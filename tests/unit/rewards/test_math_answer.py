@@ -134,7 +134,7 @@ def test_numbers_are_read_in_their_usual_notations(text: str, value: Fraction | 
     assert as_number(text) == value
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.text(max_size=60))
 def test_no_completion_raises(completion: str) -> None:
     assert math_answer_reward(GSM8K_ROW, completion, last_number=True) in (0.0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.shards import ModelShardID
@@ -36,7 +36,6 @@ def test_pure_data_parallelism_numbers_workers_as_copies() -> None:
     assert grid.data_heads == (0, 1, 2)
 
 
-@settings(deadline=None)
 @given(grids)
 def test_every_worker_has_one_place_numbered_as_a_device_mesh_does(grid: WorkerGrid) -> None:
     mesh = grid.first + torch.arange(grid.workers).view(grid.pipeline, grid.data, grid.tensor)
@@ -45,14 +44,12 @@ def test_every_worker_has_one_place_numbered_as_a_device_mesh_does(grid: WorkerG
         assert grid.worker_at(place) == worker == mesh[place.pipeline, place.data, place.tensor]
 
 
-@settings(deadline=None)
 @given(grids)
 def test_each_copy_has_one_head_and_the_publisher_is_a_head(grid: WorkerGrid) -> None:
     assert [grid.coordinates(head).data for head in grid.data_heads] == list(range(grid.data))
     assert grid.publisher in grid.data_heads
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_every_worker_hosts_every_role_and_the_heads_take_trajectories(layout: Layout) -> None:
     grid = WorkerGrid.of(layout)
