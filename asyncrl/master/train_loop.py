@@ -489,6 +489,9 @@ class TrainLoop:
         if state is None:
             root = checkpoint_root(self.run_dir) if last_step is None else last_step.state_root
             state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
+            if last_step is not None and (state is None or state["version"] != last_step.version):
+                last_step.tear()
+                raise RestartTogether(f"{root} is not whole: only a checkpoint is left to go on from")
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])

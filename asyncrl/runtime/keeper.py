@@ -1,6 +1,6 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
-    python -I -S keeper.py COMMAND [ARGUMENT ...]
+    python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
 ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
@@ -8,6 +8,11 @@ hands every orphan of the tree to it. It waits for the first of two things: the 
 standard input, a pipe from the launcher, which means that the launcher is gone, however that came about. Then it kills
 all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
 or by its signal. SIGTERM is passed on.
+
+The leading process saves before it ends: with a GRACE_S it gets SIGTERM, and so many seconds, when the launcher is
+gone. It needs the others for that. So this keeper holds descriptors, FDS (their numbers, with commas; `-` for none),
+one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
+one is gone too. Nothing below inherits them.
 
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
@@ -21,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -45,8 +51,10 @@ class Identity(NamedTuple):
     started: int
 
 
-def main(command: list[str]) -> int:
+def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
     """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
+    for descriptor in held:
+        os.set_inheritable(descriptor, False)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
@@ -62,11 +70,13 @@ def main(command: list[str]) -> int:
             os.kill(child, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, pass_on)
-    status = None
-    while status is None:
-        readable, _, _ = select.select([0, woken], [], [])
+    status, watched, ends_at = None, [0, woken], math.inf
+    while status is None and (left_s := ends_at - time.monotonic()) > 0:
+        readable, _, _ = select.select(watched, [], [], None if ends_at == math.inf else left_s)
         if 0 in readable and not os.read(0, 4096):
-            break
+            watched, ends_at = [woken], time.monotonic() + grace_s
+            if grace_s:
+                pass_on()
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = reap().get(child)
@@ -200,4 +210,6 @@ def _end_as(status: int) -> None:
 
 
 if __name__ == "__main__":
-    _end_as(main(sys.argv[1:]))
+    grace, descriptors, *worker = sys.argv[1:]
+    numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
+    _end_as(main(worker, float(grace), numbers))

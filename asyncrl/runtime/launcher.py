@@ -39,7 +39,7 @@ from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
-from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
@@ -52,16 +52,16 @@ from asyncrl.runtime.trial import Trial
 from asyncrl.runtime.worker import open_resolver
 from asyncrl.runtime.worker_plan import WorkerPlan
 
-SAVE_LIMIT_S = 6.0
+FAILED_SAVE_LIMIT_S = 6.0
 """After a failure, so long the MasterWorker may take to save; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
 """So long a process may take to end after it was asked to; then it is killed."""
-CHECKPOINT_LIMIT_S = 120.0
-"""After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 CAUSE_LIMIT_S = 2.0
 """So long after one of the trainer's side gave up, the launcher may hear of the death that made it."""
+CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
+"""After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 READY_LIMIT_S = 600.0
 """So long it is looked whether what was started again is ready; a big model takes its time."""
 GAVE_UP = 1
@@ -69,9 +69,15 @@ GAVE_UP = 1
 
 
 class Launcher:
-    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for."""
+    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for.
 
-    def __init__(self, config: ExperimentConfig, display: Display, run: Run = Run.train) -> None:
+    Args:
+        detached: it has no terminal, and others may attach to it.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, display: Display, run: Run = Run.train, *, detached: bool = False
+    ) -> None:
         self.config = config
         self._run_of = run
         self.run_dir = run_dir_of(config)
@@ -81,7 +87,7 @@ class Launcher:
         self._policy = RestartPolicy(config.system.restarts_per_process, config.system.restart_window_s)
         self._deaths: Counter[str] = Counter()
         self._interrupts = 0
-        self._trial = Trial(config, display.note)
+        self._trial = Trial(config, display.note, detached=detached)
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
 
@@ -100,6 +106,7 @@ class Launcher:
     def run(self) -> int:
         """Start everything and see it through; returns the exit code."""
         backend = open_backend(self.config.system.launcher, self.run_dir)
+        backend.lock = self._trial.lock
         try:
             return asyncio.run(self._run(backend))
         finally:
@@ -302,7 +309,7 @@ class Launcher:
             self._display.note(f"    {line}")
         if not _leads(ended):
             self._terminate_leader()
-            await _wait_for([worker for worker in self._workers if _leads(worker)], SAVE_LIMIT_S)
+            await _wait_for([worker for worker in self._workers if _leads(worker)], FAILED_SAVE_LIMIT_S)
         await self._stop_all()
 
     def _terminate_leader(self) -> None:

@@ -14,7 +14,7 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     """Every process of the launch, in the order of `KINDS`; `gpus` are to be shared out, default: the visible ones."""
     gpus = visible_gpus() if gpus is None else gpus
     return [
-        WorkerPlan(name, index, resources)
+        WorkerPlan(name, index, resources, leads=kind.leads)
         for name, kind in KINDS.items()
         if run in kind.runs
         for index, resources in enumerate(kind.processes(config, gpus))

@@ -23,6 +23,8 @@ from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
+    EXIT_FILE,
+    LAUNCHER_LOG,
     LOCK_FILE,
     MANAGER_LOG_FILE,
     SECRET_FILE,
@@ -39,9 +41,11 @@ class Trial:
 
     Args:
         note: tells a person.
+        detached: this launch has no terminal, and others may attach to it.
     """
 
-    def __init__(self, config: ExperimentConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, config: ExperimentConfig, note: Callable[[str], None], *, detached: bool = False) -> None:
+        self._detached = detached
         self.config, self._note = config, note
         self.run_dir = run_dir_of(config)
         self._claim: TrialClaim | None = None
@@ -54,10 +58,11 @@ class Trial:
             TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
                 go on, or name resolution cannot be reached.
         """
-        self._claim = TrialClaim.take(self.config)
+        self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)
         try:
             self._end_leftovers(self._claim)
-            self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
+            kept = (LOCK_FILE, LAUNCHER_LOG, f"{LAUNCHER_LOG}.1")
+            self._apply_resume([item for item in self.run_dir.iterdir() if item.name not in kept])
             self._forget_processes()
             (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
             RunSecret.create(self.run_dir / SECRET_FILE)
@@ -98,7 +103,7 @@ class Trial:
         """Forget what earlier processes announced and how they ended: their model version and data state are not those
         of the ones to come.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
             self._last_step.begin()
@@ -118,6 +123,11 @@ class Trial:
         """
         self._forget_processes()
         self._say_continuation()
+
+    @property
+    def lock(self) -> int | None:
+        """Descriptor of the trial's lock; None where it is not held."""
+        return None if self._claim is None else self._claim.lock
 
     def is_lost(self) -> bool:
         """Whether another launch has the trial by now.

@@ -35,6 +35,8 @@ class WorkerPlan:
     index: int
     resources: Resources = field(default_factory=Resources)
     incarnation: int = 0
+    leads: bool = False
+    """It saves before it ends, and needs the others for that."""
 
     @property
     def name(self) -> str:

@@ -1255,3 +1255,17 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
     assert [row["step"] for row in second.rows()] == [0, 1, 2, 3, 4]
     assert second.summary()["evaluations_failed"] == []
     assert [item["version"] for item in second.summary()["evaluations"]] == second.rollouts.started[1:]
+
+
+@pytest.mark.parametrize("left", [None, 1])
+async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
+    tmp_path: Path, last_step: LastStep, left: int | None
+) -> None:
+    """As after the loss of another host, which had a part of it."""
+    (last_step.state_root / "v2").mkdir(parents=True)
+    workers = FakeWorkers(stored=None if left is None else {"version": left})
+    run = Run(tmp_path, make_config(), workers, last_step=last_step)
+    with pytest.raises(RestartTogether, match="is not whole"):
+        await run.loop.run()
+    assert not last_step.can_go_on(0)
+    assert workers.requests(Publish) == []
