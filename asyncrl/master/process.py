@@ -13,7 +13,7 @@ from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.trainer.settings import placement
@@ -32,7 +32,7 @@ class MasterWorker(AsyncWorker):
                 peers = await self._connect(closing)
             except StopRequested:
                 return
-            last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
+            last_step = LastStep(self.run_dir) if keeps_last_step(self.config) else None
             loop = TrainLoop(
                 self.config,
                 self.run_dir,

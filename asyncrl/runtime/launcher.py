@@ -39,6 +39,7 @@ from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.claim import LEASE_S
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
+from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
@@ -249,7 +250,7 @@ class Launcher:
         they only know if steps are kept.
         """
         leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
-        return not leads or (self.config.checkpoint.keep_last_step and ended.exit_code != EXIT_TOGETHER)
+        return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_TOGETHER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
         """End `workers`, whatever still runs of them, and start each again."""

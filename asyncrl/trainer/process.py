@@ -33,7 +33,7 @@ from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
@@ -179,7 +179,7 @@ class ModelWorker(Worker):
         """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""
         self._in_step: list[str] = []
         self._last_step = LastStep(self.run_dir)
-        if not (self._world.takes_trajectories and self.config.checkpoint.keep_last_step):
+        if not (self._world.takes_trajectories and keeps_last_step(self.config)):
             return None
         try:
             kept = KeptInbox(self._last_step.inbox(head))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -122,8 +123,11 @@ Play = Callable[..., tuple[int, Stage, str]]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, ProcessKind]) -> Play:
     """`play(name=what)` runs a launcher whose processes do `what` as they start; gives exit code, stage and notes."""
 
-    def play(restarts: int = 3, **script: Callable[[Played], None]) -> tuple[int, Stage, str]:
+    def play(restarts: int = 3, setting: str = "", **script: Callable[[Played], None]) -> tuple[int, Stage, str]:
         config = ExperimentConfig(fileroot=str(tmp_path))
+        if setting:
+            group, name, value = re.split("[.=]", setting)
+            setattr(getattr(config, group), name, False if value == "false" else value)
         config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
         last_step = LastStep(run_dir_of(config))
@@ -324,6 +328,21 @@ def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> 
     assert code == EXIT_FAILED
     assert stage.started == [*ONCE, "rank/0", "leader/0"] * 2
     assert "FAILED: leader/0 (played) found the ranks in a step" in notes
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("setting", ["checkpoint.keep_last_step=false", "samples.replay=/kept"])
+def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Play, setting: str) -> None:
+    leaders: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        leaders.append(worker)
+        worker.end(-signal.SIGKILL if len(leaders) == 1 else 0)
+
+    code, stage, notes = play(setting=setting, leader=lead)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, *ONCE]
+    assert "the whole run is started again" in notes
 
 
 @pytest.mark.usefixtures("trainer")
