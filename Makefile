@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
+TEST_WORKERS ?= 2
 
 .PHONY: run demo-tools test check setup clean
 
@@ -13,8 +14,8 @@ demo-tools: setup
 	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
-	$(PYTHON_IN) -m pytest tests/unit -x -q
-	$(PYTHON_IN) -m pytest tests/integration tests/e2e tests/faults tests/gpu -q
+	$(PYTHON_IN) -m pytest tests/unit -x -q -n $(TEST_WORKERS) --dist loadfile
+	$(PYTHON_IN) -m pytest tests/integration tests/e2e tests/faults tests/gpu -q -n $(TEST_WORKERS) --dist loadfile
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console
 
 from asyncrl.config.load import Config
@@ -17,9 +19,13 @@ def dry_run(config: Config) -> int:
     if isinstance(config, SFTConfig):
         console.print(f"1 process, {config.threads} threads, makes {base_model_dir(config)}")
         return 0
-    console.print(f"run folder: {run_dir_of(config)}")
-    for plan in plan_workers(config):
+    run_dir, plans = run_dir_of(config), plan_workers(config)
+    console.print(f"run folder: {run_dir}")
+    for plan in plans:
         resources = plan.resources
         gpus = f"GPUs {','.join(resources.gpus)}" if resources.gpus else "no GPU"
-        console.print(f"  {plan.name:<20} {resources.threads} thread(s), {gpus}")
+        where = f"on {plan.host.name} ({plan.host.address}), " if plan.host.name else ""
+        console.print(f"  {plan.name:<20} {where}{resources.threads} thread(s), {gpus}")
+        console.print(f"    {shlex.join(plan.command(run_dir))}")
+        console.print("    " + " ".join(f"{name}={value}" for name, value in sorted(plan.environment().items())))
     return 0

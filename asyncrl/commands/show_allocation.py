@@ -97,7 +97,7 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
         rows.append(
             RankRow(
                 plan.index,
-                config.system.host,
+                plan.host.name or plan.host.address or config.system.host,
                 gpu,
                 tuple(map(str, shards)),
                 total(needs, offload=config.trainer.offload),

@@ -1,6 +1,7 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
     python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
+    python -I -S keeper.py                            on another host, below ssh or srun
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
 ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
@@ -14,6 +15,12 @@ gone. It needs the others for that. So this keeper holds descriptors, FDS (their
 one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
 one is gone too. Nothing below inherits them.
 
+On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
+everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
+time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
+its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
+code 128 + n, since ssh and srun tell no signals. There is no grace there.
+
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
 mark in its environment (`asyncrl.runtime.process_tree`).
@@ -26,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import select
@@ -44,6 +52,19 @@ _POLL_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+STOP, KILL, ALIVE = b"s", b"k", b"."
+_LONGEST_ORDER = 1 << 20
+
+
+class Order(NamedTuple):
+    """What to run on another host; `environment` comes on top of that of the login there."""
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    silence_s: float
+
+
 class Identity(NamedTuple):
     """A process: its id, and when it started, in the kernel's ticks since boot. Ids are used again, this pair never."""
 
@@ -53,8 +74,14 @@ class Identity(NamedTuple):
 
 def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
     """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
+    silence_s = None
     for descriptor in held:
         os.set_inheritable(descriptor, False)
+    if not command:
+        order = _read_order()
+        command, silence_s = order.command, order.silence_s
+        os.chdir(order.folder)
+        os.environ.update(order.environment)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
@@ -69,14 +96,23 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
 
+    def kill_child() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
     signal.signal(signal.SIGTERM, pass_on)
     status, watched, ends_at = None, [0, woken], math.inf
     while status is None and (left_s := ends_at - time.monotonic()) > 0:
-        readable, _, _ = select.select(watched, [], [], None if ends_at == math.inf else left_s)
-        if 0 in readable and not os.read(0, 4096):
+        readable, _, _ = select.select(watched, [], [], silence_s if ends_at == math.inf else left_s)
+        told = os.read(0, 4096) if 0 in readable else ALIVE
+        if ends_at == math.inf and (not told or not readable):
             watched, ends_at = [woken], time.monotonic() + grace_s
             if grace_s:
                 pass_on()
+        if STOP in told:
+            pass_on()
+        if KILL in told:
+            kill_child()
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = reap().get(child)
@@ -86,6 +122,17 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         _, status = os.waitpid(child, 0)
     end_descendants()
     return status
+
+
+def _read_order() -> Order:
+    """The first line of standard input, read byte by byte: what follows it is not ours yet."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte or len(line) > _LONGEST_ORDER:
+            sys.exit("no order came over standard input")
+        line += byte
+    return Order(**json.loads(line))
 
 
 def _start(command: list[str]) -> int:
@@ -210,6 +257,9 @@ def _end_as(status: int) -> None:
 
 
 if __name__ == "__main__":
-    grace, descriptors, *worker = sys.argv[1:]
-    numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
-    _end_as(main(worker, float(grace), numbers))
+    if sys.argv[1:]:
+        grace, descriptors, *worker = sys.argv[1:]
+        numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
+        _end_as(main(worker, float(grace), numbers))
+    code = os.waitstatus_to_exitcode(main([]))
+    os._exit(code if code >= 0 else 128 - code)

@@ -57,107 +57,138 @@ class Restart(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What the processes of one host share.
+
+    Attributes:
+        gpus: of the host, by CUDA's names for them.
+        ranks: training ranks that run there.
+    """
+
+    gpus: Sequence[str]
+    ranks: int
+
+
+def _one(config: ExperimentConfig) -> int:
+    return 1
+
+
+def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    return Resources(niceness=_niceness(config, here))
+
+
+def _niceness(config: ExperimentConfig, here: Share) -> int:
+    return 0 if here.gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessKind:
     """One kind of process.
 
     Attributes:
         path: import path `package.module:Class` of its `Worker`.
-        processes: what each process of this kind may use, one entry per process, from the config and the visible GPUs.
+        count: how many there are.
+        resources: what one may use: the config, its number among those of its kind on its host, what these share.
         runs: the launches that it is part of.
         leads: its orderly end is the end of the run; asked to stop, it saves first. One kind of a launch leads.
         serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
         essential: the run ends with it. The death of any other is noted, and the run goes on.
         restart: what the launcher does when one has died.
+        placed_as: the kind beside which it runs where there are several hosts; empty: it is placed by its own name.
     """
 
     path: str
-    processes: Callable[[ExperimentConfig, Sequence[str]], list[Resources]]
+    count: Callable[[ExperimentConfig], int] = _one
+    resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
     runs: frozenset[Run] = _TRAIN
     leads: bool = False
     serves: bool = False
     essential: bool = True
     restart: Restart = Restart.nothing
+    placed_as: str = ""
 
 
-def _training_ranks(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    """The first GPUs, one each, for the ranks of all roles by worker index."""
-    if config.samples.only:
-        return []
-    ours = gpus if config.trainer.device != Device.cpu else ()
-    return [Resources(config.trainer.threads, _share(worker, 1, ours)) for worker in range(placement(config).workers)]
+def _training_ranks(config: ExperimentConfig) -> int:
+    return 0 if config.samples.only else placement(config).workers
 
 
-def _generation_servers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
+def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """The first GPUs of the host, one each, for the ranks of all roles by worker index."""
+    ours = here.gpus if config.trainer.device != Device.cpu else ()
+    return Resources(config.trainer.threads, _dealt(index, 1, ours))
+
+
+def _generation_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else len(config.generation.sglang.urls) or config.generation.servers
+
+
+def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """The GPUs that training leaves, `generation.sglang.tensor_parallel` each; too few are shared in turn."""
-    if config.samples.replay:
-        return []
     generation = config.generation
     ours: Sequence[str] = ()
     if generation.device != Device.cpu:
-        taken = len(_training_ranks(config, gpus)) if config.trainer.device != Device.cpu else 0
-        ours = gpus[min(taken, max(len(gpus) - 1, 0)) :]
-    niceness = 0 if ours else _niceness(config, gpus)
-    return [
-        Resources(generation.threads, _share(index, generation.sglang.tensor_parallel, ours), niceness)
-        for index in range(len(generation.sglang.urls) or generation.servers)
-    ]
+        taken = here.ranks if config.trainer.device != Device.cpu else 0
+        ours = here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
+    niceness = 0 if ours else _niceness(config, here)
+    return Resources(generation.threads, _dealt(index, generation.sglang.tensor_parallel, ours), niceness)
 
 
-def _rollout_workers(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return _manager(config, gpus) * config.rollout.workers
+def _rollout_workers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else config.rollout.workers
 
 
-def _manager(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return [] if config.samples.replay else _one_on_cpu(config, gpus)
+def _managers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else 1
 
 
-def _master(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return [] if config.samples.only else _one_on_cpu(config, gpus)
+def _masters(config: ExperimentConfig) -> int:
+    return 0 if config.samples.only else 1
 
 
-def _recorder(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return _one_on_cpu(config, gpus) if config.samples.only else []
+def _recorders(config: ExperimentConfig) -> int:
+    return 1 if config.samples.only else 0
 
 
-def _one_on_cpu(config: ExperimentConfig, gpus: Sequence[str]) -> list[Resources]:
-    return [Resources(niceness=_niceness(config, gpus))]
-
-
-def _niceness(config: ExperimentConfig, gpus: Sequence[str]) -> int:
-    return 0 if gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
-
-
-def _share(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
+def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
     """GPUs of the `index`-th taker of `each` out of `gpus`, in turn."""
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
 
 
 KINDS = {
-    MODEL_WORKER: ProcessKind("asyncrl.trainer.process:ModelWorker", _training_ranks, restart=Restart.together),
+    MODEL_WORKER: ProcessKind(
+        "asyncrl.trainer.process:ModelWorker", _training_ranks, _training_rank, restart=Restart.together
+    ),
     GENERATION_SERVER: ProcessKind(
         "asyncrl.inference.process:GenerationServer",
         _generation_servers,
+        _generation_server,
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.alone,
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     EVALUATION_WORKER: ProcessKind(
-        "asyncrl.rollout.evaluation_process:EvaluationWorker", _rollout_workers, runs=_EVALUATE
+        "asyncrl.rollout.evaluation_process:EvaluationWorker",
+        _rollout_workers,
+        runs=_EVALUATE,
+        placed_as=ROLLOUT_WORKER,
     ),
     GSERVER_MANAGER: ProcessKind(
         "asyncrl.manager.process:GserverManager",
-        _manager,
+        _managers,
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.alone,
     ),
     MASTER_WORKER: ProcessKind(
-        "asyncrl.master.process:MasterWorker", _master, leads=True, restart=Restart.alone_or_together
+        "asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.alone_or_together
     ),
-    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorder, leads=True),
+    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
     EVALUATION_MASTER: ProcessKind(
-        "asyncrl.master.evaluation_process:EvaluationMaster", _one_on_cpu, runs=_EVALUATE, leads=True
+        "asyncrl.master.evaluation_process:EvaluationMaster",
+        runs=_EVALUATE,
+        leads=True,
+        placed_as=MASTER_WORKER,
     ),
 }
 """By name, the slowest to start first."""

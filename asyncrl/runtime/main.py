@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--niceness", type=int, default=0, help="lower this process's priority by so much")
     parser.add_argument("--incarnation", type=int, default=0, help="how many before this one died")
+    parser.add_argument("--host", default="", help="address of this host; default: system.host")
     args = parser.parse_args()
     os.nice(args.niceness)
     os.umask(PRIVATE_UMASK)
@@ -32,7 +33,7 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
-    return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation)).start())
+    return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation, args.host)).start())
 
 
 if __name__ == "__main__":

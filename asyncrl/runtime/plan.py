@@ -1,21 +1,52 @@
-"""Which processes a config asks for, with their threads and GPUs. Pure, so that `--dry-run` can show them."""
+"""Which processes a config asks for, where, with what threads and GPUs. Pure, so that `--dry-run` can show them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import visible_gpus
-from asyncrl.runtime.kinds import KINDS, Run
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.kinds import KINDS, Run, Share
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 
 def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Run = Run.train) -> list[WorkerPlan]:
-    """Every process of the launch, in the order of `KINDS`; `gpus` are to be shared out, default: the visible ones."""
+    """Every process of the launch, in the order of `KINDS`.
+
+    The processes of a kind are dealt out in blocks of neighbours over the hosts that run it, in the order of
+    `system.hosts`, so that the innermost axes of a layout stay on one host.
+
+    Args:
+        config: the experiment.
+        gpus: of the launcher's own host, to be shared out; default: the visible ones.
+        run: what the launch is for.
+    """
     gpus = visible_gpus() if gpus is None else gpus
-    return [
-        WorkerPlan(name, index, resources, leads=kind.leads)
-        for name, kind in KINDS.items()
-        if run in kind.runs
-        for index, resources in enumerate(kind.processes(config, gpus))
-    ]
+    places: dict[tuple[str, int], HostConfig] = {}
+    for name, kind in KINDS.items():
+        count = kind.count(config) if run in kind.runs else 0
+        hosts = _hosts_of(config, kind.placed_as or name)
+        places |= {(name, index): hosts[index * len(hosts) // count] for index in range(count)}
+    ranks = Counter(id(host) for (name, _), host in places.items() if name == MODEL_WORKER)
+    shares = {
+        id(host): Share(host.gpus if host.name else host.gpus or gpus, ranks[id(host)]) for host in places.values()
+    }
+    before: Counter[tuple[str, int]] = Counter()
+    plans = []
+    for (name, index), host in places.items():
+        resources = KINDS[name].resources(config, before[name, id(host)], shares[id(host)])
+        before[name, id(host)] += 1
+        where = Host(host.name, host.address, host.python)
+        plans.append(WorkerPlan(name, index, resources, host=where, leads=KINDS[name].leads))
+    return plans
+
+
+def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
+    """The hosts that run `kind`: those that name it; without `system.hosts` the launcher's own, which runs all."""
+    return [host for host in config.system.hosts if kind in host.runs] or [_HERE]
+
+
+_HERE = HostConfig()

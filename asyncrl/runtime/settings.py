@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.comm.name_resolve import NameBackend
-from asyncrl.config.setting import modules_in, setting
-from asyncrl.runtime.hardware import interface_of
+from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
+from asyncrl.config.setting import modules_in, not_a_choice, setting
+from asyncrl.runtime.hardware import LOOPBACK, interface_of
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
 _LAUNCHERS = Path(__file__).parent / "launchers"
+_LOCAL = "local"
+PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
+"""Kinds of processes that a host of several may run."""
 
 
 class Resume(StrEnum):
@@ -33,10 +37,31 @@ class Resume(StrEnum):
 
 
 @dataclass
+class HostConfig:
+    """One host of a run on several."""
+
+    name: str = setting(
+        "", "as system.launcher reaches it: what is given to ssh, or the Slurm node; empty: the launcher's own host"
+    )
+    address: str = setting("", "its IPv4 address, or a name of it, on which the other hosts reach it")
+    runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACED)}", factory=list)
+    gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
+    python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
+
+
+@dataclass
 class SystemConfig:
     """Processes and how they find each other."""
 
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
+    hosts: list[HostConfig] = setting(
+        help="ssh, slurm: the hosts, each with name, address, runs, gpus and python; all of them see the run folder, "
+        "the model and the data under the same paths",
+        factory=list,
+    )
+    launcher_args: list[str] = setting(
+        help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']", factory=list
+    )
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
         "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"
@@ -75,7 +100,50 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve_root='': name_resolve=etcd3 needs the server's address; give host:port"
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
+    if system.hosts or system.launcher != _LOCAL:
+        yield from _hosts(config)
+        return
     try:
         interface_of(system.host)
     except ValueError as error:
         yield str(error)
+
+
+def _hosts(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with `system.hosts`."""
+    system = config.system
+    if not system.hosts:
+        yield f"system.hosts=[]: system.launcher={system.launcher} needs to know the hosts and what runs on each"
+        return
+    if system.launcher == _LOCAL:
+        yield "system.launcher='local': starts processes on this host only; with system.hosts use ssh or slurm"
+    for number, host in enumerate(system.hosts):
+        setting_name = f"system.hosts[{number}]"
+        if not host.address:
+            yield f"{setting_name}.address='': the other hosts need one to reach {host.name or 'this host'} at"
+        for kind in host.runs:
+            if kind not in PLACED:
+                yield not_a_choice(f"{setting_name}.runs", kind, PLACED)
+        if not host.runs:
+            yield f"{setting_name}.runs=[]: nothing runs on {host.name or 'this host'}; take it out, or name kinds"
+    names = [host.name for host in system.hosts]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"system.hosts: {name or 'the launcher`s own host'} is there {names.count(name)} times; join the entries"
+    if not system.encrypt and {host.address for host in system.hosts} - LOOPBACK:
+        yield (
+            "system.encrypt=false: between hosts anybody on their network could read and change what the processes "
+            "tell each other; leave it true"
+        )
+    placed = [kind for host in system.hosts for kind in host.runs]
+    for kind in PLACED:
+        if kind not in placed:
+            yield f"system.hosts: none runs {kind}; add it to the runs of one"
+        elif kind in (MASTER_WORKER, GSERVER_MANAGER) and placed.count(kind) > 1:
+            yield f"system.hosts: {placed.count(kind)} hosts run {kind}, of which there is one; leave it to one host"
+    away = [host for host in system.hosts if host.name and {MASTER_WORKER, MODEL_WORKER} & set(host.runs)]
+    if away and config.checkpoint.keep_last_step:
+        yield (
+            f"checkpoint.keep_last_step=true: the last step is kept in the memory of the launcher's host, and "
+            f"{away[0].name} is another; set it to false (the trainer then goes on from the newest checkpoint), or run "
+            f"{MASTER_WORKER} and {MODEL_WORKER} on the launcher's own host, whose name is empty"
+        )

@@ -50,13 +50,14 @@ class _StoppedEarly(BaseException):
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Which worker this process is: the `index`-th of its `kind`, of the run in `run_dir`, after `incarnation` that
-    died.
+    died; reached at `host`, where that is not the `system.host` of all.
     """
 
     kind: str
     index: int
     run_dir: Path
     incarnation: int = 0
+    host: str = ""
 
     @property
     def name(self) -> str:
@@ -85,6 +86,7 @@ class Worker(ABC):
         self.index = spec.index
         self.run_dir = spec.run_dir
         self.config = read_run_config(spec.run_dir)
+        self.config.system.host = spec.host or self.config.system.host
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None

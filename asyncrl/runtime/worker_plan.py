@@ -28,13 +28,29 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """Where processes run.
+
+    Attributes:
+        name: by which the launcher's back end reaches it; empty: the launcher's own host.
+        address: on which the other processes reach those that run there; empty: `system.host`.
+        python: the interpreter there; empty: the launcher's own path.
+    """
+
+    name: str = ""
+    address: str = ""
+    python: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One process to start: the `index`-th of its `kind`, what it may use, and after how many that died."""
+    """One process to start: the `index`-th of its `kind`, what it may use, where, and after how many that died."""
 
     kind: str
     index: int
     resources: Resources = field(default_factory=Resources)
     incarnation: int = 0
+    host: Host = field(default_factory=Host)
     leads: bool = False
     """It saves before it ends, and needs the others for that."""
 
@@ -45,8 +61,9 @@ class WorkerPlan:
 
     def command(self, run_dir: Path) -> list[str]:
         """The command line that runs it, as one of the run in `run_dir`."""
-        command = [sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
+        command = [self.host.python or sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
         command += ["--incarnation", str(self.incarnation)]
+        command += ["--host", self.host.address] if self.host.address else []
         return [*command, "--run-dir", str(run_dir), "--niceness", str(self.resources.niceness)]
 
     def environment(self) -> dict[str, str]:

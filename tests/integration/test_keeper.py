@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
+from asyncrl.runtime import keeper
 from asyncrl.runtime.claim import TrialClaim
 from asyncrl.runtime.keeper import Identity, identity_of, kill
 from asyncrl.runtime.launcher import Launcher
@@ -296,3 +298,65 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
+
+
+class Ordered:
+    """A keeper as ssh starts it on another host: told all over its standard input."""
+
+    def __init__(self, folder: Path, program: str, silence_s: float = 60.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        order = keeper.Order([sys.executable, "-c", program], {"MINE": "my secret"}, str(folder), silence_s)
+        self.tell(json.dumps(order._asdict()).encode() + b"\n")
+
+    def tell(self, what: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what)
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def end(self) -> int:
+        """The exit code; standard input is open until then."""
+        try:
+            return self.process.wait(LIMIT_S)
+        finally:
+            self.process.kill()
+            for stream in (self.process.stdin, self.process.stdout):
+                assert stream is not None
+                stream.close()
+
+
+SAYS_AND_WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+print(os.getpid(), os.getcwd(), os.environ["MINE"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("told", "code"), [(keeper.STOP, 7), (keeper.KILL, 128 + signal.SIGKILL)])
+def test_on_another_host_all_is_told_over_standard_input(tmp_path: Path, told: bytes, code: int) -> None:
+    ordered = Ordered(tmp_path, SAYS_AND_WAITS)
+    pid, folder, mine = ordered.line().split(" ", 2)
+    assert (folder, mine) == (str(tmp_path), "my secret")
+    ordered.tell(keeper.ALIVE)
+    assert psutil.Process(int(pid)).is_running()
+    ordered.tell(told)
+    assert ordered.end() == code
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_an_end_of_its_own_is_told(tmp_path: Path) -> None:
+    assert Ordered(tmp_path, "import sys; sys.exit(3)").end() == 3
+    assert Ordered(tmp_path, "import os; os.abort()").end() == 128 + signal.SIGABRT
+
+
+def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -> None:
+    ordered = Ordered(tmp_path, SAYS_AND_WAITS, silence_s=0.5)
+    pid = int(ordered.line().split()[0])
+    assert ordered.end() == 128 + signal.SIGKILL
+    assert not psutil.pid_exists(pid)

@@ -17,13 +17,12 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     config = ExperimentConfig()
     leaders = [
-        [name for name, kind in KINDS.items() if kind.leads and run in kind.runs and kind.processes(config, ())]
-        for run in Run
+        [name for name, kind in KINDS.items() if kind.leads and run in kind.runs and kind.count(config)] for run in Run
     ]
     assert leaders == [["master_worker"], ["evaluation_master"]]
     config.samples.only = True
     keeping = [name for name, kind in KINDS.items() if kind.leads and Run.train in kind.runs]
-    assert [name for name in keeping if KINDS[name].processes(config, ())] == ["recorder"]
+    assert [name for name in keeping if KINDS[name].count(config)] == ["recorder"]
 
 
 def test_the_registry_imports_no_process() -> None:

@@ -23,7 +23,7 @@ from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.runtime.worker import open_resolver
-from asyncrl.runtime.worker_plan import Resources, WorkerPlan
+from asyncrl.runtime.worker_plan import WorkerPlan
 
 
 class Played(WorkerHandle):
@@ -98,19 +98,15 @@ class Notes:
         pass
 
 
-def one_each(config: ExperimentConfig, gpus: object) -> list[Resources]:
-    return [Resources()]
-
-
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProcessKind]:
     """The registry, with a leader, a client and a server; tests add to it."""
     for name in list(KINDS):
         monkeypatch.delitem(KINDS, name)
     for name, kind in (
-        ("server", ProcessKind("nowhere:Server", one_each, serves=True)),
-        ("client", ProcessKind("nowhere:Client", one_each)),
-        ("leader", ProcessKind("nowhere:Leader", one_each, leads=True)),
+        ("server", ProcessKind("nowhere:Server", serves=True)),
+        ("client", ProcessKind("nowhere:Client")),
+        ("leader", ProcessKind("nowhere:Leader", leads=True)),
     ):
         monkeypatch.setitem(KINDS, name, kind)
     return KINDS
@@ -172,7 +168,7 @@ def test_a_leader_that_fails_fails_the_run(play: Play) -> None:
 def test_a_process_that_the_run_can_do_without_may_die(
     play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kinds, "dashboard", ProcessKind("nowhere:Dashboard", one_each, essential=False))
+    monkeypatch.setitem(kinds, "dashboard", ProcessKind("nowhere:Dashboard", essential=False))
     leader: list[Played] = []
 
     def die_before_the_leader_ends(worker: Played) -> None:
@@ -190,7 +186,7 @@ def test_a_process_that_the_run_can_do_without_may_die(
 def helper(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind whose processes can be replaced, started before the leader."""
     leader = kinds.pop("leader")
-    monkeypatch.setitem(kinds, "helper", ProcessKind("nowhere:Helper", one_each, restart=Restart.alone))
+    monkeypatch.setitem(kinds, "helper", ProcessKind("nowhere:Helper", restart=Restart.alone))
     kinds["leader"] = leader
 
 
@@ -248,7 +244,7 @@ def test_what_says_that_it_cannot_go_on_is_not_started_again(play: Play, exit_co
 def test_a_replaceable_process_that_the_run_can_do_without_never_ends_it(
     play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaceable = ProcessKind("nowhere:Panel", one_each, essential=False, restart=Restart.alone)
+    replaceable = ProcessKind("nowhere:Panel", essential=False, restart=Restart.alone)
     monkeypatch.setitem(kinds, "panel", replaceable)
     leader: list[Played] = []
     panels: list[Played] = []
@@ -268,8 +264,8 @@ def test_a_replaceable_process_that_the_run_can_do_without_never_ends_it(
 def trainer(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader and a rank, which begin again together."""
     kinds.pop("leader")
-    monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", one_each, restart=Restart.together))
-    leader = ProcessKind("nowhere:Leader", one_each, leads=True, restart=Restart.alone_or_together)
+    monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", restart=Restart.together))
+    leader = ProcessKind("nowhere:Leader", leads=True, restart=Restart.alone_or_together)
     monkeypatch.setitem(kinds, "leader", leader)
 
 
@@ -397,7 +393,7 @@ def test_an_interrupt_asks_the_leader_first(play: Play) -> None:
 def test_a_process_is_not_replaced_once_the_run_is_to_stop(
     play: Play, kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaceable = ProcessKind("nowhere:Helper", one_each, essential=False, restart=Restart.alone)
+    replaceable = ProcessKind("nowhere:Helper", essential=False, restart=Restart.alone)
     monkeypatch.setitem(kinds, "helper", replaceable)
     helpers: list[Played] = []
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.settings import HostConfig, SystemConfig, check
 from asyncrl.runtime.worker_plan import WorkerPlan
 from asyncrl.trainer.settings import RoleRanks
 
@@ -68,3 +72,68 @@ def test_the_gpus_keep_the_names_that_they_were_chosen_by() -> None:
     plans = {plan.name: plan for plan in plan_workers(ExperimentConfig(), ("6", "GPU-1a2b"))}
     assert plans["model_worker/0"].resources.gpus == ("6",)
     assert plans["generation_server/0"].resources.gpus == ("GPU-1a2b",)
+
+
+def several_hosts(**away: list[str]) -> ExperimentConfig:
+    """Training and control on the launcher's own host; `away` names what runs on others."""
+    config = ExperimentConfig()
+    config.system.launcher, config.trainer.parallel, config.rollout.workers = "ssh", "d2", 3
+    config.system.hosts = [HostConfig(address="10.0.0.1", runs=["master_worker", "model_worker", "gserver_manager"])]
+    config.system.hosts += [
+        HostConfig(name, f"10.0.0.{number}", kinds, ["0", "1"]) for number, (name, kinds) in enumerate(away.items(), 2)
+    ]
+    return config
+
+
+def test_processes_go_to_the_hosts_that_run_their_kind_in_blocks() -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker"], c=["rollout_worker", "generation_server"])
+    config.generation.servers = 3
+    plans = plans_of(config, gpus=4)
+    assert {name: (plan.host.name, plan.resources.gpus) for name, plan in plans.items()} == {
+        "model_worker/0": ("", ("0",)),
+        "model_worker/1": ("", ("1",)),
+        "generation_server/0": ("b", ("0",)),
+        "generation_server/1": ("b", ("1",)),
+        "generation_server/2": ("c", ("0",)),
+        "rollout_worker/0": ("b", ()),
+        "rollout_worker/1": ("b", ()),
+        "rollout_worker/2": ("c", ()),
+        "gserver_manager/0": ("", ()),
+        "master_worker/0": ("", ()),
+    }
+    assert plans["rollout_worker/2"].command(Path("/run"))[3:8] == [
+        *("rollout_worker", "2", "--incarnation", "0", "--host")
+    ]
+
+
+def test_servers_take_what_the_ranks_of_their_own_host_leave() -> None:
+    config = several_hosts(b=["model_worker", "generation_server"], c=["rollout_worker"])
+    config.system.hosts[0].runs.remove("model_worker")
+    config.system.hosts[1].gpus = ["0", "1", "2"]
+    plans = plans_of(config, gpus=0)
+    assert [plans[f"model_worker/{index}"].resources.gpus for index in range(2)] == [("0",), ("1",)]
+    assert plans["generation_server/0"].resources.gpus == ("2",)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda system: system.hosts.clear(), "system.hosts=[]: system.launcher=ssh needs to know the hosts"),
+        (lambda system: setattr(system, "launcher", "local"), "system.launcher='local': starts"),
+        (
+            lambda system: setattr(system.hosts[1], "address", ""),
+            "system.hosts[1].address='': the other",
+        ),
+        (lambda system: system.hosts[1].runs.append("rollout_wroker"), "did you mean 'rollout_worker'"),
+        (lambda system: system.hosts[1].runs.remove("rollout_worker"), "none runs rollout_worker; add it"),
+        (lambda system: system.hosts[1].runs.append("gserver_manager"), "2 hosts run gserver_manager"),
+        (lambda system: system.hosts[1].runs.append("model_worker"), "checkpoint.keep_last_step=true: the last step"),
+        (lambda system: setattr(system.hosts[1], "name", ""), "is there 2 times; join the entries"),
+        (lambda system: setattr(system, "encrypt", False), "system.encrypt=false: between hosts anybody"),
+    ],
+)
+def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], None], told: str) -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker"])
+    assert list(check(config)) == []
+    change(config.system)
+    assert any(told in problem for problem in check(config)), list(check(config))

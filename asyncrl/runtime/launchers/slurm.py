@@ -1,0 +1,29 @@
+"""Processes on the nodes of a Slurm allocation, a step (`srun`) each. Run it inside an allocation: `salloc`, `sbatch`.
+
+A process with GPUs has a step of its own GPUs, which Slurm chooses and shuts off from other steps; `gpus` of a host say
+how many there are. Processes without share their node's cores (`--overlap`).
+"""
+
+from __future__ import annotations
+
+from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+
+class Backend(RemoteBackend):
+    """See the module's docstring."""
+
+    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
+        """One task on one node; its end, and its alone, is the step's."""
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={plan.host.name}", "--unbuffered", "--input=0"]
+        step += [f"--job-name={plan.name}", f"--cpus-per-task={plan.resources.threads}", "--quiet"]
+        gpus = len(plan.resources.gpus)
+        step += ["--exact", f"--gres=gpu:{gpus}"] if gpus else ["--overlap", "--gres=none"]
+        return [*step, *self.arguments, "--", *command]
+
+    def environment(self, plan: WorkerPlan) -> dict[str, str]:
+        """See the base class; which GPUs a process sees is Slurm's to say."""
+        environment = super().environment(plan)
+        if plan.resources.gpus:
+            del environment["CUDA_VISIBLE_DEVICES"]
+        return environment

@@ -1,0 +1,22 @@
+"""Processes on other hosts by `ssh`, as its own configuration says (aliases, users, ports, keys, jump hosts).
+
+There must be no password to type (`BatchMode`). A connection that is silent for a minute is given up.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "20", "ServerAliveInterval": "15", "ServerAliveCountMax": "4"}
+
+
+class Backend(RemoteBackend):
+    """See the module's docstring."""
+
+    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
+        """`ssh` without a terminal, which would echo its input; the shell at the other end gets one quoted line."""
+        options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
+        return ["ssh", "-T", *options, *self.arguments, "--", plan.host.name, shlex.join(command)]

@@ -1,0 +1,168 @@
+"""Processes on other hosts: a command here (`ssh host`, `srun -w node`) that carries the standard input of a keeper
+there (`asyncrl.runtime.keeper`), which runs the process and ends it when that input ends, or falls silent.
+
+Nothing but the keeper's path is on a command line: what to run, and the environment with the user's keys, go over
+standard input. Logs come back over the connection into the run's folder.
+
+The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
+So a host that is cut off for longer runs nothing that the launcher has given up; until then the incarnation in every
+message tells the lost process from the one that took its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from abc import abstractmethod
+from collections import deque
+from pathlib import Path
+
+import psutil
+
+from asyncrl.runtime import keeper
+from asyncrl.runtime.claim import read_holder
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.process_tree import mark_of
+from asyncrl.runtime.run_dir import log_file, read_run_config
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+SILENCE_S = 120.0
+"""Longer than a launcher may be paused, a virtual machine moved, or a network down."""
+_ALIVE_EVERY_S = 10.0
+_END_LIMIT_S = 20.0
+"""So long the other end may take to end what runs there, the keeper's own limits included."""
+_LAST_LINES = 12
+_OF_THE_LOGIN = frozenset(
+    {
+        *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
+        *("PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
+        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    }
+)
+_OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI")
+
+
+def carried_environment(plan: WorkerPlan) -> dict[str, str]:
+    """What a process on another host gets of the launcher's environment: all but what belongs to the login here."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_THE_LOGIN and not name.startswith(_OF_THE_LOGIN_PREFIXES)
+    }
+    return own | plan.environment()
+
+
+class RemoteBackend(LauncherBackend):
+    """Starts processes on their hosts; those of the launcher's own host as the local back end does."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.arguments = read_run_config(run_dir).system.launcher_args
+        """Of the command, as the user adds them."""
+        self._local = open_backend("local", run_dir)
+        holder = read_holder(run_dir)
+        self._mark = {} if holder is None else mark_of(holder.launch)
+        self._remote: list[_RemoteWorker] = []
+        self._beating: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
+        """The command line here that runs `command` on `plan.host`, with this standard input and these outputs."""
+
+    def environment(self, plan: WorkerPlan) -> dict[str, str]:
+        """Environment of the process, on top of that of the login on its host."""
+        return carried_environment(plan) | self._mark
+
+    async def start(self, plan: WorkerPlan) -> WorkerHandle:
+        """See the base class; `plan.host` says where."""
+        if not plan.host.name:
+            self._local.lock = self.lock
+            return await self._local.start(plan)
+        file = log_file(self.run_dir, plan.kind, plan.index)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
+        theirs, ours = os.pipe()
+        try:
+            with file.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *self.carrier(plan, command), stdin=theirs, stdout=log, stderr=log, start_new_session=True
+                )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        worker = _RemoteWorker(plan, process, ours, file)
+        order = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
+        worker.tell(json.dumps(order._asdict()).encode() + b"\n")
+        self._remote.append(worker)
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
+        return worker
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_EVERY_S)
+            self._remote = [worker for worker in self._remote if worker.exit_code is None]
+            for worker in self._remote:
+                worker.tell(keeper.ALIVE)
+
+    def close(self) -> None:
+        """See the base class. The other ends are told by the end of their standard input."""
+        for worker in self._remote:
+            worker.kill()
+        _, left = psutil.wait_procs([p for w in self._remote for p in w.carriers()], timeout=_END_LIMIT_S)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._local.close()
+
+
+class _RemoteWorker(WorkerHandle):
+    def __init__(self, plan: WorkerPlan, process: asyncio.subprocess.Process, pipe: int, log: Path) -> None:
+        super().__init__(plan, f"on {plan.host.name}", str(log))
+        self._process, self._pipe, self._log = process, pipe, log
+        os.set_blocking(pipe, False)
+
+    @property
+    def exit_code(self) -> int | None:
+        code = self._process.returncode
+        return code if code is None or code <= 128 or code == 255 else 128 - code
+
+    async def wait(self) -> None:
+        await self._process.wait()
+        self._close()
+
+    def terminate(self) -> None:
+        self.tell(keeper.STOP)
+
+    def kill(self) -> None:
+        self._close()
+
+    def kill_process(self) -> None:
+        self.tell(keeper.KILL)
+
+    def last_lines(self) -> list[str]:
+        with self._log.open(errors="replace") as log:
+            return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
+
+    def tell(self, what: bytes) -> None:
+        """Write to the keeper; nothing where it has ended, or the connection is stuck."""
+        if self._pipe >= 0:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._pipe, what)
+
+    def carriers(self) -> list[psutil.Process]:
+        """The command here, while it runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process.returncode is None:
+                return [psutil.Process(self._process.pid)]
+        return []
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1

@@ -1,0 +1,145 @@
+"""Real ssh servers and a real Slurm on this machine, for tests: in folders of their own, ended by their process ids."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60.0
+
+
+def need(*programs: str) -> list[str]:
+    """Paths of system programs; the test is skipped where one is missing."""
+    path = os.environ.get("PATH", "") + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
+    found = [shutil.which(program, path=path) for program in programs]
+    if missing := [program for program, place in zip(programs, found, strict=True) if place is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    return [place for place in found if place is not None]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports in a row that nobody has now."""
+    while True:
+        probes = [socket.socket()]
+        probes[0].bind(("127.0.0.1", 0))
+        first = probes[0].getsockname()[1]
+        try:
+            for port in range(first + 1, first + count):
+                probes.append(socket.socket())
+                probes[-1].bind(("127.0.0.1", port))
+            return list(range(first, first + count))
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+
+
+@contextmanager
+def ssh_hosts(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """One ssh server that goes by several names; gives the configuration file for `ssh -F`."""
+    sshd, keygen = need("sshd", "ssh-keygen")
+    (port,) = free_ports(1)
+    folder.mkdir(mode=0o700)
+    for key in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized_keys")
+    if os.getuid() == 0:  # sshd gives up its rights there
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized_keys\n"
+        f"PidFile {folder}/pid\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+        "PermitRootLogin prohibit-password\nMaxStartups 100:30:200\nMaxSessions 100\n"
+    )
+    public = (folder / "host.pub").read_text().split()[:2]
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {' '.join(public)}\n")
+    (folder / "config").write_text(
+        f"Host {' '.join(names)}\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
+        f"  IdentityFile {folder}/user\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"
+        "  StrictHostKeyChecking yes\n  LogLevel ERROR\n"
+    )
+    server = subprocess.Popen([sshd, "-D", "-f", folder / "sshd_config", "-E", folder / "log"])
+    try:
+        await_that(lambda: (folder / "pid").exists(), f"sshd: {folder}/log")
+        yield folder / "config"
+    finally:
+        server.terminate()
+        server.wait(LIMIT_S)
+
+
+@contextmanager
+def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
+    """A Slurm whose nodes n1, n2, ... are this machine; gives the environment for its commands."""
+    munged, slurmctld, slurmd, sinfo = need("munged", "slurmctld", "slurmd", "sinfo")
+    for name in ("munge", "state", "run"):
+        (folder / name).mkdir(parents=True)
+    for place in (folder, *(parent for parent in folder.parents if parent.owner() == getpass.getuser())):
+        if place == Path("/"):
+            break
+        place.chmod(0o755)  # the daemons of the job must reach the socket
+    key = folder / "munge" / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(1024))
+    ports = free_ports(nodes + 1)
+    conf = folder / "slurm.conf"
+    host = socket.gethostname().partition(".")[0]
+    conf.write_text(
+        f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser={getpass.getuser()}\n"
+        f"SlurmdUser={getpass.getuser()}\nAuthType=auth/munge\nCredType=cred/munge\n"
+        f"AuthInfo=socket={folder}/munge/socket\nSlurmctldPort={ports[0]}\n"
+        f"SlurmctldPidFile={folder}/run/ctld.pid\nSlurmdPidFile={folder}/run/%n.pid\n"
+        f"SlurmctldLogFile={folder}/ctld.log\nSlurmdLogFile={folder}/%n.log\nStateSaveLocation={folder}/state\n"
+        f"SlurmdSpoolDir={folder}/spool-%n\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
+        "JobAcctGatherType=jobacct_gather/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
+        "SchedulerType=sched/backfill\nSlurmdParameters=config_overrides\nMpiDefault=none\nMailProg=/bin/true\n"
+        "AccountingStorageType=accounting_storage/none\nReturnToService=2\nSwitchType=switch/none\nKillWait=5\n"
+        f"NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[-1]}] CPUs=8 "
+        "RealMemory=2000\nPartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+    )
+    environment = os.environ | {"SLURM_CONF": str(conf)}
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    started = []
+    try:
+        where = [f"--{what}={folder}/munge/{name}" for what, name in (("key-file", "key"), ("socket", "socket"))]
+        where += [f"--{what}={folder}/munge/{name}" for what, name in (("pid-file", "pid"), ("log-file", "log"))]
+        where += [f"--seed-file={folder}/munge/seed", "--force", "--num-threads=2", "--foreground"]
+        started.append(subprocess.Popen([munged, *where], stderr=subprocess.DEVNULL))
+        await_that(lambda: (folder / "munge" / "socket").exists(), f"munged: {folder}/munge/log")
+        started.append(subprocess.Popen([slurmctld, "-D", "-c"], env=environment, stderr=subprocess.DEVNULL))
+        for name in names:
+            (folder / f"spool-{name}").mkdir()
+            started.append(subprocess.Popen([slurmd, "-D", "-N", name], env=environment, stderr=subprocess.DEVNULL))
+
+        def all_idle() -> bool:
+            asked = [sinfo, "-h", "-N", "-t", "idle", "-o", "%N"]
+            told = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+            return sorted(told.stdout.split()) == names
+
+        await_that(all_idle, f"slurm: {folder}/*.log")
+        yield environment
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(LIMIT_S)
+
+
+def await_that(so: Callable[[], bool], what: str) -> None:
+    """Wait until `so`, within a limit."""
+    deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
+    while not so():
+        assert time.monotonic() < deadline, f"did not come up: {what}"
+        pause.wait(0.05)

@@ -1,0 +1,120 @@
+"""The same command over several hosts: by ssh and by Slurm, stopped, continued, killed; nothing is left on any."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.commands.audit import audit
+
+from .clusters import await_that, slurm, ssh_hosts
+
+pytestmark = pytest.mark.slow
+
+HOSTS = (
+    "system.hosts=[{address: 127.0.0.1, runs: [master_worker, model_worker, gserver_manager]},"
+    "{name: %s, address: 127.0.0.2, runs: [generation_server]},"
+    "{name: %s, address: 127.0.0.3, runs: [rollout_worker]}]"
+)
+"""An address each, as hosts have; the launcher's own has no name."""
+
+
+def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, Any]:
+    """Settings of a run over three hosts."""
+    setting, _, hosts = (HOSTS % (first, second)).partition("=")
+    return {"system__launcher": launcher, setting.replace(".", "__"): hosts} | (
+        {"system__launcher_args": f"[{','.join(arguments)}]"} if arguments else {}
+    )
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "box", ["box2", "box3"]) as config:
+        yield over("ssh", "box2", "box3", "-F", str(config))
+
+
+def test_a_run_over_ssh_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ssh: dict[str, Any]) -> None:
+    first = start_run(total_train_steps=100_000, **ssh)
+    first.wait_for_step(3)
+    ctrl_c(first)
+    assert first.wait(90) == 130, first.output + first.logs()
+    assert_gone(first)
+
+    second = start_run(total_train_steps=8, **ssh)
+    assert second.wait() == 0, second.output + second.logs()
+    assert [row["step"] for row in second.rows()] == list(range(1, 9))
+    assert audit(second.run_dir).findings == ()
+    assert_gone(second)
+
+
+def test_on_the_other_hosts_nothing_outlives_a_killed_launcher(start_run: Any, ssh: dict[str, Any]) -> None:
+    run = start_run(total_train_steps=100_000, **ssh)
+    run.wait_for_step(2)
+    workers = workers_of(run)
+    assert len(workers) == 5
+    run.process.kill()
+    await_that(lambda: not workers_of(run), f"the end of {workers}")
+
+
+def test_a_server_that_dies_on_another_host_is_started_again(start_run: Any, ssh: dict[str, Any]) -> None:
+    run = start_run(total_train_steps=100_000, **ssh)
+    run.wait_for_step(2)
+    (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
+    server.kill()
+    run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    run.wait_for_line("generation_server/0 went on after")
+    run.process.terminate()
+    assert run.wait(90) == 130, run.output
+    assert_gone(run)
+
+
+def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:
+    nowhere = over("ssh", "nowhere.invalid", "box3", *ssh["system__launcher_args"].strip("[]").split(","))
+    run = start_run(**nowhere, system__restarts_per_process=0)
+    assert run.wait(90) == 1
+    assert "generation_server/0 (on nowhere.invalid)" in run.output
+    assert "Could not resolve hostname" in run.output
+    assert_gone(run)
+
+
+def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
+    start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slurm(tmp_path / "slurm", nodes=2) as environment:
+        monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
+        first = start_run("async_ppo", total_train_steps=100_000, **over("slurm", "n1", "n2"))
+        first.wait_for_step(3)
+        ctrl_c(first)
+        assert first.wait(90) == 130, first.output + first.logs()
+        allocate = ["salloc", "--no-shell", "--nodes=2", "--cpus-per-task=4"]
+        told = subprocess.run(allocate, env=environment, capture_output=True, text=True, check=True, timeout=60).stderr
+        monkeypatch.setenv("SLURM_JOB_ID", re.findall(r"Granted job allocation (\d+)", told)[0])
+        second = start_run(total_train_steps=6, **over("slurm", "n1", "n2"))
+        assert second.wait() == 0, second.output + second.logs()
+        assert [row["step"] for row in second.rows()] == list(range(1, 7))
+        assert audit(second.run_dir).findings == ()
+        assert_gone(second)
+
+
+def workers_of(run: Any) -> list[psutil.Process]:
+    """All processes of this run that are left on this machine, whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            if line.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/" in line:
+                found += [process] if process.cwd() == os.getcwd() else []
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def assert_gone(run: Any) -> None:
+    await_that(lambda: not workers_of(run), f"the end of {workers_of(run)}")
