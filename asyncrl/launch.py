@@ -3,7 +3,7 @@
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
 one and does to it what can go wrong; `show RUN` prints samples that it kept; `rollout` generates and keeps without
-training; `replay` trains on what was kept.
+training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
-COMMANDS = ("audit", "chaos", "eval", "export", "replay", "rollout", "show")
+COMMANDS = ("attach", "audit", "chaos", "eval", "export", "replay", "rollout", "show")
 """What is no experiment: modules of `asyncrl.commands`, each with a `main` of its own."""
 
 
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dry_run(config)
     from asyncrl.commands.train import train
 
-    return train(config, folder)
+    again = [item for item in argv if item != "--detach"] if args.detach else None
+    return train(config, folder, again=again, detached=args.detached)
 
 
 def _print(text: str) -> None:
@@ -107,6 +108,12 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
         metavar="FILE.svg",
         help="print the training step's graph, or write it as SVG",
     )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="start the run and leave it running; the same command again shows it, and Ctrl-C there ends it",
+    )
+    parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # the one that --detach starts
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
     return parser.parse_intermixed_args(argv)
 

@@ -77,7 +77,7 @@ class TrialHolder(_Entry, frozen=True):
     """The launcher that has a trial.
 
     `launch` is random; `pid` and `started` (kernel ticks since boot) name its process, where `machine` is the reader's
-    too; `since` is for people.
+    too; `since` is for people. `detached`: it has no terminal, and others may attach to it.
     """
 
     launch: str
@@ -87,6 +87,7 @@ class TrialHolder(_Entry, frozen=True):
     started: int
     since: str
     run_dir: str
+    detached: bool = False
 
 
 class WorkerAddress(_Entry, frozen=True):

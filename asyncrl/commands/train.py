@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.commands.attach import attach, detach
 from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
@@ -18,25 +19,33 @@ from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.survey import Survey, shown
 from asyncrl.observability.display import make_display
+from asyncrl.runtime.claim import detached_holder
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.resume import TrialError, check_finished
-from asyncrl.runtime.run_dir import LOGS_DIR, run_dir_of
+from asyncrl.runtime.resume import TrialError, changed_settings, check_finished
+from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
-def train(config: Config, folder: Path | None) -> int:
-    """Run the experiment; returns the exit code. `folder` holds the experiments (None: the built-in ones)."""
+def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
+    """Run the experiment; returns the exit code. `folder` holds the experiments (None: the built-in ones).
+
+    Args:
+        again: the command line by which it is run in the background; None: it is run here.
+        detached: this is the one in the background.
+    """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     os.umask(PRIVATE_UMASK)
     try:
+        if isinstance(config, SFTConfig) and again is not None:
+            raise ConfigError("--detach: a base model is made in the foreground; leave --detach out")
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
-        return _run_rl(with_model(config, folder), console)
+        return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
@@ -45,8 +54,12 @@ def train(config: Config, folder: Path | None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run_rl(config: ExperimentConfig, console: Console) -> int:
+def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
     run_dir = run_dir_of(config)
+    if detached_holder(run_dir) is not None:
+        _check_same_run(run_dir, config)
+        if (code := attach(run_dir)) is not None:
+            return code
     if config.resume == Resume.auto and check_finished(run_dir, config):
         console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
         for line in summary_lines(run_dir):
@@ -54,9 +67,11 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
     surveys = check_prompts(config)
+    if again is not None:
+        return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
-    launcher = Launcher(config, display)
+    launcher = Launcher(config, display, detached=detached)
     try:
         if config.resume == Resume.auto:
             check_same_data(config)
@@ -68,7 +83,22 @@ def _run_rl(config: ExperimentConfig, console: Console) -> int:
         display.close()
     for line in summary_lines(run_dir):
         console.print(line)
+    if detached:
+        (run_dir / EXIT_FILE).write_text(str(code))
     return code
+
+
+def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
+    """Check that what is asked for is what runs in the background.
+
+    Raises:
+        TrialError: it is not.
+    """
+    if config.resume != Resume.auto:
+        raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
+    if changes := changed_settings(run_dir, config):
+        listed = "; ".join(map(str, changes))
+        raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
 
 
 def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_dir: Path, console: Console) -> None:

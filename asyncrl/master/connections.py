@@ -193,6 +193,13 @@ class NameBoard:
         published = names.PublishedVersion(version, path)
         self._resolver.add(names.model_version_key(names.ACTOR), published.encode(), replace=True)
 
+    def announced_version(self) -> int:
+        """The version that was announced last; 0, the initial model, before any was."""
+        try:
+            return names.PublishedVersion.decode(self._resolver.get(names.model_version_key(names.ACTOR))).version
+        except NameEntryNotFound:
+            return 0
+
     def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
         """The RolloutWorkers may begin; the used prompts are in `path`. `dropped`: what the books begin with."""
         state = names.DataState(str(path), dict(dropped))

@@ -1,7 +1,8 @@
 """What the run writes down: a row of metrics per train step (and one for the model before training), the evaluations.
 
 A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
-that a resumed run has every row exactly once too. What a restart cuts off is not evaluated again: it counts as failed.
+that a resumed run has every row exactly once too. What a restart cuts off is evaluated again, where the servers still
+have that version or get it again; elsewhere it counts as failed.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class Journal:
         now: float,
         dropped: Mapping[str, int],
         state: dict[str, Any] | None = None,
+        served: int = 0,
     ) -> None:
         """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
 
-        `dropped`: by reason, what was dropped up to then.
+        `dropped`: by reason, what was dropped up to then. `served`: the version that can be evaluated now.
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
@@ -102,10 +104,12 @@ class Journal:
             if step in written:  # its evaluation ended after the checkpoint was written
                 self._take_in(step, written[step])
                 continue
-            if not any(name.startswith("eval/") for name in row):
+            cut_off = not any(name.startswith("eval/") for name in row)
+            if cut_off and step != served:
                 for name in self.evaluations_due(step):
                     row |= self._failed(step, name, "cut off by a restart")
-            self._metrics.write(step, row)
+            self._rows.add(step, row, awaits_evaluation=cut_off and step == served and bool(self.evaluations_due(step)))
+        self._write_ready()
 
     def _take_in(self, step: int, row: Row) -> None:
         """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
@@ -156,13 +160,16 @@ class Journal:
         self._rows.add(version, row, awaits_evaluation=bool(self.evaluations_due(version)))
         self._write_ready()
 
-    def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> bool:
-        """As `step`, by a master that was started again after the step; whether the row still was to be written."""
+    def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
+        """As `step`, by a master that was started again after the step, whose row may have been written."""
         if version in self._written:
             self._take_in(version, self._written[version])
-            return False
-        self.step(version, batch, measured, gate, now)
-        return True
+        else:
+            self.step(version, batch, measured, gate, now)
+
+    def awaits_evaluation(self) -> int | None:
+        """The oldest version whose row waits for its evaluation."""
+        return self._rows.awaited()
 
     def evaluated(self, version: int, outcomes: Outcomes) -> None:
         """The evaluation of `version` has ended, on each set with its result or for the reason why there is none."""

@@ -97,6 +97,10 @@ class RowQueue:
             del self._held[step]
         return ready
 
+    def awaited(self) -> int | None:
+        """The first step whose row waits for its evaluation."""
+        return next((step for step, held in self._held.items() if held.awaits_evaluation), None)
+
     def state(self) -> list[dict[str, Any]]:
         """The held rows as JSON values, for a checkpoint."""
         return [{"step": step, "row": held.row} for step, held in self._held.items()]

@@ -13,7 +13,7 @@ from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, co
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.trainer.settings import placement
@@ -32,9 +32,18 @@ class MasterWorker(AsyncWorker):
                 peers = await self._connect(closing)
             except StopRequested:
                 return
-            self.ready()
-            last_step = LastStep(self.run_dir) if self.config.checkpoint.keep_last_step else None
-            await TrainLoop(self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step).run()
+            last_step = LastStep(self.run_dir) if keeps_last_step(self.config) else None
+            loop = TrainLoop(
+                self.config,
+                self.run_dir,
+                self._graph,
+                peers,
+                self.stop,
+                last_step=last_step,
+                incarnation=self.spec.incarnation,
+                begun=self.ready,
+            )
+            await loop.run()
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""

@@ -13,8 +13,12 @@ version, in one folder that appears at once, so after a restart all forget the s
 alone: the data state is a copy of them for RolloutWorkers that begin. It is written before each report to the manager,
 so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
 
+A master that follows one that died asks the ranks first where they stand. Each has the master's state of the step whose
+end was kept last. Where all are between two steps, after the same one, this loop goes on there, and nothing is loaded.
+Else all of the trainer's side has to begin again (`RestartTogether`).
+
 The last step. Where `last_step` is given, the state of each step is kept on the host before anyone outside the
-trainer's side hears of it (`asyncrl.runtime.last_step`): the checkpoint's content, and what was about to be told
+trainer's side hears of it (`asyncrl.master.saving`): the checkpoint's content, and what was about to be told
 (`_KeptStep`). A loop that finds one there goes on from it instead of from the newest checkpoint.
 
 The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
@@ -27,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,8 +41,7 @@ import msgspec
 
 from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.request_reply.client import RemoteError, RequestClient
-from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.request_reply.client import PeerGone, RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
@@ -53,6 +56,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import Row
+from asyncrl.master.ranks import Ranks, Stalled
 from asyncrl.master.records import Drop
 from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
@@ -63,28 +67,26 @@ from asyncrl.master.run_files import (
     write_data_state,
     write_summary,
 )
+from asyncrl.master.saving import Checkpoints, KeptSteps, Progress
 from asyncrl.master.settings import OnStale
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import DATA_STATE_FILE, versions_in
+from asyncrl.runtime.run_dir import DATA_STATE_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
+from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
-    CommitCheckpoint,
     Discard,
     EndStep,
-    FinishShare,
     LoadCheckpoint,
+    LookIntoStep,
     Publish,
-    SaveCheckpoint,
-    WrittenShare,
+    TakeUp,
 )
-from asyncrl.trainer.settings import BestDirection, Placement, worker_grid
-from asyncrl.weights.checkpoint_dir import which_to_keep
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.trainer.settings import Placement, worker_grid
 from asyncrl.weights.transports import weight_transport
 
 _log = logging.getLogger(__name__)
@@ -98,12 +100,10 @@ LAST_BOOKS_LIMIT_S = 30.0
 """The same at the end of a complete run: a manager that died is started again."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
+TAKE_UP_LIMIT_S = 60.0
+"""So long what a master before this one had asked for between two steps may take the ranks: copies of their state."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
-
-
-class Stalled(RuntimeError):
-    """No train step for too long; the message says which stage waits for what, and on which counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,8 @@ class TrainLoop:
 
     Args:
         last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        incarnation: how many masters before this one died.
+        begun: called once it is clear where the run stands, before its next step.
     """
 
     def __init__(
@@ -158,7 +160,10 @@ class TrainLoop:
         stop: asyncio.Event,
         clock: AwakeClock | None = None,
         last_step: LastStep | None = None,
+        incarnation: int = 0,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
+        self._incarnation, self._begun = incarnation, begun
         self._last_step = last_step
         self._clock = clock or AwakeClock()
         self._progress_at = self._clock()
@@ -171,6 +176,7 @@ class TrainLoop:
             ranks=buffer_order(config.buffer.order),
         )
         self._limit_s = config.system.stall_timeout_s
+        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s)
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
         self._executor = Executor(graph, routes.placement, peers.workers, self._limit_s, moves)
@@ -197,8 +203,10 @@ class TrainLoop:
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
         self._in_data_state: tuple[int, int] | None = None  # how many used prompts and measurements it has
-        self._saved: tuple[int, int] | None = None  # what the newest checkpoint that is whole on the disk has
-        self._saving: asyncio.Task[None] | None = None  # the checkpoint under way
+        self._checkpoints = Checkpoints(
+            config.checkpoint, run_dir, self._ranks, self._journal, check=self._collector.check
+        )
+        self._steps = KeptSteps(last_step, self._ranks)
         self._on_disk = 0  # the newest version whose weights are in a folder; 0 is the base model
         self._model_in_step = False
 
@@ -208,17 +216,20 @@ class TrainLoop:
         Raises:
             Stalled, BooksError: see there.
             ExecutionError: a model function call failed.
+            RestartTogether: the ranks do not stand between two steps, so nobody can go on with them as they are.
             Exception: another process failed. Steps that were complete are saved first, where that is possible.
         """
         ticking = asyncio.create_task(self._clock.keep())
         try:
-            await self._begin()
             try:
+                await self._begin()
                 while not self._complete:
                     await self._step()
             except StopRequested:
                 _log.info("asked to stop: ending at version %d", self.version)
             await self._finish()
+        except RestartTogether:
+            raise
         except Exception:
             await self._save_what_is_complete()
             write_books(self.run_dir, self.version, self._books)
@@ -226,39 +237,46 @@ class TrainLoop:
         finally:
             await self._collector.close()
             await self._announcer.close()
-            if self._saving is not None:
-                self._saving.cancel()
+            self._checkpoints.close()
             self._journal.close()
             self._ledger.close()
             await cancel(ticking)
 
     async def _begin(self) -> None:
-        """From a checkpoint or from the base model; the RolloutWorkers begin once they see the data state."""
+        """From where the ranks stand, the last step, a checkpoint or the base model; the RolloutWorkers begin once they
+        see the data state.
+        """
         state = await self._restore()
-        journal = state["journal"] if state else None
-        self._journal.open(self.run_dir, self.version, perf_counter(), self._books.dropped, journal)
-        write_books(self.run_dir, self.version, self._books)
         kept = state.get("step") if state else None
         step = None if kept is None else msgspec.convert(kept, _KeptStep, str_keys=True)
-        ledger = state.get("ledger") if state else None
+        self._announcer.announced = self.version if step is None else self.peers.board.announced_version()
+        journal = state["journal"] if state else None
+        dropped = self._books.dropped
+        self._journal.open(self.run_dir, self.version, perf_counter(), dropped, journal, self._announcer.announced)
+        write_books(self.run_dir, self.version, self._books)
         if step is None:
-            self._ledger.begin(self.version, ledger, self._books)
+            self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
         else:
-            events, told = self._ledger.go_on(step.ledger_line)
-        evaluated = step is None or self._take_up(step, events, told)
+            self._take_up(step, *self._ledger.go_on(step.ledger_line))
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
-            await self._all(CollectWeights(ACTOR, (self.version,)))
-        if self.version:  # announced before the RolloutWorkers begin: it tells the gate where the run stands
-            self.peers.board.announce_version(self.version, await self._publish(to_disk=True))
+            await self._ranks.all(CollectWeights(ACTOR, (self.version,)))
+        path = await self._publish(to_disk=True) if self.version else ""
+        evaluating = self._journal.awaits_evaluation()
+        cut_off = evaluating is not None and evaluating < self.version
+        if self.version and not cut_off:  # before the RolloutWorkers begin: it tells the gate where the run stands
+            self._announcer.announce(self.version, path)
         self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
         self._progress_at = self._clock()
-        if self.version == 0 or not evaluated:
-            self._announcer.evaluate_if_due(self.version)
+        self._begun()
+        if evaluating is not None:
+            self._announcer.evaluate_if_due()
+        if cut_off:  # the servers still have the version whose evaluation was cut off
+            await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
 
-    def _take_up(self, step: _KeptStep, events: int, told: bool) -> bool:
-        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be.
+    def _take_up(self, step: _KeptStep, events: int, told: bool) -> None:
+        """Be where the loop before this one was after its last step.
 
         The ledger has so many `events` that the manager told after the step, and the step itself if it was `told`.
         """
@@ -267,11 +285,8 @@ class TrainLoop:
         self._kept_known = step.known
         self._known = step.known._replace(events=step.known.events + events)
         self._untold_step = None if told else step.batch
-        row_is_written = not self._journal.step_again(
-            self.version, step.batch, step.measured, self._status, perf_counter()
-        )
+        self._journal.step_again(self.version, step.batch, step.measured, self._status, perf_counter())
         _log.info("going on after step %d, which was complete", self.version)
-        return row_is_written
 
     async def _step(self) -> None:
         """From version v to v + 1."""
@@ -279,8 +294,7 @@ class TrainLoop:
             raise StopRequested
         begun = perf_counter()
         batch = await self._next_batch()
-        if self._saving is not None and self._saving.done():
-            await self._last_save()  # no step is trained after a checkpoint that could not be written
+        await self._checkpoints.look()  # no step is trained after a checkpoint that could not be written
         has_data = perf_counter()
         stats = await self._train(batch)
         trained = perf_counter()
@@ -337,9 +351,10 @@ class TrainLoop:
         )
         elsewhere = tuple(tuple(entry.dst for entry in cut) for cut in others)
         self._model_in_step = True
-        await self._all(BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere))
+        request = BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere, self._incarnation)
+        await self._ranks.all(request)
         stats = await self._executor.run()
-        await self._all(EndStep())
+        await self._ranks.all(EndStep())
         self.buffer.mark_trained(batch)
         self.version += 1
         self._model_in_step = False
@@ -351,47 +366,25 @@ class TrainLoop:
         """
         if to_disk:
             self._on_disk = self.version
-        recent = {self.version, self.version - 1, self._on_disk}
+        recent = {self.version, self.version - 1, self._on_disk, self._announcer.announced}
         in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
-            self._call(self._actors, Publish(ACTOR, self.version, to_disk)),
-            self._all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
+            self._ranks.some(self._actors, Publish(ACTOR, self.version, to_disk)),
+            self._ranks.all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
         )
         return published[0].path
 
     async def _begin_keeping(self, batch: TrainBatch, measured: Row) -> None:
-        """Have the ranks copy the state of the step that is complete, and begin to write it."""
-        if self._last_step is None:
-            return
-        step = _KeptStep(batch, measured, self._unreported_trained, self._known, self._ledger.lines_written())
-        state = self._state() | {"step": msgspec.to_builtins(step, str_keys=True)}
-        try:
-            await self._all(SaveCheckpoint(self._kept_path, self.version, state, of_last_step=True))
-        except RemoteError as error:
-            self._keep_no_more(error)
+        """Have the state of the step that is complete kept on the host."""
+        if self._steps.on:
+            step = _KeptStep(batch, measured, self._unreported_trained, self._known, self._ledger.lines_written())
+            await self._steps.begin(self.version, self._state() | {"step": msgspec.to_builtins(step, str_keys=True)})
 
     async def _finish_keeping(self) -> None:
-        """Return once the state of the step is whole; from then on others may hear of the step."""
-        if self._last_step is None:
-            return
-        path, known = self._kept_path, self._known
-        try:
-            shares = await self._all(FinishShare(path, of_last_step=True))
-            await self._commit(CommitCheckpoint(path, _files_of(shares), keep=1, of_last_step=True))
-        except RemoteError as error:
-            self._keep_no_more(error)
-        else:
+        """Return once that state is whole; from then on others may hear of the step."""
+        known = self._known
+        if await self._steps.finish():
             self._kept_known, self._kept_version = known, self.version
-
-    def _keep_no_more(self, error: RemoteError) -> None:
-        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
-        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
-        self._last_step = None
-
-    @property
-    def _kept_path(self) -> str:
-        assert self._last_step is not None
-        return str(self._last_step.state_root / f"v{self.version}")
 
     async def _report(self) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
@@ -410,13 +403,13 @@ class TrainLoop:
 
     async def _report_to_manager(self) -> None:
         """Tell the gate what was trained and dropped; take in its books, and what RolloutWorkers dropped for good."""
-        if self._last_step is not None and self._kept_version != self.version:
+        if self._steps.on and self._kept_version != self.version:
             return  # whoever goes on after this process would not know of it
         self._write_data_state()
         self._unreported_drops += self.buffer.pop_drops()
         trained, drops = self._unreported_trained, self._unreported_drops
         dropped = [drop.message for drop in drops]
-        recorded = self._known if self._last_step is None else self._kept_known
+        recorded = self._kept_known if self._steps.on else self._known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
         known = self._known.events - (reply.events_seq - len(reply.events))
@@ -448,10 +441,10 @@ class TrainLoop:
         if self._on_disk != self.version:
             await self._publish(to_disk=True)  # the policy that the run leaves behind
         await self._last_report()
-        await self._last_save()
+        await self._checkpoints.finish()
         if self._unsaved:
             await self._save()
-            await self._last_save()
+            await self._checkpoints.finish()
         if self._complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             await self._last_evaluation()
         await self._close_books()
@@ -489,15 +482,25 @@ class TrainLoop:
             await self._announcer.close()
 
     async def _restore(self) -> dict[str, Any] | None:
-        """Load the last step, else the newest checkpoint; returns the master's part of it, None where there is none."""
-        kept = self._last_step is not None and self._last_step.version is not None
-        root = self._last_step.state_root if self._last_step is not None and kept else checkpoint_root(self.run_dir)
-        state = (await self._all(LoadCheckpoint(str(root))))[0].master_state
+        """The master's state where the ranks stand; where they begin too, that of the last step or the newest
+        checkpoint, which they load. None where there is none.
+        """
+        state = await self._where_ranks_stand()
+        if found := state is not None:
+            _log.info("the ranks stand between two steps, and keep what they have")
+        last_step = self._last_step if self._last_step is not None and self._last_step.version is not None else None
+        if state is None:
+            root = checkpoint_root(self.run_dir) if last_step is None else last_step.state_root
+            state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
+            if last_step is not None and (state is None or state["version"] != last_step.version):
+                last_step.tear()
+                raise RestartTogether(f"{root} is not whole: only a checkpoint is left to go on from")
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
             self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
-            self._saved, self._kept_version = None if kept else self._progress, self.version
+            kept = await self._steps.take_up(self.version) if found else last_step is not None
+            self._checkpoints.saved, self._kept_version = None if kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
             self._trained_before = trained - self.buffer.trained
@@ -506,18 +509,31 @@ class TrainLoop:
             _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
         return state
 
-    async def _save(self) -> None:
-        """Begin a checkpoint of the current version, once the one before it is there.
+    async def _where_ranks_stand(self) -> dict[str, Any] | None:
+        """The state that a master before this one left with every rank; None where all of them begin too.
 
-        When this returns, the ModelWorkers have copied what they need, and the next step may change it.
+        Raises:
+            RestartTogether: they are in a step, stand after different ones, or one does not answer.
         """
-        await self._last_save()
-        path = str(checkpoint_root(self.run_dir) / f"v{self.version}")
+        try:
+            async with asyncio.timeout(TAKE_UP_LIMIT_S):
+                if any(rank.in_step for rank in await self._ranks.all(LookIntoStep())):
+                    raise RestartTogether("the ranks are in a step that has not ended")
+                standing = await self._ranks.all(TakeUp(self._incarnation))
+        except (TimeoutError, Stalled, PeerGone) as error:
+            raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
+        states = [rank.master_state for rank in standing]
+        versions = {None if state is None else state["version"] for state in states}
+        if len(versions) > 1 or any(rank.in_step for rank in standing):
+            raise RestartTogether(f"the ranks are in a step, or not after the same one: {versions}")
+        return states[0]
+
+    async def _save(self) -> None:
+        """Begin a checkpoint of the current version, once the one before it is there."""
+        await self._checkpoints.finish()
         progress = self._progress
         state = self._state() | {"ledger": self._ledger.saved(self.version, self._reported_books)}
-        self._collector.check()  # a worker that is gone would be waited for, and there may be little time
-        await self._all(SaveCheckpoint(path, self.version, state))
-        self._saving = asyncio.create_task(self._complete_save(path, progress))
+        await self._checkpoints.begin(progress, state)
 
     def _state(self) -> dict[str, Any]:
         """The master's part of a checkpoint."""
@@ -529,44 +545,13 @@ class TrainLoop:
             "curriculum": self._curriculum.state(),
         }
 
-    async def _complete_save(self, path: str, progress: tuple[int, int]) -> None:
-        version, _ = progress
-        shares = await self._all(FinishShare(path))
-        protected = self._protected_checkpoints(version)
-        await self._commit(CommitCheckpoint(path, _files_of(shares), self.config.checkpoint.keep, protected))
-        self._saved = progress
-
-    async def _commit(self, request: CommitCheckpoint) -> None:
-        publisher = self.peers.workers[worker_grid(self.config).publisher]
-        await publisher.call(request, timeout_s=self._limit_s)
-
-    def _protected_checkpoints(self, version: int) -> tuple[int, ...]:
-        """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
-        keeping = self.config.checkpoint
-        versions = [*versions_in(checkpoint_root(self.run_dir)), version]
-        scores, undecided = {}, set[int]()
-        if keeping.keep_best is not None:
-            sign = 1.0 if keeping.keep_best_direction == BestDirection.highest else -1.0
-            scores = {key: sign * value for key, value in self._journal.scores(keeping.keep_best).items()}
-            undecided = self._journal.awaited_evaluations(versions)
-        return tuple(sorted(which_to_keep(versions, keeping.keep, keeping.keep_every, scores, undecided)))
-
-    async def _last_save(self) -> None:
-        """Wait until the checkpoint under way, if any, is whole on the disk; raises what it failed with."""
-        if (saving := self._saving) is not None:
-            if not saving.done():
-                self._collector.check()  # a worker that is gone would be waited for
-            await asyncio.gather(saving, return_exceptions=True)
-            self._saving = None
-            saving.result()
-
     async def _save_what_is_complete(self) -> None:
         """After a failure: save the last complete step, unless a step that failed has touched the model since.
 
         A checkpoint under way is of a complete step in any case, and is waited for.
         """
         try:
-            await self._last_save()
+            await self._checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint under way could not be written: %s", error)
         if self._model_in_step or not self.version:
@@ -576,7 +561,7 @@ class TrainLoop:
             return
         try:
             await self._save()
-            await self._last_save()
+            await self._checkpoints.finish()
             _log.info("saved version %d", self.version)
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
@@ -587,14 +572,13 @@ class TrainLoop:
         return None if self._unreported_trained else self._books
 
     @property
-    def _progress(self) -> tuple[int, int]:
-        """What a checkpoint is of: the version, and how many prompts are used."""
-        return self.version, len(self.buffer.used)
+    def _progress(self) -> Progress:
+        return Progress(self.version, len(self.buffer.used))
 
     @property
     def _unsaved(self) -> bool:
         """Whether anything is trained or dropped for good since the last checkpoint."""
-        return self._saved != self._progress
+        return self._checkpoints.saved != self._progress
 
     @property
     def _checkpoint_is_due(self) -> bool:
@@ -609,17 +593,6 @@ class TrainLoop:
     @property
     def _complete(self) -> bool:
         return self.version >= self.config.total_train_steps
-
-    async def _all(self, request: Request[R]) -> list[R]:
-        """Make the call to every ModelWorker; the replies by worker index."""
-        return await self._call(self.peers.workers, request)
-
-    async def _call(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
-        """Make the call to `workers`; the replies in their order."""
-        try:
-            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker in workers))
-        except TimeoutError as error:
-            raise Stalled(f"step {self.version}: {request.verb}: {error} (limit: system.stall_timeout_s)") from error
 
     async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
         """Await `waiting` for as long as a step may take; `what` names what is waited for.
@@ -653,8 +626,3 @@ class TrainLoop:
             f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
             f"{self.buffer.describe()}; {gate}{silent}"
         )
-
-
-def _files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
-    """The files that the ranks have written together, by name."""
-    return {name: entry for share in shares for name, entry in share.files.items()}

@@ -50,6 +50,8 @@ class VersionAnnouncer:
         self._due = due
         self._on_end = on_end
         self._clock = clock
+        self.announced = 0
+        """The version that servers are to have; 0 is the initial model, which nobody announces."""
         self._put_off: tuple[int, str] | None = None
         self._running: asyncio.Task[None] | None = None
         self._ended_at = -math.inf
@@ -72,13 +74,18 @@ class VersionAnnouncer:
         elif self._running is not None:
             self._put_off = (version, path)
             return
-        self._announce(version, path)
-        self.evaluate_if_due(version)
+        self.announce(version, path)
+        self.evaluate_if_due()
 
-    def evaluate_if_due(self, version: int) -> None:
-        """Evaluate `version`, the one announced last, if it is due."""
-        if names := self._due(version):
-            self._running = asyncio.create_task(self._run(version, names))
+    def announce(self, version: int, path: str) -> None:
+        """`version` is what servers are to have from here on."""
+        self._announce(version, path)
+        self.announced = version
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate the version announced last, if it is due."""
+        if names := self._due(self.announced):
+            self._running = asyncio.create_task(self._run(self.announced, names))
 
     async def evaluation_ended(self) -> None:
         """Wait for the end of the evaluation under way, if any."""
@@ -104,5 +111,5 @@ class VersionAnnouncer:
             self._running, self._ended_at = None, self._clock()
             self._on_end(version, outcomes)
             if self._put_off is not None:
-                self._announce(*self._put_off)
+                self.announce(*self._put_off)
                 self._put_off = None

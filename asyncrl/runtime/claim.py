@@ -21,6 +21,8 @@ import fcntl
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -30,13 +32,17 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.keeper import identity_of
+from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
+from asyncrl.runtime.launchers import SAVE_LIMIT_S
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
 LEASE_S = 60.0
 """Of the claim in name resolution: a launcher may be paused for so long without losing it."""
+SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
+"""So long a launch that was killed may keep its lock."""
+_POLL_S = 0.1
 _ATTEMPTS = 3
 
 
@@ -47,12 +53,17 @@ class TrialClaim:
         self.holder = holder
         self.former = former
         """The last launch in this folder; None if there was none or it did not say."""
-        self._lock = lock
+        self.lock = lock
+        """Descriptor of the lock; it is held for as long as any process has it open."""
         self._resolver: NameResolver | None = None
 
     @classmethod
-    def take(cls, config: ExperimentConfig) -> Self:
-        """Have the trial for this process.
+    def take(
+        cls, config: ExperimentConfig, note: Callable[[str], None] = lambda text: None, *, detached: bool = False
+    ) -> Self:
+        """Have the trial for this process; `detached`: others may attach to it. `note` tells a person of waits.
+
+        Where its launcher was killed, the leading process is still saving: its end is waited for.
 
         Raises:
             TrialError: another launch has it; its folder is another user's, or others can write there; or name
@@ -65,15 +76,13 @@ class TrialClaim:
             lock = open_private_file(run_dir / LOCK_FILE)
         except (NotPrivate, OSError) as error:
             raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(lock, run_dir, note):
             os.close(lock)
             raise TrialError(
                 f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
                 "another trial_name"
-            ) from None
-        claim = cls(_this_launch(run_dir), lock, read_holder(run_dir))
+            )
+        claim = cls(_this_launch(run_dir, detached), lock, read_holder(run_dir))
         try:
             if shares_names(config):
                 claim._take_names(config, run_dir)
@@ -134,7 +143,29 @@ class TrialClaim:
         if self._resolver is not None:
             with contextlib.suppress(NameResolveError):  # its lease runs out
                 self._resolver.close()
-        os.close(self._lock)
+        os.close(self.lock)
+
+
+def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
+    """Whether this process has the lock now. Of a launch on this machine that was killed it is waited for."""
+    if _take_lock(lock):
+        return True
+    holder = read_holder(run_dir)
+    if holder is None or not _is_dead(holder):
+        return False
+    note(f"an earlier launch, pid {holder.pid}, was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
+    deadline = time.monotonic() + SAVING_LIMIT_S
+    while not (locked := _take_lock(lock)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return locked
+
+
+def _take_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def shares_names(config: ExperimentConfig) -> bool:
@@ -151,7 +182,14 @@ def read_holder(run_dir: Path) -> names.TrialHolder | None:
         return None
 
 
-def _this_launch(run_dir: Path) -> names.TrialHolder:
+def detached_holder(run_dir: Path) -> names.TrialHolder | None:
+    """The launch on this machine that goes on in `run_dir` without a terminal; None if there is none."""
+    holder = read_holder(run_dir)
+    runs = holder is not None and holder.detached and is_here(holder) and not _is_dead(holder)
+    return holder if runs else None
+
+
+def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
     identity = identity_of(os.getpid())
     return names.TrialHolder(
         launch=secrets.token_hex(16),
@@ -161,6 +199,7 @@ def _this_launch(run_dir: Path) -> names.TrialHolder:
         started=-1 if identity is None else identity.started,
         since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         run_dir=str(run_dir),
+        detached=detached,
     )
 
 

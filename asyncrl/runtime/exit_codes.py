@@ -1,4 +1,4 @@
-"""What the command line ends with."""
+"""What the command line ends with, and by which code a process tells the launcher what it takes to go on."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 """A setting is wrong; nothing was started."""
+EXIT_TOGETHER = 75
+"""Of a process that cannot go on alone: all of the trainer's side have to begin again (`RestartTogether`)."""
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C after a checkpoint."""

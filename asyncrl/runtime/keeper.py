@@ -1,6 +1,6 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
-    python -I -S keeper.py COMMAND [ARGUMENT ...]
+    python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
     python -I -S keeper.py                            on another host, below ssh or srun
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
@@ -10,11 +10,16 @@ standard input, a pipe from the launcher, which means that the launcher is gone,
 all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
 or by its signal. SIGTERM is passed on.
 
+The leading process saves before it ends: with a GRACE_S it gets SIGTERM, and so many seconds, when the launcher is
+gone. It needs the others for that. So this keeper holds descriptors, FDS (their numbers, with commas; `-` for none),
+one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
+one is gone too. Nothing below inherits them.
+
 On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
 time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
 its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
-code 128 + n, since ssh and srun tell no signals.
+code 128 + n, since ssh and srun tell no signals. There is no grace there.
 
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
@@ -29,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -66,9 +72,11 @@ class Identity(NamedTuple):
     started: int
 
 
-def main(command: list[str]) -> int:
+def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
     """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
     silence_s = None
+    for descriptor in held:
+        os.set_inheritable(descriptor, False)
     if not command:
         order = _read_order()
         command, silence_s = order.command, order.silence_s
@@ -93,12 +101,14 @@ def main(command: list[str]) -> int:
             os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, pass_on)
-    status = None
-    while status is None:
-        readable, _, _ = select.select([0, woken], [], [], silence_s)
+    status, watched, ends_at = None, [0, woken], math.inf
+    while status is None and (left_s := ends_at - time.monotonic()) > 0:
+        readable, _, _ = select.select(watched, [], [], silence_s if ends_at == math.inf else left_s)
         told = os.read(0, 4096) if 0 in readable else ALIVE
-        if not told or not readable:
-            break
+        if ends_at == math.inf and (not told or not readable):
+            watched, ends_at = [woken], time.monotonic() + grace_s
+            if grace_s:
+                pass_on()
         if STOP in told:
             pass_on()
         if KILL in told:
@@ -248,6 +258,8 @@ def _end_as(status: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        _end_as(main(sys.argv[1:]))
+        grace, descriptors, *worker = sys.argv[1:]
+        numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
+        _end_as(main(worker, float(grace), numbers))
     code = os.waitstatus_to_exitcode(main([]))
     os._exit(code if code >= 0 else 128 - code)

@@ -49,7 +49,11 @@ class Restart(StrEnum):
     alone = auto()
     """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
     together = auto()
-    """All of these kinds begin again together, from the last step, which outlives them (`last_step`)."""
+    """All of the trainer's side begin again together, from the last step, which outlives them (`last_step`)."""
+    alone_or_together = auto()
+    """A new one looks where the others of the trainer's side stand; it goes on with them as they are, or says that it
+    takes all of them (`EXIT_TOGETHER`).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,9 @@ KINDS = {
         serves=True,
         restart=Restart.alone,
     ),
-    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.together),
+    MASTER_WORKER: ProcessKind(
+        "asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.alone_or_together
+    ),
     RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
     EVALUATION_MASTER: ProcessKind(
         "asyncrl.master.evaluation_process:EvaluationMaster",

@@ -24,6 +24,7 @@ import os
 import shutil
 from pathlib import Path
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import identity_of
 from asyncrl.runtime.run_dir import versions_in
 
@@ -32,6 +33,13 @@ _PREFIX = "asyncrl-"
 _STATE = "state"
 _TORN = "torn"
 _OWNER = "owner"
+
+
+def keeps_last_step(config: ExperimentConfig) -> bool:
+    """Whether the run keeps it. Not where kept samples are trained on: what stands in for the manager is in the
+    MasterWorker, and ends with it.
+    """
+    return config.checkpoint.keep_last_step and not config.samples.replay
 
 
 class LastStep:

@@ -2,16 +2,15 @@
 
 Life of a run
 
-1. `prepare` claims the trial (`asyncrl.runtime.claim`), ends what a killed launch left running, applies `resume`, says
-   what is continued, clears what an earlier launch left in name resolution, and writes the secret and the resolved
-   config.
+1. `prepare` claims the trial and makes its folder ready (`asyncrl.runtime.trial`).
 2. All processes start at once and find each other by name resolution.
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
    - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Of the trainer's
      side, MasterWorker and ModelWorkers, all are (`Restart.together`): they go on from the last step, which outlives
-     them (`asyncrl.runtime.last_step`), and the other processes stay. Beyond its budget, or where that step is lost,
+     them (`asyncrl.runtime.last_step`), and the other processes stay. A MasterWorker that died is followed by one
+     alone first; it asks for all where it finds the ranks in a step. Beyond its budget, or where that step is lost,
      everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
      (`asyncrl.runtime.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
@@ -25,58 +24,45 @@ Life of a run
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
-from asyncrl.comm.names import TRIAL_KEY
-from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
-from asyncrl.runtime.claim import LEASE_S, TrialClaim, is_here
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.claim import LEASE_S
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
-from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.last_step import keeps_last_step
+from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
-from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
-    BOOKS_FILE,
-    LOCK_FILE,
     LOGS_DIR,
-    MANAGER_LOG_FILE,
     METRICS_FILE,
-    SECRET_FILE,
-    SUMMARY_FILE,
     run_dir_of,
-    write_run_config,
 )
-from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.trial import Trial
 from asyncrl.runtime.worker import open_resolver
 from asyncrl.runtime.worker_plan import WorkerPlan
 
-SAVE_LIMIT_S = 6.0
+FAILED_SAVE_LIMIT_S = 6.0
 """After a failure, so long the MasterWorker may take to save; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
 """So long a process may take to end after it was asked to; then it is killed."""
-CHECKPOINT_LIMIT_S = 120.0
-"""After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 CAUSE_LIMIT_S = 2.0
 """So long after one of the trainer's side gave up, the launcher may hear of the death that made it."""
+CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
+"""After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 READY_LIMIT_S = 600.0
 """So long it is looked whether what was started again is ready; a big model takes its time."""
 GAVE_UP = 1
@@ -84,9 +70,15 @@ GAVE_UP = 1
 
 
 class Launcher:
-    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for."""
+    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for.
 
-    def __init__(self, config: ExperimentConfig, display: Display, run: Run = Run.train) -> None:
+    Args:
+        detached: it has no terminal, and others may attach to it.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, display: Display, run: Run = Run.train, *, detached: bool = False
+    ) -> None:
         self.config = config
         self._run_of = run
         self.run_dir = run_dir_of(config)
@@ -96,77 +88,26 @@ class Launcher:
         self._policy = RestartPolicy(config.system.restarts_per_process, config.system.restart_window_s)
         self._deaths: Counter[str] = Counter()
         self._interrupts = 0
-        self._claim: TrialClaim | None = None
+        self._trial = Trial(config, display.note, detached=detached)
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
-        self._last_step = LastStep(self.run_dir)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
 
         Raises:
-            TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
-                go on, or name resolution cannot be reached.
+            TrialError: see `Trial.prepare`.
         """
-        self._claim = TrialClaim.take(self.config)
-        try:
-            self._end_leftovers(self._claim)
-            self._apply_resume([item for item in self.run_dir.iterdir() if item.name != LOCK_FILE])
-            self._forget_processes()
-            (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
-            RunSecret.create(self.run_dir / SECRET_FILE)
-            write_run_config(self.config, self.run_dir)
-        except BaseException:
-            self.release()
-            raise
+        self._trial.prepare()
 
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
-        if self._claim is not None:
-            self._last_step.remove()
-            self._claim.release()
-            self._claim = None
-
-    def _end_leftovers(self, claim: TrialClaim) -> None:
-        """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
-        if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
-            self._display.note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
-
-    def _apply_resume(self, used: Sequence[Path]) -> None:
-        """Continue, refuse or wipe what earlier launches left."""
-        if used and self.config.resume == Resume.never:
-            raise TrialError(
-                f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
-                "continue it, or resume=restart to wipe it"
-            )
-        if self.config.resume == Resume.restart:
-            for item in used:
-                shutil.rmtree(item) if item.is_dir() else item.unlink()
-        self._say_continuation()
-
-    def _say_continuation(self) -> None:
-        for line in continuation(self.run_dir, self.config):
-            self._display.note(line)
-
-    def _forget_processes(self) -> None:
-        """Forget what earlier processes announced and how they ended: their model version and data state are not those
-        of the ones to come.
-        """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE):
-            (self.run_dir / ending).unlink(missing_ok=True)
-        try:
-            self._last_step.begin()
-        except OSError as error:
-            raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
-        try:
-            with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
-                resolver.clear_subtree(keep=(TRIAL_KEY,))
-        except NameResolveError as error:
-            raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
+        self._trial.release()
 
     def run(self) -> int:
         """Start everything and see it through; returns the exit code."""
         backend = open_backend(self.config.system.launcher, self.run_dir)
+        backend.lock = self._trial.lock
         try:
             return asyncio.run(self._run(backend))
         finally:
@@ -183,8 +124,7 @@ class Launcher:
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
-                await asyncio.to_thread(self._forget_processes)
-                self._say_continuation()
+                await asyncio.to_thread(self._trial.begin_again)
             return code
         finally:
             guarding.cancel()
@@ -226,18 +166,14 @@ class Launcher:
 
     async def _guard_claim(self) -> None:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
-        while self._claim is not None:
+        while not self._claim_lost:
             await asyncio.sleep(LEASE_S / 3)
             try:
-                self._claim_lost = await asyncio.to_thread(self._claim.is_lost)
+                self._claim_lost = await asyncio.to_thread(self._trial.is_lost)
             except NameResolveError as error:
                 self._display.note(f"name resolution cannot be reached, trying again: {error}")
-            if self._claim_lost:
-                self._display.note(
-                    f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over"
-                )
-                self._ends.put_nowait(None)
-                return
+        self._display.note(f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over")
+        self._ends.put_nowait(None)
 
     async def _start(self, plan: WorkerPlan) -> None:
         """Start a process, and have its end reported."""
@@ -289,11 +225,12 @@ class Launcher:
     async def _after_end(self, ended: WorkerHandle) -> AfterDeath:
         """What is started again after this end; `alone` also where the run goes on without the process."""
         kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
-        together = kind.restart == Restart.together
+        together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
-            lost = together and not await asyncio.to_thread(self._last_step_is_there)
-            after = self._policy.died(name, time.monotonic(), lost=lost)
+            lost = together and not await asyncio.to_thread(self._trial.last_step_is_there)
+            counted = TRAINER if ended.exit_code == EXIT_TOGETHER else name  # its own death was counted before
+            after = self._policy.died(counted, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
         if kind.essential and not replaced:
             return after
@@ -304,7 +241,7 @@ class Launcher:
         if not replaced:
             self._workers.remove(ended)
         elif together:
-            await self._restart([worker for worker in self._workers if _is_together(worker)], TRAINER, _how(ended))
+            await self._restart([worker for worker in self._workers if _trains(worker)], TRAINER, _how(ended))
         else:
             await self._restart([ended], name, _how(ended))
         return AfterDeath.alone
@@ -312,23 +249,18 @@ class Launcher:
     async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
-        while not any(worker is not None and _is_together(worker) and not _gave_up(worker) for worker in ends):
+        while not any(worker is not None and _trains(worker) and not _gave_up(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
             except TimeoutError:
                 return
 
-    def _last_step_is_there(self) -> bool:
-        """Whether the trainer's side can go on from where it stood."""
-        try:
-            with open_resolver(self.config, self.run_dir) as resolver:
-                announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
-        except NameEntryNotFound:
-            announced = 0
-        except NameResolveError as error:
-            self._display.note(f"name resolution does not tell which version the servers have: {error}")
-            return False
-        return self.config.checkpoint.keep_last_step and self._last_step.can_go_on(announced)
+    def _may_go_on_alone(self, ended: WorkerHandle) -> bool:
+        """Whether a successor of it need not take others of its side with it. A leader's looks where they stand, which
+        they only know if steps are kept.
+        """
+        leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
+        return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_TOGETHER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
         """End `workers`, whatever still runs of them, and start each again."""
@@ -343,22 +275,13 @@ class Launcher:
             self._workers.remove(worker)
             self._deaths[worker.plan.name] += 1
         if what == TRAINER:
-            await asyncio.to_thread(self._forget_trainer)
+            await asyncio.to_thread(self._trial.forget_trainer)
         plans = [worker.plan for worker in workers]
         for plan in plans:
             await self._start(plan)
         watch = asyncio.create_task(self._note_when_ready(plans, what, began))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
-
-    def _forget_trainer(self) -> None:
-        """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
-        with open_resolver(self.config, self.run_dir) as resolver:
-            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)
-            keys = [key for tree in trees for key in resolver.get_subtree(tree)]
-            for key in [*keys, names.TRAINING_WORLD_KEY]:
-                with contextlib.suppress(NameEntryNotFound):
-                    resolver.delete(key)
 
     async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
         """Say how long it took until what was started again could work, and write it down."""
@@ -397,7 +320,7 @@ class Launcher:
             self._display.note(f"    {line}")
         if not _leads(ended):
             self._terminate_leader()
-            await _wait_for([worker for worker in self._workers if _leads(worker)], SAVE_LIMIT_S)
+            await _wait_for([worker for worker in self._workers if _leads(worker)], FAILED_SAVE_LIMIT_S)
         await self._stop_all()
 
     def _terminate_leader(self) -> None:
@@ -426,8 +349,9 @@ class Launcher:
             self._display.row(row)
 
 
-def _is_together(worker: WorkerHandle) -> bool:
-    return KINDS[worker.plan.kind].restart == Restart.together
+def _trains(worker: WorkerHandle) -> bool:
+    """Whether it is of the trainer's side."""
+    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _gave_up(worker: WorkerHandle) -> bool:
@@ -436,7 +360,7 @@ def _gave_up(worker: WorkerHandle) -> bool:
 
 def _may_follow_another(worker: WorkerHandle | None) -> bool:
     """Whether it ended because another one of its side died, as far as one can tell."""
-    return worker is not None and _is_together(worker) and _gave_up(worker)
+    return worker is not None and _trains(worker) and _gave_up(worker)
 
 
 def _leads(worker: WorkerHandle) -> bool:
@@ -448,7 +372,7 @@ def _how(ended: WorkerHandle) -> str:
     code = ended.exit_code
     if code is not None and code < 0:
         return f"was killed by signal {signal.Signals(-code).name}"
-    return f"exited with {code}"
+    return "found the ranks in a step" if code == EXIT_TOGETHER else f"exited with {code}"
 
 
 async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:

@@ -39,7 +39,8 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     for (name, index), host in places.items():
         resources = KINDS[name].resources(config, before[name, id(host)], shares[id(host)])
         before[name, id(host)] += 1
-        plans.append(WorkerPlan(name, index, resources, host=Host(host.name, host.address, host.python)))
+        where = Host(host.name, host.address, host.python)
+        plans.append(WorkerPlan(name, index, resources, host=where, leads=KINDS[name].leads))
     return plans
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,13 @@ _LEFTOVERS_LIMIT_S = 10.0
 _POLL_S = 0.05
 
 
-def kept(command: list[str]) -> list[str]:
-    """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input."""
-    return [sys.executable, "-I", "-S", keeper.__file__, *command]
+def kept(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
+    """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input.
+
+    `grace_s`: once that is closed, `command` gets SIGTERM and so long. `held`: descriptors that the keeper holds on to.
+    """
+    numbers = ",".join(map(str, held)) or "-"
+    return [sys.executable, "-I", "-S", keeper.__file__, str(grace_s), numbers, *command]
 
 
 def mark_of(launch: str) -> dict[str, str]:

@@ -79,6 +79,7 @@ class RemoteBackend(LauncherBackend):
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """See the base class; `plan.host` says where."""
         if not plan.host.name:
+            self._local.lock = self.lock
             return await self._local.start(plan)
         file = log_file(self.run_dir, plan.kind, plan.index)
         file.parent.mkdir(parents=True, exist_ok=True)

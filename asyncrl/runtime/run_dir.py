@@ -10,6 +10,10 @@ from asyncrl.config.experiment import ExperimentConfig
 
 LOCK_FILE = "lock"
 """Locked by the launcher for as long as the run lasts; says which launch has, or last had, the folder."""
+LAUNCHER_LOG = "launcher.log"
+"""What the launcher of a detached run tells; that of the launch before is beside it."""
+EXIT_FILE = "exit_code"
+"""What a detached run ended with."""
 CONFIG_FILE = "config.yaml"
 SECRET_FILE = "secret"
 METRICS_FILE = "metrics.jsonl"

@@ -84,8 +84,9 @@ class SystemConfig:
     )
     restarts_per_process: int = setting(
         3,
-        "how often a GenerationServer or RolloutWorker that died is started again alone, within restart_window_s; with "
-        "one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: it ends at once",
+        "how often each process that died is started again, within restart_window_s: alone, or with all of the "
+        "trainer's side; with one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: "
+        "it ends at once",
         minimum=0,
     )
     restart_window_s: float = setting(600.0, "after so long a restart is forgotten", unit="s", minimum=1.0)

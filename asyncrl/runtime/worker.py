@@ -34,8 +34,13 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.waiting import await_name
+
+
+class RestartTogether(Exception):  # it asks for something; nothing went wrong here
+    """This process cannot go on with the others as they stand; all of its side can, from the last step."""
 
 
 class _StoppedEarly(BaseException):
@@ -109,11 +114,14 @@ class Worker(ABC):
                 self._configured = True
                 self.run()
             self.set_status("done")
-            return 0
+            return EXIT_OK
+        except RestartTogether as error:
+            self.log.warning("%s cannot go on alone: %s", self.name, error)
+            return EXIT_TOGETHER
         except BaseException as error:
             self.log.exception("%s failed", self.name)
             self.set_status("failed", f"{type(error).__name__}: {error}")
-            return 1
+            return EXIT_FAILED
         finally:
             self.close()
             self.resolver.close()

@@ -51,6 +51,8 @@ class WorkerPlan:
     resources: Resources = field(default_factory=Resources)
     incarnation: int = 0
     host: Host = field(default_factory=Host)
+    leads: bool = False
+    """It saves before it ends, and needs the others for that."""
 
     @property
     def name(self) -> str:

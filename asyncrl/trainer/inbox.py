@@ -56,6 +56,7 @@ class Inbox:
         self._memory_bytes, self._spilled = memory_bytes, spilled
         self._room = threading.Condition()
         self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
+        self._records: dict[str, RolloutRecord] = {}  # of all that is held
         self.bytes_held = 0
         """Of the tokens in memory."""
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
@@ -95,8 +96,21 @@ class Inbox:
         with self._room:
             self._held[trajectory.rollout_id] = trajectory if spilled is None else None
             self.bytes_held += size if spilled is None else 0
-            self._last += 1
-            self._unacknowledged.append((self._last, record))
+            self._records[trajectory.rollout_id] = record
+            self._tell(record)
+
+    def _tell(self, record: RolloutRecord) -> None:
+        self._last += 1
+        self._unacknowledged.append((self._last, record))
+
+    def tell_again(self) -> None:
+        """Somebody else polls from here on: all that is held is new to them, under new numbers, which a poll of the one
+        before cannot acknowledge.
+        """
+        with self._room:
+            self._unacknowledged = []
+            for record in self._records.values():
+                self._tell(record)
 
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""
@@ -122,6 +136,7 @@ class Inbox:
         """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
         with self._room:
             for rollout_id in rollout_ids:
+                self._records.pop(rollout_id, None)
                 if (held := self._held.pop(rollout_id, None)) is not None:
                     self.bytes_held -= bytes_of(held)
             self._room.notify_all()

@@ -109,11 +109,43 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minibatch: int
 
 
+class InStep(Reply, frozen=True):
+    """Whether a step has begun here whose end is not kept."""
+
+    in_step: bool
+
+
+class LookIntoStep(Request[InStep], frozen=True):
+    """Is a step under way? Answered at once, whatever computes."""
+
+
+class Standing(Reply, frozen=True):
+    """Where a rank stands between two steps.
+
+    Attributes:
+        in_step: it does not: a step has begun whose end is not kept.
+        master_state: the master's state of the step whose end was kept last; None: no step has begun here yet.
+    """
+
+    in_step: bool
+    master_state: dict[str, Any] | None
+
+
+class TakeUp(Request[Standing], frozen=True):
+    """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
+
+    From then on no step begins that one before it asks for, and the first poll tells of every rollout that is held.
+    """
+
+    incarnation: int
+
+
 class BeginStep(Request[Done], frozen=True):
     """Bring this rank's rollouts of the step at `version` here and pack them; every rank gets the same request.
 
-    `min_version`: only tokens of this version or newer carry loss. `assignment` is in data order, with the actor's data
-    indices. `elsewhere`: for each further grid of the placement, in its order, the data index that gets each rollout.
+    `master`: the incarnation of the master that asks for it. `min_version`: only tokens of this version or newer carry
+    loss. `assignment` is in data order, with the actor's data indices. `elsewhere`: for each further grid of the
+    placement, in its order, the data index that gets each rollout.
     """
 
     version: int
@@ -121,6 +153,7 @@ class BeginStep(Request[Done], frozen=True):
     num_minibatches: int
     assignment: tuple[Assignment, ...]
     elsewhere: tuple[tuple[int, ...], ...] = ()
+    master: int = 0
 
 
 class CallStats(Reply, frozen=True):

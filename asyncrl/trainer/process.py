@@ -36,7 +36,7 @@ from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, SPILLED_DIR, WEIGHTS_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
@@ -56,8 +56,10 @@ from asyncrl.trainer.messages import (
     Discard,
     EndStep,
     FinishShare,
+    InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LookIntoStep,
     MoveColumns,
     PollBuffer,
     PolledBuffer,
@@ -66,6 +68,8 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     SendWeights,
+    Standing,
+    TakeUp,
     WrittenShare,
 )
 from asyncrl.trainer.micro_batch_layout import AttentionKind
@@ -94,6 +98,8 @@ class ModelWorker(Worker):
         self._open = ExitStack()
         self._batches: dict[WorkerGrid, StepBatch] = {}
         self._deals: dict[WorkerGrid, list[Deal]] = {}
+        self._master = 0
+        self._standing = Standing(in_step=False, master_state=None)
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -146,6 +152,7 @@ class ModelWorker(Worker):
             system.host,
             self.security,
             immediate={
+                LookIntoStep: self._look_into_step,
                 PollBuffer: self._poll_buffer,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
@@ -153,6 +160,7 @@ class ModelWorker(Worker):
                 CommitCheckpoint: self._commit_checkpoint,
             },
             queued={
+                TakeUp: self._take_up,
                 BeginStep: self._begin_step,
                 RunCall: self._run_call,
                 MoveColumns: self._move_columns,
@@ -193,7 +201,7 @@ class ModelWorker(Worker):
         """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""
         self._in_step: list[str] = []
         self._last_step = LastStep(self.run_dir)
-        if not (self._world.takes_trajectories and self.config.checkpoint.keep_last_step):
+        if not (self._world.takes_trajectories and keeps_last_step(self.config)):
             return None
         try:
             kept = KeptInbox(self._last_step.inbox(head))
@@ -248,6 +256,9 @@ class ModelWorker(Worker):
             self._arrival.set()
             self._arrival = None
 
+    async def _look_into_step(self, request: LookIntoStep) -> InStep:
+        return InStep(self._standing.in_step)
+
     async def _poll_buffer(self, request: PollBuffer) -> PolledBuffer:
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -287,8 +298,16 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
+    def _take_up(self, request: TakeUp) -> Standing:
+        self._master = request.incarnation
+        self._inbox.tell_again()
+        return self._standing
+
     def _begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
+        if step.master != self._master:
+            raise RuntimeError(f"master {step.master} asks for a step, which master {self._master} has followed")
+        self._standing = Standing(in_step=True, master_state=None)
         self._deals = deals(step, self._world.placement)
         leaving = [deal.rollout_id for deal in self._deals[self._world.placement.actor] if deal.source == self.index]
         held = self._inbox.get(leaving)
@@ -393,6 +412,8 @@ class ModelWorker(Worker):
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
         self._rank.save_checkpoint(request)
+        if request.of_last_step:
+            self._standing = Standing(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

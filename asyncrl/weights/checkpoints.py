@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,8 @@ class CheckpointWriter:
         self._plan: SavePlan | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: _Writing | None = None
+        self._committing = Lock()
+        self._committed: Path | None = None
 
     def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
         """Copy a checkpoint of policy `version` to host memory and begin to write it aside of `path`.
@@ -104,6 +107,7 @@ class CheckpointWriter:
 
         self._ranks.together(prepare, f"beginning {path}")
         roles = self._steps_of_roles(steps)
+        self._committed = None
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
         share = self._thread.submit(self._write, atomic_dir.aside(path), parts)
         self._writing = _Writing(path, version, document, share)
@@ -125,15 +129,19 @@ class CheckpointWriter:
     def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
         """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
 
-        Then all but the newest `keep` beside it are deleted, and those `protected`.
+        Then all but the newest `keep` beside it are deleted, and those `protected`. Done again it does nothing: whoever
+        asked for it may have died, and who follows does not know how far it came.
 
         Raises:
             OSError: it cannot be written.
             RuntimeError: `path` was not begun last.
         """
         writing = self._begun(path)
-        with at_once(not self._patient):
+        with self._committing, at_once(not self._patient):
+            if self._committed == path:
+                return
             self._commit(path, files, writing)
+            self._committed = path
             patiently_blocking(
                 lambda: prune(path.parent, keep, protected), f"which checkpoints {path.parent} has", _log
             )

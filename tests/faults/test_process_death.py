@@ -58,12 +58,17 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
         assert saved_version(run) >= 3, run.output + run.logs()
 
 
-def test_a_killed_launcher_takes_every_process_along(start_run: Any) -> None:
-    run = start_run(total_train_steps=ENDLESS)
-    run.wait_for_step(1)
+@pytest.mark.timeout(600)
+def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(start_run: Any) -> None:
+    """The same command waits for that, and goes on from there."""
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=0)
+    run.wait_for_step(3, 300)
     run.process.kill()
-    run.process.wait(10)
+    again = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=0)
+    again.wait_for_line("continuing from checkpoint", 300)
     assert run.survivors() == []
+    assert saved_version(run) == last_step(run) >= 3
+    assert f"continuing from checkpoint v{saved_version(run)}: step" in again.output
 
 
 def test_ctrl_c_stops_after_a_checkpoint_of_the_last_step(start_run: Any, ctrl_c: Any) -> None:

@@ -8,18 +8,24 @@ from typing import Any
 
 import pytest
 
+from asyncrl.commands.audit import audit
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BATCH = 4
+LIMIT_S = 300.0
+"""Of what takes seconds on a machine that does nothing else."""
 
 
-def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
-    """The run finished by itself, each step is there once, the books balance, the restarts are told everywhere."""
-    assert run.wait(180) == 0, run.output + run.logs()
+def check_the_end(run: Any, steps: int, restarts: dict[str, int], told: int | None = None) -> None:
+    """The run finished by itself, each step is there once, the books balance, the restarts are told everywhere.
+
+    `told`: for how many of them the time is; one that another followed before it had gone on has none.
+    """
+    assert run.wait(LIMIT_S) == 0, run.output + run.logs()
     rows = run.rows()
     assert [row["step"] for row in rows if row["step"]] == list(range(1, steps + 1))
     summary = run.summary()
@@ -27,7 +33,7 @@ def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
     assert rows[-1]["restarts"] == sum(restarts.values())
     assert run.output.count("it is started again") == sum(restarts.values())
     assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) + "; " in run.output
-    assert run.output.count(" went on after ") == sum(restarts.values())
+    assert run.output.count(" went on after ") == (sum(restarts.values()) if told is None else told)
     assert rows[-1]["time/restarts_s"] > 0
     assert "FAILED:" not in run.output
     books = summary["books"]
@@ -40,7 +46,7 @@ def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weigh
     """The only one, so that every request has to wait for it."""
     steps = 12
     run = start_run(total_train_steps=steps)
-    run.wait_for_step(3)
+    run.wait_for_step(3, LIMIT_S)
     run.worker("generation_server/0").kill()
     check_the_end(run, steps, {"generation_server/0": 1})
     rows = run.rows()
@@ -67,7 +73,7 @@ def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(start_ru
     steps, at = 24 * kills, 3
     run = start_run(total_train_steps=steps, seed=1)
     for _ in range(kills):
-        run.wait_for_step(at)
+        run.wait_for_step(at, LIMIT_S)
         run.worker("rollout_worker/0").kill()
         at = int(run.rows()[-1]["step"]) + 4  # which takes a successor
     check_the_end(run, steps, {"rollout_worker/0": kills})
@@ -93,7 +99,7 @@ def test_a_killed_manager_goes_on_where_it_stood(start_run: Any) -> None:
     steps = 14
     run = start_run(total_train_steps=steps, seed=1)
     for at in (3, 7):
-        run.wait_for_step(at)
+        run.wait_for_step(at, LIMIT_S)
         run.worker("gserver_manager/0").kill()
     check_the_end(run, steps, {"gserver_manager/0": 2})
     assert set(run.summary()["books"]["dropped"]) <= {"stale"}
@@ -102,25 +108,152 @@ def test_a_killed_manager_goes_on_where_it_stood(start_run: Any) -> None:
     assert log.count("going on where the manager before this one stood") == 2
 
 
-@pytest.mark.parametrize("kind", ["model_worker", "master_worker"])
-def test_a_killed_trainer_goes_on_from_its_last_step(start_run: Any, kind: str) -> None:
+def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any) -> None:
     """No step is repeated but the one in hand, no rollout that waited is lost, and the other processes stay."""
     steps = 10
     run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0)
-    run.wait_for_step(4)
+    run.wait_for_step(4, LIMIT_S)
     others = [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")]
-    run.worker(f"{kind}/0").kill()
-    run.wait_for_step(6)
+    run.worker("model_worker/0").kill()
+    run.wait_for_step(6, LIMIT_S)
     assert [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")] == others
     check_the_end(run, steps, {"the trainer": 1})
+    assert gone_on_after(run) >= 4
+    check_nothing_was_lost(run, steps)
+
+
+def gone_on_after(run: Any) -> int:
+    """The step after which a second master went on."""
     log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
-    gone_on_at = int(log.partition("going on after step ")[2].partition(",")[0])
-    assert gone_on_at >= 4
+    return int(log.partition("going on after step ")[2].partition(",")[0])
+
+
+def check_nothing_was_lost(run: Any, steps: int) -> None:
+    """Each prompt is trained once and none is left out; the files show it."""
     assert set(run.summary()["books"]["dropped"]) <= {"stale"}
     orders = used_orders(run)
     assert len(set(orders)) == len(orders) == steps * BATCH
     assert orders[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    found = audit(run.run_dir)
+    assert found.findings == ()
+    assert (found.outcome.version, found.outcome.trained) == (steps, steps * BATCH)
     assert not LastStep(run.run_dir).folder.exists()
+
+
+HELD_AGENT = """
+import asyncio
+from pathlib import Path
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+class Held(SingleTurnAgent):
+    "Answers twelve prompts, and the others once there is a file."
+
+    first = set()
+
+    async def run(self, prompt, env, client):
+        if len(Held.first) < 12:
+            Held.first.add(prompt.prompt_id)
+        while prompt.prompt_id not in Held.first and not Path("{free}").exists():
+            await asyncio.sleep(0.05)
+        return await super().run(prompt, env, client)
+"""
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_a_master_killed_between_two_steps_is_followed_by_one_that_goes_on_with_the_same_ranks(
+    start_run: Any, tmp_path: Path, layout: str
+) -> None:
+    """Killed while it waits for what the fourth step trains."""
+    steps, free = 7, tmp_path / "free"
+    (tmp_path / "held.py").write_text(HELD_AGENT.format(free=free))
+    settings = {"agent__path": f"{tmp_path / 'held.py'}:Held", "eval__interval": 0, "checkpoint__interval": 0}
+    run = start_run(total_train_steps=steps, seed=1, trainer__parallel=layout, **settings)
+    run.wait_for_step(3, LIMIT_S)
+    others = ["rollout_worker/0", "generation_server/0", "gserver_manager/0"]
+    others += [f"model_worker/{rank}" for rank in range(int(layout[1]))]
+    before = [run.worker(name).pid for name in others]
+    run.worker("master_worker/0").kill()
+    run.wait_for_line("master_worker/0 went on after", LIMIT_S)
+    free.touch()
+    run.wait_for_step(5, LIMIT_S)
+    assert [run.worker(name).pid for name in others] == before
+    check_the_end(run, steps, {"master_worker/0": 1})
+    assert gone_on_after(run) == 3
+    assert "the ranks stand between two steps" in (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    check_nothing_was_lost(run, steps)
+
+
+HELD_LOSS = """
+from pathlib import Path
+from threading import Event
+from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.registry import policy_loss
+
+@policy_loss("held")
+def held(inputs):
+    "Computes on until there is one file, then waits for the other."
+    pause = Event()
+    while Path("{hold}").exists() and not Path("{free}").exists():
+        Path("{held}").touch()
+        pause.wait(0.05)
+    return reinforce(inputs)
+"""
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_a_master_killed_in_a_step_is_followed_by_one_that_has_all_ranks_begin_again(
+    start_run: Any, tmp_path: Path, layout: str
+) -> None:
+    steps, hold, held, free = 6, tmp_path / "hold", tmp_path / "held", tmp_path / "free"
+    (tmp_path / "loss.py").write_text(HELD_LOSS.format(hold=hold, held=held, free=free))
+    settings = {"eval__interval": 0, "checkpoint__interval": 0, "trainer__parallel": layout}
+    settings |= {"algorithm__policy_loss__name": f"{tmp_path / 'loss.py'}:held"}
+    settings |= {"algorithm__policy_loss__params": "{}"}
+    run = start_run(total_train_steps=steps, seed=1, **settings)
+    run.wait_for_step(2, LIMIT_S)
+    hold.touch()
+    run.wait_for_file(str(held), LIMIT_S)
+    last = int(run.rows()[-1]["step"])
+    run.worker("master_worker/0").kill()
+    run.wait_for_line("found the ranks in a step", LIMIT_S)
+    free.touch()
+    check_the_end(run, steps, {"master_worker/0": 1, "the trainer": 1}, told=1)
+    assert gone_on_after(run) == last
+    check_nothing_was_lost(run, steps)
+
+
+HELD_EVALUATION = """
+import asyncio
+from pathlib import Path
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+class Held(SingleTurnAgent):
+    "Answers prompts of the training, and those of an evaluation once there is a file."
+
+    async def run(self, prompt, env, client):
+        while prompt.prompt_id.startswith("eval-") and not Path("{free}").exists():
+            await asyncio.sleep(0.05)
+        return await super().run(prompt, env, client)
+"""
+
+
+def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_version(
+    start_run: Any, tmp_path: Path
+) -> None:
+    """That of the initial model, while versions 1 and 2 wait for it."""
+    steps, free = 6, tmp_path / "free"
+    (tmp_path / "held.py").write_text(HELD_EVALUATION.format(free=free))
+    run = start_run(total_train_steps=steps, agent__path=f"{tmp_path / 'held.py'}:Held", eval__interval=3)
+    run.wait_for_file("weights/actor/v2", LIMIT_S)
+    run.worker("model_worker/0").kill()
+    run.wait_for_line("the trainer went on after", LIMIT_S)
+    free.touch()
+    check_the_end(run, steps, {"the trainer": 1})
+    summary = run.summary()
+    assert summary["evaluations_failed"] == []
+    assert [evaluation["version"] for evaluation in summary["evaluations"]] == [0, 3, 6]
+    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    assert "was answered by versions" not in log, "each is of the version that it is told of"
 
 
 DEADLY = """
@@ -156,7 +289,7 @@ def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(st
 def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(start_run: Any) -> None:
     steps = 6
     run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0, trainer__parallel="d2")
-    run.wait_for_step(3)
+    run.wait_for_step(3, LIMIT_S)
     run.worker("model_worker/1").kill()
     check_the_end(run, steps, {"the trainer": 1})
     orders = used_orders(run)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -196,6 +197,87 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+
+def save(*_):
+    (folder / "asked").touch()
+    while not (folder / "may-end").exists():
+        time.sleep(0.01)
+    (folder / "saved").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("here", flush=True)
+time.sleep(600)
+"""
+LAUNCHER_OF_TWO = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from asyncrl.runtime.launchers.local import Backend
+from asyncrl.runtime.worker_plan import WorkerPlan
+
+folder = Path(sys.argv[1])
+programs = [sys.argv[2], "import time; print('here', flush=True); time.sleep(600)"]
+WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", programs[plan.index], str(folder)]
+
+async def main():
+    backend = Backend(folder)
+    backend.lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    for index in (1, 0):
+        worker = await backend.start(WorkerPlan("toy", index, leads=index == 0))
+        while not worker.last_lines():
+            await asyncio.sleep(0.01)
+        print(worker.description.split()[1], flush=True)
+    await worker.wait()
+
+asyncio.run(main())
+"""
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.01)
+
+
+def test_a_killed_launchers_leading_process_saves_before_the_others_end_and_keeps_the_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAUNCHER_OF_TWO, str(tmp_path), SAVING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        keepers = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+        other, _ = processes = [child for keeper in keepers for child in keeper.children()]
+        try:
+            launcher.kill()
+            wait_for(tmp_path / "asked")
+            assert runs(other)
+            held = [file.path for file in keepers[1].open_files()]
+            assert str(tmp_path / "lock") in held
+            (tmp_path / "may-end").touch()
+            left = psutil.wait_procs([*keepers, *processes], timeout=LIMIT_S)[1]
+            assert [process for process in left if runs(process)] == []
+            assert (tmp_path / "saved").exists()
+        finally:
+            for process in [*keepers, *processes]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def test_a_killed_launchers_leading_process_that_does_not_end_is_killed() -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    command = kept([sys.executable, "-c", deaf], grace_s=0.2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+        keeper.stdin.close()
+        assert keeper.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Path) -> None:

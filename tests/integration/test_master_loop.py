@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import asdict
 
 from asyncrl.comm.awake import AwakeClock
-from asyncrl.comm.request_reply import Done, Reply, Request
+from asyncrl.comm.request_reply import Done, PeerGone, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
@@ -23,11 +23,14 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.ranks import Stalled
 from asyncrl.master.run_files import BooksError
-from asyncrl.master.train_loop import Peers, Stalled, TrainLoop
+from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.observability.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.settings import EvalSetConfig
+from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -35,8 +38,10 @@ from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Discard,
     FinishShare,
+    InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LookIntoStep,
     PollBuffer,
     PolledBuffer,
     Publish,
@@ -44,6 +49,8 @@ from asyncrl.trainer.messages import (
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
+    Standing,
+    TakeUp,
     WrittenShare,
 )
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
@@ -93,6 +100,7 @@ class FakeWorkers:
     train_gate: asyncio.Event | None = None
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
+    standing: dict[int, Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.placed = self.placed or Placement(dict.fromkeys(("actor", "ref"), WorkerGrid(data=self.count)))
@@ -130,7 +138,18 @@ class FakeWorkers:
                 begun = self.requests(SaveCheckpoint)[-1]
                 assert begun.path == request.path
                 commit(request)
-                self.stored = json.loads(json.dumps(begun.master_state))
+                if not request.of_last_step:
+                    self.stored = json.loads(json.dumps(begun.master_state))
+            case LookIntoStep():
+                return InStep(self.stands(worker).in_step)
+            case TakeUp():
+                self.received = {head: self._held(records) for head, records in self.received.items()}
+                return self.stands(worker)
+            case BeginStep():
+                self.standing[worker] = Standing(in_step=True, master_state=None)
+            case SaveCheckpoint(of_last_step=True):
+                state = json.loads(json.dumps(request.master_state))
+                self.standing[worker] = Standing(in_step=False, master_state=state)
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
             case Publish():
@@ -153,6 +172,14 @@ class FakeWorkers:
                 async with asyncio.timeout(poll.timeout_s):
                     await self._arrived.wait_for(lambda: len(received) > poll.cursor)
         return PolledBuffer(len(received), tuple(received[poll.cursor :]))
+
+    def _held(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+        """Those that were neither trained nor discarded."""
+        begun = {item.rollout_id for request in self.requests(BeginStep) for item in request.assignment}
+        return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
+
+    def stands(self, worker: int) -> Standing:
+        return self.standing.get(worker, Standing(in_step=False, master_state=None))
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """What worker 0 was asked."""
@@ -204,8 +231,9 @@ class FakeManager:
     ) -> ConsumedReply:
         if self.dead:
             raise ConnectionError("the manager is gone")
+        told = {rollout for _, trained_before, _ in self.reports for rollout in trained_before}
         self.reports.append((version, list(trained), list(dropped)))
-        self.trained += len(trained)
+        self.trained += len(set(trained) - told)
         for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         books = Books(**asdict(self.books()), version=version, trained_version=version)
@@ -274,6 +302,9 @@ class FakeBoard:
     def announce_version(self, version: int, path: str) -> None:
         self.versions.append(version)
 
+    def announced_version(self) -> int:
+        return self.versions[-1] if self.versions else 0
+
     def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
         self.data_state, self.dropped = path, dict(dropped)
 
@@ -287,15 +318,24 @@ class Run:
         config: ExperimentConfig,
         workers: FakeWorkers | None = None,
         clock: AwakeClock | None = None,
+        last_step: LastStep | None = None,
+        follows: Run | None = None,
     ) -> None:
         self.run_dir, self.config = run_dir, config
-        self.workers = workers or FakeWorkers()
+        self.workers = workers or (FakeWorkers() if follows is None else follows.workers)
         self.manager, self.rollouts, self.board = FakeManager(), FakeRollouts(), FakeBoard()
+        if follows is not None:
+            self.manager, self.rollouts, self.board = follows.manager, follows.rollouts, follows.board
         self.stop = asyncio.Event()
         graph = grpo(config)
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock)
+        self.last_step = last_step or (None if follows is None else follows.last_step)
+        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock, self.last_step, begun=self._begin)
+        self.begun = 0
+
+    def _begin(self) -> None:
+        self.begun += 1
 
     async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
@@ -700,11 +740,30 @@ async def test_a_row_held_for_its_evaluation_survives_a_crash(tmp_path: Path) ->
     await second.deliver(range(8, 12), oldest=2)
     await second.loop.run()
     assert [row["step"] for row in second.rows()] == [0, 1, 2, 3]
-    assert second.rollouts.started == [3], "what was evaluated, or cut off, is not evaluated again"
-    assert second.rows()[2]["eval/held_out/failed"] == 1.0
+    assert second.rollouts.started == [2, 3], "what was cut off is evaluated again"
     summary = second.summary()
-    assert [item["version"] for item in summary["evaluations"]] == [0, 1, 3]
-    assert summary["evaluations_failed"] == [{"version": 2, "set": "held_out", "reason": "cut off by a restart"}]
+    assert [item["version"] for item in summary["evaluations"]] == [0, 1, 2, 3]
+    assert summary["evaluations_failed"] == []
+
+
+async def test_an_evaluation_of_a_version_before_the_checkpoint_counts_as_failed_after_a_crash(tmp_path: Path) -> None:
+    """Nobody serves that version any more."""
+    config = make_config(total_train_steps=4, checkpoint__interval=2, eval__interval=3)
+    first = Run(tmp_path, config)
+    first.rollouts.finish = asyncio.Event()
+    await first.deliver(range(8), oldest=0)
+    async with running(first):
+        await until(lambda: first.workers.saved() == [2])
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 8
+    await second.deliver(range(8, 16), oldest=3)
+    await second.loop.run()
+    assert [row["step"] for row in second.rows()] == [0, 1, 2, 3, 4]
+    assert second.rollouts.started == [3, 4]
+    failed = [{"version": 0, "set": "held_out", "reason": "cut off by a restart"}]
+    assert second.summary()["evaluations_failed"] == failed
 
 
 async def test_an_evaluation_that_ended_after_the_last_checkpoint_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -1072,3 +1131,141 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     await second.deliver(range(4, 8), oldest=1)
     await second.loop.run()
     assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+
+
+@pytest.fixture
+def last_step(tmp_path: Path) -> Iterator[LastStep]:
+    kept = LastStep(tmp_path)
+    kept.begin()
+    yield kept
+    kept.remove()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
+    tmp_path: Path, last_step: LastStep, ranks: int
+) -> None:
+    """Nothing is loaded, what waited in the ranks is trained, every row is there once."""
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(ranks), last_step=last_step)
+    async with running(first):  # killed while it waits for the data of step 3, of which a half is there
+        await first.deliver(range(8), oldest=1)
+        await first.deliver(range(8, 10), oldest=2)
+        await until(lambda: len(first.manager.reports) == 2)
+    asked = len(first.workers.log)
+
+    second = Run(tmp_path, first.config, follows=first)
+    async with running(second) as task:
+        await until(lambda: second.begun == 1)
+        await second.deliver(range(10, 16), oldest=2)
+        await task
+    asked_again = {type(request) for _, request in second.workers.log[asked:]}
+    assert TakeUp in asked_again
+    assert LoadCheckpoint not in asked_again
+    assert second.workers.trained_rollouts() == [f"r{order}" for order in range(16)]
+    assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
+    assert second.board.versions == [1, 2, 2, 3, 4]
+    assert second.summary()["books"]["trained"] == 16
+    lines = [json.loads(line) for line in (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()]
+    assert [line["rollout"] for line in lines if line["kind"] == "trained"] == second.workers.trained_rollouts()
+    assert [line["kind"] for line in lines if line["kind"] in ("begin", "end")] == ["begin", "end"]
+
+
+async def test_a_master_that_follows_has_the_state_made_whole_before_others_hear_of_the_step(
+    tmp_path: Path, last_step: LastStep
+) -> None:
+    """The one before it was killed after the ranks had copied it."""
+    first = Run(tmp_path, make_config(total_train_steps=2), last_step=last_step)
+    first.workers.write_gate = asyncio.Event()
+    async with running(first):
+        await first.deliver(range(8), oldest=0)
+        await until(lambda: bool(first.workers.requests(FinishShare)))
+    assert (first.board.versions, last_step.version) == ([], None)
+
+    second = Run(tmp_path, first.config, follows=first)
+    async with running(second) as task:
+        await until(lambda: len(second.workers.requests(FinishShare)) == 2)
+        assert second.board.versions == []
+        second.workers.write_gate.set()
+        await task
+    assert second.board.versions == [1, 2]
+    assert [row["step"] for row in second.rows()] == [1, 2]
+    assert second.summary()["books"]["trained"] == 8
+
+
+@pytest.mark.parametrize("stand", ["in a step", "after different steps", "one is gone"])
+async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stand_between_two_steps(
+    tmp_path: Path, last_step: LastStep, stand: str
+) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    async with running(first):
+        await first.deliver(range(8), oldest=1)
+        await until(lambda: len(first.manager.reports) == 2)
+    match stand:
+        case "in a step":
+            first.workers.standing[1] = Standing(in_step=True, master_state=None)
+        case "after different steps":
+            first.workers.standing[1] = Standing(in_step=False, master_state={"version": 1})
+        case "one is gone":
+            first.workers.fail[LookIntoStep] = PeerGone("killed")
+    books = (tmp_path / "books.json").read_text()
+    asked = len(first.workers.log)
+
+    second = Run(tmp_path, first.config, follows=first)
+    with pytest.raises(RestartTogether):
+        await second.loop.run()
+    assert {type(request) for _, request in second.workers.log[asked:]} <= {LookIntoStep, TakeUp}
+    assert second.begun == 0
+    assert (tmp_path / "books.json").read_text() == books
+
+
+def kill(run: Run) -> None:
+    """What ends from here on nobody hears of."""
+    run.loop._announcer._on_end = run.loop._announcer._announce = lambda *_: None
+
+
+@pytest.mark.parametrize("ranks_go_on", [True, False])
+@pytest.mark.parametrize("next_is_due", [True, False])
+async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_version_is_served(
+    tmp_path: Path, last_step: LastStep, ranks_go_on: bool, next_is_due: bool
+) -> None:
+    """Also where the ranks were started again too, and load the last step."""
+    config = make_config(total_train_steps=4, eval__interval=2 if next_is_due else 3)
+    first = Run(tmp_path, config, last_step=last_step)
+    first.rollouts.finish = asyncio.Event()
+    async with running(first):
+        await first.deliver(range(8), oldest=1)
+        await until(lambda: last_step.version == 2)
+        await until(lambda: next_is_due or len(first.manager.reports) == 2)
+        kill(first)
+    assert (first.rollouts.started, first.board.versions) == ([0], [])
+    if not ranks_go_on:
+        first.workers.stored = first.workers.stands(0).master_state
+        first.workers.standing.clear()
+
+    second = Run(tmp_path, config, follows=first)
+    async with running(second) as task:
+        await until(lambda: second.rollouts.started == [0, 0])
+        assert (second.begun, second.board.versions) == (1, [])
+        assert second.rows() == []
+        second.rollouts.finish.set()
+        await until(lambda: second.board.versions == [2])
+        await second.deliver(range(8, 16), oldest=2)
+        await task
+    assert second.rollouts.started == ([0, 0, 2, 4] if next_is_due else [0, 0, 3, 4])
+    assert [row["step"] for row in second.rows()] == [0, 1, 2, 3, 4]
+    assert second.summary()["evaluations_failed"] == []
+    assert [item["version"] for item in second.summary()["evaluations"]] == second.rollouts.started[1:]
+
+
+@pytest.mark.parametrize("left", [None, 1])
+async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
+    tmp_path: Path, last_step: LastStep, left: int | None
+) -> None:
+    """As after the loss of another host, which had a part of it."""
+    (last_step.state_root / "v2").mkdir(parents=True)
+    workers = FakeWorkers(stored=None if left is None else {"version": left})
+    run = Run(tmp_path, make_config(), workers, last_step=last_step)
+    with pytest.raises(RestartTogether, match="is not whole"):
+        await run.loop.run()
+    assert not last_step.can_go_on(0)
+    assert workers.requests(Publish) == []

@@ -169,8 +169,10 @@ async def test_a_name_is_awaited_for_so_long_unless_the_run_stops(tmp_path: Path
 def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
     with FileResolver(str(tmp_path)) as resolver:
         board = NameBoard(resolver)
+        assert board.announced_version() == 0
         board.announce_version(3, "/w/v3")
         board.announce_version(4, "/w/v4")
+        assert board.announced_version() == 4
         board.announce_data_state(Path("/run/data_state.json"), {"failed": 2})
         published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
         assert (published.version, published.path) == (4, "/w/v4")

@@ -37,13 +37,17 @@ from asyncrl.trainer.messages import (
     Discard,
     EndStep,
     FinishShare,
+    InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LookIntoStep,
     PollBuffer,
     Publish,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
+    Standing,
+    TakeUp,
 )
 from asyncrl.weights.canary import read_canary
 from asyncrl.weights.manifest import verify
@@ -109,6 +113,7 @@ class Workers:
             TrajectoryPusher([puller], secret, identity=f"test/{index}") for index, puller in enumerate(pullers)
         ]
         self.cursors = [0] * len(processes)
+        self.master = 0
 
     async def all(self, request: Request[R]) -> list[R]:
         return await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client in self.clients))
@@ -137,7 +142,7 @@ class Workers:
         records = await self.records()
         assert len(records) == GROUPS
         assignment = assign(records, len(self.clients), MINIBATCHES, seed=1, version=step)
-        await self.all(BeginStep(step, 0, MINIBATCHES, tuple(assignment)))
+        await self.all(BeginStep(step, 0, MINIBATCHES, tuple(assignment), master=self.master))
         stats: dict[str, Any] = {}
         for call in load_graph(self.config).order():
             request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
@@ -153,12 +158,16 @@ class Workers:
     def published(self) -> list[str]:
         return [folder.name for folder in (self.run_dir / "weights" / "actor").glob("v*")]
 
-    async def save(self, path: Path, state: dict[str, Any]) -> None:
+    async def save(self, path: Path, state: dict[str, Any], *, of_last_step: bool = False) -> None:
         """As the master does, to the end."""
-        await self.all(SaveCheckpoint(str(path), state["version"], state))
-        shares = await self.all(FinishShare(str(path)))
+        await self.all(SaveCheckpoint(str(path), state["version"], state, of_last_step))
+        await self.finish_saving(path, of_last_step=of_last_step)
+
+    async def finish_saving(self, path: Path, *, of_last_step: bool) -> None:
+        shares = await self.all(FinishShare(str(path), of_last_step))
         files = {name: entry for share in shares for name, entry in share.files.items()}
-        await self.clients[0].call(CommitCheckpoint(str(path), files, keep=1), timeout_s=LIMIT_S)
+        order = CommitCheckpoint(str(path), files, keep=1, of_last_step=of_last_step)
+        await self.clients[0].call(order, timeout_s=LIMIT_S)
 
     async def close(self) -> list[int]:
         """Stop the workers as the launcher does; returns their exit codes."""
@@ -278,4 +287,33 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
             await workers.all(BeginStep(0, 0, 1, (Assignment("step0-0", 0, 0, 0),)))
         with pytest.raises(RemoteError, match="outside a step"):
             await workers.all(RunCall("x", "actor", "actor_train", (), (), {}))
+        assert await workers.close() == [0]
+
+
+async def test_a_second_master_finds_where_the_rank_stands_and_the_first_begins_no_step_any_more(
+    start: StartWorkers,
+) -> None:
+    """Until the end of a step is kept, the rank is in it. What is made whole twice is whole."""
+    async with start(1, "followed") as workers:
+        fresh = Standing(in_step=False, master_state=None)
+        assert await workers.all(TakeUp(0)) == [fresh]
+        await workers.train(0)
+        assert await workers.all(LookIntoStep()) == [InStep(True)]
+        assert await workers.all(TakeUp(1)) == [Standing(in_step=True, master_state=None)]
+        path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
+        await workers.save(path, state, of_last_step=True)
+        await workers.finish_saving(path, of_last_step=True)
+        assert verify(path).version == 1
+        await workers.push(1)
+        cursor = (await workers.all(PollBuffer(0, LIMIT_S)))[0].cursor
+        await workers.all(PollBuffer(cursor, 0.0))
+
+        assert await workers.all(LookIntoStep()) == [InStep(False)]
+        assert await workers.all(TakeUp(2)) == [Standing(in_step=False, master_state=state)]
+        with pytest.raises(RemoteError, match="master 0 asks for a step, which master 2 has followed"):
+            await workers.all(BeginStep(1, 0, 1, ()))
+        (told,) = await workers.all(PollBuffer(cursor, LIMIT_S))
+        assert [record.rollout_id for record in told.rollouts] == [f"step1-{order}" for order in range(GROUPS)]
+        workers.master = 2
+        assert (await workers.train(1))["ppo/loss_per_minibatch"]
         assert await workers.close() == [0]

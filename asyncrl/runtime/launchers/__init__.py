@@ -11,6 +11,9 @@ from pathlib import Path
 
 from asyncrl.runtime.worker_plan import WorkerPlan
 
+SAVE_LIMIT_S = 120.0
+"""So long the leading process may take to finish its step, save and end, once it was asked to stop."""
+
 
 class WorkerHandle(ABC):
     """A started process: wait for it, ask it to stop, kill it, read the end of its log."""
@@ -51,12 +54,17 @@ class WorkerHandle(ABC):
 class LauncherBackend(ABC):
     """Starts the processes of the run in `run_dir`, and sees to it that none is left."""
 
+    lock: int | None = None
+    """Descriptor of the trial's lock, held on to until the leading process has ended."""
+
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     @abstractmethod
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        """Start a process. It ends with the launcher, however that ends."""
+        """Start a process. When the launcher ends, however that comes about, the leading one is asked to stop and gets
+        `SAVE_LIMIT_S`; the others end with it.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.runtime.claim import read_holder
-from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle
 from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants, mark_of
 from asyncrl.runtime.run_dir import log_file
 from asyncrl.runtime.worker_plan import WorkerPlan
@@ -26,15 +26,19 @@ class Backend(LauncherBackend):
         super().__init__(run_dir)
         holder = read_holder(run_dir)
         self._mark: dict[str, str] = {} if holder is None else mark_of(holder.launch)
+        self._launched, self._launches = os.pipe()  # broken once launcher and leading process are gone
         adopt_orphans()
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         file = log_file(self.run_dir, plan.kind, plan.index)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as log:
+            held = [self._launches, *([] if self.lock is None else [self.lock])] if plan.leads else []
             process = await asyncio.create_subprocess_exec(
-                *kept(plan.command(self.run_dir)),
-                stdin=asyncio.subprocess.PIPE,  # held open for as long as this process lives
+                *kept(plan.command(self.run_dir), SAVE_LIMIT_S if plan.leads else 0.0, held),
+                # Held open for as long as this process lives; the others' while the leading one does.
+                stdin=asyncio.subprocess.PIPE if plan.leads else self._launched,
+                pass_fds=held,
                 stdout=log,
                 stderr=log,
                 env=os.environ | plan.environment() | self._mark,
@@ -43,6 +47,8 @@ class Backend(LauncherBackend):
 
     def close(self) -> None:
         kill_descendants(os.getpid(), wait_s=_GONE_LIMIT_S)
+        os.close(self._launched)
+        os.close(self._launches)
 
 
 class _Child(WorkerHandle):

@@ -60,7 +60,8 @@ async def test_versions_are_put_off_while_one_is_measured_and_only_the_newest_is
 
 async def test_a_version_to_be_measured_waits_for_the_measurement_before_it() -> None:
     watched = Watched()
-    watched.announcer.evaluate_if_due(6)
+    watched.announcer.announced = 6
+    watched.announcer.evaluate_if_due()
     await rounds()
     await watched.announcer.published(9, "v9")
     publishing = asyncio.create_task(watched.announcer.published(10, "v10"))

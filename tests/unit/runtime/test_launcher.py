@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Row
 from asyncrl.runtime import launcher as launcher_module
+from asyncrl.runtime.exit_codes import EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
@@ -117,8 +119,11 @@ Play = Callable[..., tuple[int, Stage, str]]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, ProcessKind]) -> Play:
     """`play(name=what)` runs a launcher whose processes do `what` as they start; gives exit code, stage and notes."""
 
-    def play(restarts: int = 3, **script: Callable[[Played], None]) -> tuple[int, Stage, str]:
+    def play(restarts: int = 3, setting: str = "", **script: Callable[[Played], None]) -> tuple[int, Stage, str]:
         config = ExperimentConfig(fileroot=str(tmp_path))
+        if setting:
+            group, name, value = re.split("[.=]", setting)
+            setattr(getattr(config, group), name, False if value == "false" else value)
         config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
         last_step = LastStep(run_dir_of(config))
@@ -260,7 +265,7 @@ def trainer(kinds: dict[str, ProcessKind], monkeypatch: pytest.MonkeyPatch) -> N
     """The leader and a rank, which begin again together."""
     kinds.pop("leader")
     monkeypatch.setitem(kinds, "rank", ProcessKind("nowhere:Rank", restart=Restart.together))
-    leader = ProcessKind("nowhere:Leader", leads=True, restart=Restart.together)
+    leader = ProcessKind("nowhere:Leader", leads=True, restart=Restart.alone_or_together)
     monkeypatch.setitem(kinds, "leader", leader)
 
 
@@ -289,6 +294,51 @@ def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play,
     assert "SIGKILL; it is started again with all of the trainer's side, which goes on from the last step" in notes
     assert "FAILED" not in notes
     assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {TRAINER: 1}
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it(
+    play: Play, tmp_path: Path, in_step: bool
+) -> None:
+    leaders: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        leaders.append(worker)
+        worker.end([-signal.SIGKILL, EXIT_TOGETHER if in_step else 0, 0][len(leaders) - 1])
+
+    code, stage, notes = play(leader=lead)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, "leader/0", *(["rank/0", "leader/0"] if in_step else [])]
+    assert stage.stopped == ["client/0", "rank/0", "server/0"]
+    assert "leader/0 (played) was killed by signal SIGKILL; it is started again; its log" in notes
+    assert ("leader/0 (played) found the ranks in a step; it is started again with all of" in notes) == in_step
+    assert "FAILED" not in notes
+    counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
+    assert counts == {"leader/0": 1} | ({TRAINER: 1} if in_step else {})
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> None:
+    code, stage, notes = play(restarts=1, leader=ends(EXIT_TOGETHER))
+    assert code == EXIT_FAILED
+    assert stage.started == [*ONCE, "rank/0", "leader/0"] * 2
+    assert "FAILED: leader/0 (played) found the ranks in a step" in notes
+
+
+@pytest.mark.usefixtures("trainer")
+@pytest.mark.parametrize("setting", ["checkpoint.keep_last_step=false", "samples.replay=/kept"])
+def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Play, setting: str) -> None:
+    leaders: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        leaders.append(worker)
+        worker.end(-signal.SIGKILL if len(leaders) == 1 else 0)
+
+    code, stage, notes = play(setting=setting, leader=lead)
+    assert code == EXIT_OK
+    assert stage.started == [*ONCE, *ONCE]
+    assert "the whole run is started again" in notes
 
 
 @pytest.mark.usefixtures("trainer")

@@ -99,6 +99,22 @@ def test_a_record_is_the_metadata_of_its_trajectory(make_trajectories: MakeTraje
     assert record.truncated == tuple(sample.truncated for sample in trajectory.samples)
 
 
+def test_whoever_polls_next_is_told_of_all_that_is_held_and_the_one_before_cannot_acknowledge_it(
+    make_trajectories: MakeTrajectories,
+) -> None:
+    inbox = Inbox(0, 10)
+    first, second, third = make_trajectories(groups=3)
+    for trajectory in (first, second, third):
+        inbox.put(trajectory, 0)
+    inbox.poll(inbox.poll(0).cursor)
+    inbox.remove([second.rollout_id])
+    inbox.tell_again()
+    late = inbox.poll(3)  # of the one before, which had acknowledged three
+    told = inbox.poll(0)
+    assert late == told
+    assert [record.rollout_id for record in told.rollouts] == [first.rollout_id, third.rollout_id]
+
+
 def test_what_does_not_fit_into_memory_waits_on_disk(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
     trajectories = make_trajectories(groups=6)
     limit = 2.5 * max(bytes_of(each) for each in trajectories)

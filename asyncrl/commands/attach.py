@@ -1,0 +1,147 @@
+"""`python -m asyncrl.launch attach RUN`: show a run that was started with `--detach`, and end it with Ctrl-C.
+
+A detached run is the same command in a session of its own: its launcher goes on without a terminal, restarts what dies,
+and writes what it would show to `launcher.log` in the run's folder. Who is attached reads that file and knows the
+launcher as the trial's holder; Ctrl-C is passed on to it. Without them, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.comm.private_files import make_private_folder, open_private_file
+from asyncrl.runtime.claim import detached_holder
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.keeper import identity_of
+from asyncrl.runtime.run_dir import EXIT_FILE, LAUNCHER_LOG
+
+START_LIMIT_S = 600.0
+"""So long a run that was started in the background is watched until its processes are there."""
+STARTED = "started "
+"""How the launcher begins the line that says so."""
+_LAST_LINES = 40
+_LOOK_S = 0.2
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code of the run, or `EXIT_CONFIG` where there is none."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program} attach", description="Show a run that was started with --detach; Ctrl-C ends it."
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    run_dir = parser.parse_args(argv).run.expanduser().resolve()
+    code = attach(run_dir)
+    if code is None:
+        print(f"error: no detached run has {run_dir}", file=sys.stderr)
+        return EXIT_CONFIG
+    return code
+
+
+def detach(command: Sequence[str], run_dir: Path) -> int:
+    """Start `command` in the background; return once its processes are there, or it has ended."""
+    make_private_folder(run_dir)
+    log = run_dir / LAUNCHER_LOG
+    if log.exists():
+        os.replace(log, log.with_name(f"{LAUNCHER_LOG}.1"))
+    with open(open_private_file(log, os.O_WRONLY | os.O_APPEND), "wb") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.launch", *command, "--detached", "logging.display=plain"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    shown = _Log(log)
+    waited_s = 0.0
+    while waited_s < START_LIMIT_S:
+        try:
+            return launcher.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            waited_s += _LOOK_S
+        finally:
+            lines = shown.show()
+        if any(line.startswith(STARTED) for line in lines):
+            break
+    print(
+        f"pid {launcher.pid} goes on by itself; the same command, or `attach {run_dir}`, shows it, and Ctrl-C there "
+        "ends it",
+        flush=True,
+    )
+    return EXIT_OK
+
+
+def attach(run_dir: Path) -> int | None:
+    """Show the detached run in `run_dir` to its end; returns its exit code, None where there is no such run."""
+    holder = detached_holder(run_dir)
+    if holder is None:
+        return None
+    launcher = os.pidfd_open(holder.pid)
+    try:
+        identity = identity_of(holder.pid)  # of the very process that the descriptor is of
+        if identity is None or identity.started != holder.started:
+            return None
+        print(
+            f"attached to pid {holder.pid}, running since {holder.since}; Ctrl-C stops it after a checkpoint; "
+            "closing the terminal leaves it running",
+            flush=True,
+        )
+        with _passing_on(launcher, signal.SIGINT):
+            _follow(launcher, _Log(run_dir / LAUNCHER_LOG, last_lines=_LAST_LINES))
+    finally:
+        os.close(launcher)
+    with contextlib.suppress(OSError, ValueError):
+        return int((run_dir / EXIT_FILE).read_text())
+    return EXIT_FAILED  # it was killed
+
+
+def _follow(launcher: int, log: _Log) -> None:
+    """Show what the launcher writes until it ends."""
+    end = select.poll()
+    end.register(launcher, select.POLLIN)
+    with contextlib.suppress(BrokenPipeError):  # `attach RUN | head`
+        while not end.poll(1000 * _LOOK_S):
+            log.show()
+        log.show()
+
+
+@contextmanager
+def _passing_on(launcher: int, number: signal.Signals) -> Iterator[None]:
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(launcher, number)
+
+    former = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, former)
+
+
+class _Log:
+    """Shows what is appended to a file; of what is there already only the last lines, where they are counted."""
+
+    def __init__(self, file: Path, *, last_lines: int | None = None) -> None:
+        self._file = file
+        self._offset = 0
+        if last_lines is not None:
+            data = file.read_bytes()
+            self._offset = len(data) - sum(map(len, data.splitlines(keepends=True)[-last_lines:]))
+
+    def show(self) -> list[str]:
+        """Print what is new, and return its lines."""
+        with self._file.open("rb") as stream:
+            stream.seek(self._offset)
+            data = stream.read()
+        self._offset += len(data)
+        text = data.decode(errors="replace")
+        print(text, end="", flush=True)
+        return text.splitlines()

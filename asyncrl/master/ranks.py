@@ -1,0 +1,49 @@
+"""The master's calls to all ranks, or to some: each with the limit of a run without progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.request_reply.messages import R, Request
+
+
+class Stalled(RuntimeError):
+    """No train step for too long; the message says which stage waits for what, and on which counter."""
+
+
+class Ranks:
+    """The ModelWorkers.
+
+    Args:
+        workers: by index.
+        publisher: index of the one that publishes the actor, and commits checkpoints.
+        limit_s: how long a reply may take.
+    """
+
+    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float) -> None:
+        self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
+
+    async def all(self, request: Request[R]) -> list[R]:
+        """Make the call to every rank; the replies by worker index.
+
+        Raises:
+            Stalled: one did not answer in time.
+        """
+        return await self.some(self._workers, request)
+
+    async def some(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
+        """Make the call to `workers`; the replies in their order.
+
+        Raises:
+            Stalled: one did not answer in time.
+        """
+        try:
+            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker in workers))
+        except TimeoutError as error:
+            raise Stalled(f"{request.verb}: {error} (limit: system.stall_timeout_s)") from error
+
+    async def publisher(self, request: Request[R]) -> R:
+        """Make the call to the rank that leads the others."""
+        return (await self.some([self._workers[self._publisher]], request))[0]

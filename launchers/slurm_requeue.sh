@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Slurm job of one run on one node that goes on after a time limit, a preemption or the loss of the node:
+#   sbatch [--gpus=N ...] launchers/slurm_requeue.sh async_ppo trial_name=big total_train_steps=10000
+# Every start is the same command, which goes on from the newest checkpoint; so `fileroot` lies on a file system that all
+# nodes see. 180 s before the limit, and when preempted, the run is asked to stop: it finishes its step and saves.
+#SBATCH --job-name=asyncrl
+#SBATCH --nodes=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@180
+#SBATCH --output=asyncrl-%j.log
+set -uo pipefail
+
+stopping=
+"${ASYNCRL_PYTHON:-python3}" -m asyncrl.launch "$@" logging.display=plain &
+launcher=$!
+trap 'stopping=1; kill -TERM "$launcher" 2>/dev/null' TERM INT
+
+code=
+while [ -z "$code" ]; do # a signal that comes meanwhile ends a wait, not the launcher
+    wait "$launcher" && code=0 || code=$?
+    kill -0 "$launcher" 2>/dev/null && code=
+done
+
+# 0: complete. 2: a setting is wrong. 1: it failed, beyond what it starts again by itself. None is mended by a requeue.
+if [ -n "$stopping" ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
