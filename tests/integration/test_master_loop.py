@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,7 +297,7 @@ class Run:
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock)
 
-    async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
+    async def deliver(self, orders: Iterable[int], oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
             self.manager.submitted += 1
             await self.workers.deliver(rollout(order, oldest, tag, worker))
@@ -1072,3 +1072,26 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     await second.deliver(range(4, 8), oldest=1)
     await second.loop.run()
     assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+
+
+async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """What the order put back was never trained: its prompts are rolled out again, and it ranks them as before."""
+    (tmp_path / "mine.py").write_text("def last_first(rollout):\n    return -rollout.order\n")
+    config = make_config(total_train_steps=3, checkpoint__interval=1, max_head_offpolicyness=2)
+    config.buffer.order.path = f"{tmp_path / 'mine.py'}:last_first"
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "whole", config)
+    await whole.deliver(range(12))
+    await whole.loop.run()
+    assert [row["rollout/order_failed"] for row in whole.rows()] == [0.0, 0.0, 0.0]
+
+    first = Run(tmp_path / "cut", dataclasses.replace(config, total_train_steps=1))
+    await first.deliver(range(12))
+    await first.loop.run()
+    second = Run(tmp_path / "cut", config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver([order for order in range(12) if f"r{order}" not in first.workers.trained_rollouts()])
+    await second.loop.run()
+    assert whole.workers.trained_rollouts() == [*first.workers.trained_rollouts(), *second.workers.trained_rollouts()]
+    assert {name for name in whole.workers.trained_rollouts()[:4]} == {"r8", "r9", "r10", "r11"}
