@@ -139,7 +139,7 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
         "checkpoint__interval": 5,
     }
     killed = start_run(total_train_steps=100_000, **settings)
-    killed.wait_for_step(7)
+    killed.wait_for_step(7, 150)
     killed.kill_tree()
     for late in {*(killed.run_dir / "checkpoints").glob("v*")} - {killed.run_dir / "checkpoints" / "v5"}:
         shutil.rmtree(late)  # it was not killed at once

@@ -259,7 +259,8 @@ class FakeRollouts:
         if request.name in self.failing:
             raise RuntimeError("no server")
         length = self.lengths.get(request.version, 6)
-        answers = (EvaluatedAnswer(0, 1.0, True, length - 1, False), EvaluatedAnswer(1, 0.0, False, length + 1, True))
+        right = EvaluatedAnswer(0, 1.0, True, length - 1, False, {"tool/search/calls": 2.0})
+        answers = (right, EvaluatedAnswer(1, 0.0, False, length + 1, True))
         return EvaluationResult(answers, 0, request.version, request.version)
 
 
@@ -514,6 +515,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     rows = {row["step"]: row for row in run.rows()}
     assert sorted(rows) == [0, 1, 2, 3, 4]
     measured = {"accuracy": 0.5, "reward_mean": 0.5, "len_mean": 6.0, "truncated": 0.5, "prompts": 2.0}
+    measured["tool/search/calls"] = 2.0
     evaluation = {f"eval/held_out/{metric}": value for metric, value in measured.items()}
     assert rows[0] == {"step": 0, "policy_version": 0, **evaluation}
     assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [0, 2, 4]
