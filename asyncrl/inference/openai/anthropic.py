@@ -137,7 +137,7 @@ class Messages:
 
         whole = self.answer(call, replies)
         usage = {**whole["usage"], "output_tokens": 0}
-        unfinished = {"content": [], "stop_reason": None, "stop_sequence": None}
+        unfinished: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield event("message_start", message={**whole, **unfinished, "usage": usage})
         for index, block in enumerate(whole["content"]):
             empty, deltas = _streamed(block)

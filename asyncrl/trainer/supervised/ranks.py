@@ -1,0 +1,52 @@
+"""The ranks of supervised training: the first one starts the others, and they meet as those of RL training do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
+from asyncrl.comm.names import ACTOR
+from asyncrl.runtime.run_dir import NAMES_DIR
+from asyncrl.trainer.parallel import World
+from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.supervised.engine_learner import engine_settings
+from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.worker_grid import Placement
+from asyncrl.trainer.world import training_world
+
+END_S = 10.0
+"""How long the other ranks are waited for, once the first one is done."""
+
+
+@contextmanager
+def joined(config: SFTConfig, run_dir: Path, rank: int, total: int) -> Iterator[World]:
+    """The world of all ranks of `trainer.parallel`, with this process as `rank`."""
+    settings = engine_settings(config, run_dir, total)
+    placement = Placement({ACTOR: worker_grid(settings)})
+    with ExitStack() as stack:
+        resolver = make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
+        stack.callback(resolver.close)
+        device = torch.device("cpu")  # where there are several
+        yield stack.enter_context(training_world(settings, rank, placement, device, run_dir, resolver))
+
+
+@contextmanager
+def other_ranks(config: SFTConfig, arguments: Sequence[str]) -> Iterator[None]:
+    """The other ranks as processes with these `arguments` and their number; they end with this one."""
+    count = worker_grid(engine_settings(config, Path(), 1)).workers
+    command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
+    others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
+    try:
+        yield
+        for other in others:
+            other.wait(END_S)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
