@@ -183,6 +183,7 @@ class Sums:
 """
 
 
+@pytest.mark.timeout(400)
 def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_losses_of_one_rank(
     tmp_path: Path,
 ) -> None:

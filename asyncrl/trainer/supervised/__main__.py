@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model
+from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, run_dir_of
 from asyncrl.trainer.supervised.ranks import other_ranks
-from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
@@ -25,7 +26,8 @@ def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
     if rank is not None:
         make_base_model(config, out_dir, rank=rank)
         return
-    with other_ranks(config, sys.argv[1:3]):
+    alone = config.optimizer == SupervisedOptimizer.muon
+    with nullcontext() if alone else other_ranks(config, sys.argv[1:3], run_dir_of(out_dir)):
         make_base_model(config, out_dir, progress=_report, note=_note)
 
 

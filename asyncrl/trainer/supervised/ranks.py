@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,8 @@ import torch
 
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
-from asyncrl.runtime.run_dir import NAMES_DIR
+from asyncrl.comm.private_files import make_private_folder
+from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.settings import worker_grid
 from asyncrl.trainer.supervised.engine_learner import engine_settings
@@ -37,16 +40,24 @@ def joined(config: SFTConfig, run_dir: Path, rank: int, total: int) -> Iterator[
 
 
 @contextmanager
-def other_ranks(config: SFTConfig, arguments: Sequence[str]) -> Iterator[None]:
-    """The other ranks as processes with these `arguments` and their number; they end with this one."""
-    count = worker_grid(engine_settings(config, Path(), 1)).workers
+def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
+    """The other ranks as processes with these `arguments` and their number; they end with this one.
+
+    Within it nobody else trains in `run_dir`: a process before this one, whose launcher was killed, ends at its next
+    step, as nobody reads its progress, and is waited for.
+    """
+    make_private_folder(run_dir)
+    count = worker_grid(engine_settings(config, run_dir, 1)).workers
     command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
-    others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
-    try:
-        yield
-        for other in others:
-            other.wait(END_S)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+    with (run_dir / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(run_dir / NAMES_DIR, ignore_errors=True)  # else a rank meets where a run before this one did
+        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
+        try:
+            yield
+            for other in others:
+                other.wait(END_S)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
