@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -55,8 +55,9 @@ def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> I
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
         try:
             yield
-            for other in others:
-                other.wait(END_S)
+            with suppress(subprocess.TimeoutExpired):  # the model is there, whatever keeps them from ending
+                for other in others:
+                    other.wait(END_S)
         finally:
             for other in others:
                 other.kill()
