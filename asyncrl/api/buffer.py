@@ -31,7 +31,9 @@ class ReadyRollout:
 
 
 class BufferOrder(Protocol):
-    """Ranks waiting rollouts. It runs in the MasterWorker before each step, for each of them: keep it quick."""
+    """Ranks waiting rollouts. It runs in a thread of the MasterWorker before each step, for each of them:
+    `buffer.order.timeout_s` is the limit of all together.
+    """
 
     def __call__(self, rollout: ReadyRollout) -> float:
         """The rank of `rollout`, a finite number: the least are trained first, of equals the oldest."""

@@ -56,6 +56,8 @@ class ChatReply:
     """What it sampled, with log-probabilities and versions; no token where a limit left no room for one."""
     alternatives: tuple[ChatReply, ...] = ()
     """With `n` > 1 the other answers to the same messages."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
 
 class ChatClient(GenerationClient, Protocol):

@@ -14,9 +14,10 @@ from asyncrl.api.seeds import seed_from
 class Prompt:
     """A row of the dataset, made ready for an agent.
 
-    `data` is the dataset's own row (for the built-in agents: `prompt` text and what the reward needs); `input_ids` its
-    tokenised prompt; `group_size` the number of episodes wanted; `sampling` the settings of the experiment, with the
-    seed of this prompt or, for one episode, of its `member` of the group.
+    `data` is the dataset's own row (for the built-in agents: `prompt` text and what the reward needs), with the prompt
+    as `dataset.overlong` shortened it; `input_ids` its tokens, with what the template says of the settings' tools
+    where the agent takes them; `group_size` the number of episodes wanted; `sampling` the settings of the experiment,
+    with the seed of this prompt or, for one episode, of its `member` of the group.
     """
 
     prompt_id: str

@@ -33,7 +33,7 @@ from asyncrl.chat.drift import DriftError, compare
 from asyncrl.chat.recorder import Recorder
 from asyncrl.chat.request import Finish, Limits, Phase, Request
 from asyncrl.chat.settings import DriftCheck, Reasoning
-from asyncrl.chat.stop_strings import before_stop, check_stop_strings
+from asyncrl.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.chat.template import ChatFormat
 from asyncrl.datasets.chat import ChatError, wrong_messages
 from asyncrl.datasets.order import seed_from
@@ -107,6 +107,11 @@ class EpisodeClient:
         which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it anew).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        return self._rules.limits.max_context
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -341,7 +346,15 @@ class EpisodeClient:
         if ended:
             finish = ChatFinish.tool_calls if calls else ChatFinish.stop
         return ChatReply(
-            message, parsed.content, parsed.reasoning, calls, parsed.malformed, finish, prompt_ids, completion
+            message,
+            parsed.content,
+            parsed.reasoning,
+            calls,
+            parsed.malformed,
+            finish,
+            prompt_ids,
+            completion,
+            stop=first_stop(text, sampling.stop) if ended else None,
         )
 
 

@@ -60,6 +60,12 @@ def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: 
     return next((string for string in strings if string in text), None)
 
 
+def first_stop(text: str, strings: Sequence[str]) -> str | None:
+    """The stop string that is complete first in `text`; None where it holds none."""
+    ends = [(at + len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    return min(ends)[1] if ends else None
+
+
 def before_stop(text: str, strings: Sequence[str]) -> str:
     """`text` up to the stop string that comes first in it; all of it where there is none."""
     found = [at for string in strings if (at := text.find(string)) >= 0]

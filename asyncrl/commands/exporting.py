@@ -10,35 +10,25 @@ alone as peft reads them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, versions_in
 from asyncrl.trainer.parallel import Ranks
-from asyncrl.weights.adapters import are_adapters, assemble, model_name
+from asyncrl.weights.adapters import are_adapters, model_name
 from asyncrl.weights.canary import CANARY_FILE
 from asyncrl.weights.checkpoints import read_state
 from asyncrl.weights.distributed_checkpoint import StoredTensors
-from asyncrl.weights.loading import checkpoint_files
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
+from asyncrl.weights.manifest import MANIFEST_FILE, TensorEntry, verify
 from asyncrl.weights.model_folder import FolderTensor, folder_tensors
-from asyncrl.weights.published import TensorSpec
-from asyncrl.weights.publishing import tokenizer_assets, write_model
-from asyncrl.weights.tensor_file import DTYPE_NAMES
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-class ExportError(RuntimeError):
-    """There is nothing to export, or nowhere to export it to; the message says why and what there is."""
+from asyncrl.weights.publishing import write_model
+from asyncrl.weights.stored_model import DTYPES, MergedModel, Read, StoredModel, from_folder
+from asyncrl.weights.stored_model import ExportError as ExportError  # known by this name too
 
 
 def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> int:
@@ -67,10 +57,10 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
         raise ExportError(f"{run} has {wanted}. Steps there are, {listed}")
     if step in versions_in(published):
         template = published / f"v{step}"
-        model = _Stored(verify(template), _from_folder(template))
+        model = StoredModel(verify(template), from_folder(template))
     else:
         template = _any_version(published)
-        model = _Stored(verify(template), _from_checkpoint(saved / f"v{step}", template))
+        model = StoredModel(verify(template), _from_checkpoint(saved / f"v{step}", template))
     beside = {path.name: path.read_bytes() for path in sorted(template.iterdir()) if not _is_ours(path)}
     if not are_adapters(template):
         if adapter:
@@ -79,93 +69,15 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
     elif adapter:
         write_model(model, out, beside, Ranks(), adapters=True)
     else:
-        merged = _Merged(model, template)
+        merged = MergedModel(model, template)
         write_model(merged, out, merged.beside(), Ranks())
     return step
 
 
-_Read = Callable[[str, TensorEntry], Tensor]
-
-
-class _Stored:
-    """A model on disk, as what can be published: the tensors of `manifest`, each as `read` finds it."""
-
-    def __init__(self, manifest: Manifest, read: _Read) -> None:
-        self._entries, self._read = manifest.tensors, read
-
-    def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
-        return [TensorSpec(name, entry.shape, _DTYPES[entry.dtype]) for name, entry in self._entries.items()]
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
-        return ((name, self._read(name, entry)) for name, entry in self._entries.items() if name in owners)
-
-
-class _Merged:
-    """The adapters of `stored` in the layers of their base, as what can be published.
-
-    Args:
-        template: a folder with peft's configuration of such adapters.
-
-    Raises:
-        ExportError: the base is not there.
-        WeightUpdateError: they do not fit it.
-    """
-
-    def __init__(self, stored: _Stored, template: Path) -> None:
-        specs = stored.published_specs()
-        names = {spec.name: 0 for spec in specs}
-        self._adapters = assemble(template, dict(stored.gather(names)))
-        self._base = Path(str(self._adapters.base))
-        if not self._base.is_dir():
-            raise ExportError(
-                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give "
-                "--adapter to write them alone"
-            )
-        self._dtype = specs[0].dtype
-        self._files = checkpoint_files(self._base)
-        if missing := sorted(self._adapters.layers.keys() - self._files.keys()):
-            raise ExportError(f"{self._base} has no {missing[0]!r}, for which there are adapters")
-
-    def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
-        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors()]
-
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
-        return ((name, tensor) for name, tensor in self._tensors() if name in owners)
-
-    def beside(self) -> dict[str, bytes]:
-        """The base's configuration, in the type of what was trained, and its tokenizer's files."""
-        config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(self._dtype).removeprefix("torch.")
-        files = {path.name: path.read_bytes() for path in tokenizer_assets(self._base)}
-        return files | {"config.json": json.dumps(config, indent=2).encode()}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, file in self._files.items():
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-            if name in self._adapters.layers:
-                tensor = self._adapters.merged(name, tensor)
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-
-def _from_folder(folder: Path) -> _Read:
-    def read(name: str, entry: TensorEntry) -> Tensor:
-        with safe_open(folder / entry.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    return read
-
-
-def _from_checkpoint(checkpoint: Path, template: Path) -> _Read:
+def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
     verify(checkpoint)
     read_state(checkpoint)
-    stored, other = StoredTensors(checkpoint), _from_folder(template)
+    stored, other = StoredTensors(checkpoint), from_folder(template)
 
     parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
     parameter = lru_cache(maxsize=1)(stored.read)  # of which the next tensor may be a part too
@@ -176,7 +88,7 @@ def _from_checkpoint(checkpoint: Path, template: Path) -> _Read:
         if key not in stored.shapes:
             return other(name, entry)
         whole = parameter(key)
-        return (whole if part is None else part.of(whole)).to(_DTYPES[entry.dtype]).contiguous()
+        return (whole if part is None else part.of(whole)).to(DTYPES[entry.dtype]).contiguous()
 
     return read
 

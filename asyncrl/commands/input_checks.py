@@ -24,7 +24,14 @@ from asyncrl.master.graph.types import GraphError
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.tools import check_format
-from asyncrl.rollout.user_code import load_chat_format, load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code import (
+    load_chat_format,
+    load_eval_set,
+    load_prompt_format,
+    load_train_set,
+    offered_tools,
+    offers_tools,
+)
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
@@ -75,6 +82,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     """
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source if prompt_format.chat else None)
+    prompt_format = replace(prompt_format, tools=offered_tools(config))
     sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
     if not of_evaluation_alone:
         sets = {"dataset": load_train_set(config), **sets}
@@ -82,7 +90,8 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     for group, rows in sets.items():
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        seen = found[group] = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        seen = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(config))
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
                 f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "

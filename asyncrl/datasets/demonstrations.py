@@ -271,10 +271,14 @@ def shown_with_loss(demonstration: Demonstration, tokenizer: ChatTokenizer) -> s
     return "".join(parts)
 
 
-def demonstration_batches(rows: Rows, *, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
-    """`steps` batches of `batch_size` rows' demonstrations, epoch after epoch, each in its own order of `seed`."""
-    order = _endless_rows(len(rows), seed)
-    for _ in range(steps):
+def demonstration_batches(
+    rows: Rows, *, batch_size: int, steps: int, seed: int, begin: int = 0
+) -> Iterator[list[Demonstration]]:
+    """Batches `begin` to `steps` - 1 of `batch_size` rows' demonstrations, epoch after epoch, each in its own order of
+    `seed`.
+    """
+    order = itertools.islice(_endless_rows(len(rows), seed), begin * batch_size, None)
+    for _ in range(begin, steps):
         yield [demonstration for _ in range(batch_size) for demonstration in rows[next(order)]]
 
 

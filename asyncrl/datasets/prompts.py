@@ -44,7 +44,8 @@ class Overlong(StrEnum):
 class PromptFormat:
     """How rows become token ids.
 
-    `chat` is None where prompts are plain text. A prompt longer than `max_tokens`, all of it counted as rendered, is
+    `chat` is None where prompts are plain text. `tools` are those that the agent offers in its first call, which the
+    template shows the model beside the messages. A prompt longer than `max_tokens`, all of it counted as rendered, is
     shortened where `overlong` says so: characters of the user's last message (of a plain prompt: of its text) are cut
     until it fits, so that the template around them stays whole.
     """
@@ -53,6 +54,7 @@ class PromptFormat:
     chat: ChatTemplate | None = None
     max_tokens: int | None = None
     overlong: Overlong = Overlong.filter
+    tools: Sequence[Message] = ()
 
     def rendered(self, prompt: str | Sequence[Message]) -> str:
         """The text whose tokens the model gets.
@@ -65,7 +67,7 @@ class PromptFormat:
         if self.chat is None:
             return str(prompt)
         try:
-            return self.chat.render(prompt)
+            return self.chat.render_turns(self.chat.messages(prompt), self.tools)
         except ChatError as error:
             raise BadPrompt(str(error)) from None
 
@@ -81,7 +83,11 @@ class PromptFormat:
             )
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """Token ids of the prompt of `row`.
+        """Token ids of the prompt of `row`; raises as `fitted` does."""
+        return self.fitted(row)[1]
+
+    def fitted(self, row: Mapping[str, Any]) -> tuple[str | Sequence[Message], list[int]]:
+        """The prompt of `row`, shortened where that is due, and its token ids.
 
         Raises:
             KeyError: the row has no `prompt`.
@@ -93,34 +99,47 @@ class PromptFormat:
         if not ids:
             raise BadPrompt("the prompt is empty: give it at least one token")
         if self.max_tokens is None or len(ids) <= self.max_tokens:
-            return ids
+            return prompt, ids
         too_long = OverlongPrompt(
-            f"dataset.max_prompt_tokens={self.max_tokens}: the prompt has {len(ids)} tokens; raise the setting, have "
-            "such prompts shortened (dataset.overlong=left, right or middle), or leave them out of the dataset"
+            f"dataset.max_prompt_tokens={self.max_tokens}: the prompt has {len(ids)} tokens{self._of_tools()}; raise "
+            "the setting, have such prompts shortened (dataset.overlong=left, right or middle), or leave them out of "
+            "the dataset"
         )
         if self.overlong in (Overlong.filter, Overlong.refuse):
             raise too_long
         text, shortened = _last_text(prompt)
         shortest, longest = 0, len(text) - 1
-        best: list[int] | None = None
+        best: tuple[str | Sequence[Message], list[int]] | None = None
         while shortest <= longest:
             kept = (shortest + longest) // 2
-            ids = self._ids(shortened(_cut(text, kept, self.overlong)))
+            tried = shortened(_cut(text, kept, self.overlong))
+            ids = self._ids(tried)
             if len(ids) > self.max_tokens:
                 longest = kept - 1
             else:
                 shortest = kept + 1
-                best = ids or best
+                best = (tried, ids) if ids else best
         if best is None:
             raise too_long
         return best
+
+    def tool_tokens(self) -> int:
+        """Tokens that the template shows `tools` in, of a prompt of one word."""
+        if self.chat is None or not self.tools:
+            return 0
+        turns = self.chat.messages("x")
+        return len(self.chat_ids(turns, self.tools)) - len(self.chat_ids(turns))
+
+    def _of_tools(self) -> str:
+        count = self.tool_tokens()
+        return f", {count} of them what the template says of the tools" if count else ""
 
     def _ids(self, prompt: str | Sequence[Message]) -> list[int]:
         self._check(prompt)
         try:
             if self.chat is None:
                 return self.tokenizer.encode(str(prompt))
-            return self.chat_ids(self.chat.messages(prompt))
+            return self.chat_ids(self.chat.messages(prompt), self.tools)
         except ChatError as error:
             raise BadPrompt(str(error)) from None
         except ValueError as error:  # a character that an alphabet of few does not have
@@ -190,15 +209,17 @@ def make_prompt(
     """
     row = dataset.row(ref.row)
     try:
-        input_ids = tuple(prompt_format.encode(row))
+        prompt, ids = prompt_format.fitted(row)
     except BadPrompt as error:
         raise type(error)(f"row {ref.row} of the dataset: {error}") from None
+    if prompt is not row["prompt"]:  # agents that converse in messages take it from the row
+        row = {**row, "prompt": prompt}
     seeded = replace(
         sampling,
         seed=prompt_seed(run_seed, ref.order, ref.attempt),
         stop_token_ids=(prompt_format.tokenizer.eos_token_id,),
     )
-    return Prompt(ref.prompt_id, ref.order, row, input_ids, group_size, seeded)
+    return Prompt(ref.prompt_id, ref.order, row, tuple(ids), group_size, seeded)
 
 
 def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], str | list[Message]]]:

@@ -17,7 +17,8 @@ class Survey:
 
     `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
     make no prompt for another reason than their length, `first_bad` says why the first of them does not. `first` is the
-    first prompt as it is used: its text and its number of tokens.
+    first prompt as it is used: its text and its number of tokens. `tools` of each prompt's tokens are what the template
+    says of the tools; `mcp`: those of MCP servers come on top, whom nobody has asked yet.
     """
 
     rows: int
@@ -28,11 +29,17 @@ class Survey:
     first_overlong: str
     first_bad: str
     first: tuple[str, int] | None
+    tools: int = 0
+    mcp: bool = False
 
     def lines(self, max_tokens: int, overlong: Overlong) -> list[str]:
         """What was found, for a person."""
         of = "" if self.looked_at == self.rows else f" (of the first {self.looked_at})"
         found = [f"{self.rows} rows; prompts of up to {self.longest} tokens{of}"]
+        if self.tools:
+            found.append(f"{self.tools} tokens of each prompt are what the chat template says of the tools")
+        if self.mcp:
+            found.append("the tools of MCP servers come on top, and are counted once these are connected")
         if self.overlong:
             fate = "left out" if overlong in (Overlong.filter, Overlong.refuse) else f"cut ({overlong})"
             found.append(f"{self.overlong} are longer than dataset.max_prompt_tokens={max_tokens}: {fate}{of}")
@@ -63,7 +70,9 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
         elif first is None:
             first = prompt_format.rendered(row["prompt"]), length
-    return Survey(rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first)
+    return Survey(
+        rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first, prompt_format.tool_tokens()
+    )
 
 
 def shown(text: str) -> str:

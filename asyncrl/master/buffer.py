@@ -30,15 +30,15 @@ taken before them, oldest first: so it never costs a rollout that this step can 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.push_pull.outbox import RecentIds
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.master.buffer_order import Ranks, oldest_first
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
@@ -61,7 +61,6 @@ class SampleBuffer:
         eta: largest allowed age of a trained token, in versions.
         on_stale: what becomes of records beyond `eta`.
         used: prompts trained or dropped for good so far; the buffer adds to it.
-        ranks: of the records that wait, where the user orders them.
         remembered: finished rollout ids kept to recognise late copies, None: `ids_remembered`. A copy that comes later
             still is known by its prompt, which is used.
     """
@@ -72,10 +71,8 @@ class SampleBuffer:
         eta: int,
         on_stale: OnStale,
         used: UsedPrompts | None = None,
-        ranks: Ranks = oldest_first,
         remembered: int | None = None,
     ) -> None:
-        self._ranks = ranks
         self.batch_size, self.eta, self.on_stale = batch_size, eta, on_stale
         self.used = used if used is not None else UsedPrompts()
         self.received = 0
@@ -127,15 +124,22 @@ class SampleBuffer:
         for prompt_id in prompt_ids:
             self.used.add(prompt_id)
 
-    def take(self, version: int) -> TrainBatch | None:
-        """The batch of the step at `version`; None while fewer than B live records are left after the expiry check."""
+    def live(self) -> list[RolloutRecord]:
+        """The live records."""
+        return list(self._live.values())
+
+    def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
+        """The batch of the step at `version`; None while fewer than B live records are left after the expiry check.
+
+        `ranks`: by rollout id, where the user orders what waits; those without one, which came since, are behind.
+        """
         self.expire(version)
         if len(self._live) < self.batch_size:
             return None
-        ranks = self._ranks(self._live.values(), version)
+        known = ranks or {}
 
         def turn(record: RolloutRecord) -> tuple[bool, float, tuple[int, int, str]]:
-            return not self._expired(record, version + 1), ranks.get(record.rollout_id, 0.0), _oldest_first(record)
+            return not self._expired(record, version + 1), known.get(record.rollout_id, inf), _oldest_first(record)
 
         chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:

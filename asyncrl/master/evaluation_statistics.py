@@ -6,6 +6,9 @@ verdict (`asyncrl.api.verdict`): an episode is right if the verdict on its last 
 pass@k is the probability that of k answers to a prompt at least one is right, averaged over prompts; of n answers, c of
 them right, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models
 Trained on Code, equation 1). pass@1 is the accuracy.
+
+What agents, tools, conversations and named rewards counted (`agent/turns`, `tool/<name>/calls`, `reward/<name>`, ...)
+is the mean over the answers that have it, as in training.
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ def evaluation_statistics(name: str, result: EvaluationResult) -> dict[str, floa
     found["len_mean"] = _mean(answer.tokens for answer in answers)
     found["truncated"] = _mean(answer.truncated for answer in answers)
     found["prompts"] = float(len(groups))
+    own: defaultdict[str, list[float]] = defaultdict(list)
+    for answer in answers:
+        for metric, value in answer.metrics.items():
+            own[metric].append(value)
+    found |= {metric: _mean(iter(own[metric])) for metric in sorted(own)}
     return {f"eval/{name}/{metric}": value for metric, value in found.items()}
 
 

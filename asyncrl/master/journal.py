@@ -206,7 +206,7 @@ class Journal:
             for key, value in evaluation.items():
                 prefix, _, rest = key.partition("/")
                 if prefix == "eval":
-                    name, _, metric = rest.rpartition("/")
+                    name, _, metric = rest.partition("/")
                     before = found.get(name)
                     if before is None or before["version"] != evaluation["version"]:
                         found[name] = {"version": evaluation["version"]}

@@ -37,6 +37,12 @@ class BufferOrderConfig(PluginConfig):
 
     path: str = setting("", "import path of a function (rollout: ReadyRollout) -> float; empty: oldest tokens first")
     args: dict[str, Any] = setting(help="keyword arguments of the call", factory=dict)
+    timeout_s: float = setting(
+        10.0,
+        "limit of ranking all that wait for a step; beyond it that step takes the oldest tokens first",
+        unit="s",
+        minimum=0.01,
+    )
 
 
 @dataclass

@@ -48,7 +48,7 @@ from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.buffer_order import buffer_order
+from asyncrl.master.buffer_order import BufferOrder
 from asyncrl.master.collector import Collector
 from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
@@ -173,8 +173,8 @@ class TrainLoop:
             config.train_batch_size,
             config.max_head_offpolicyness,
             config.on_stale,
-            ranks=buffer_order(config.buffer.order),
         )
+        self._order = BufferOrder(config.buffer.order)
         self._limit_s = config.system.stall_timeout_s
         self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s)
         routes, grids = peers.placement.routing_table(), peers.placement.grids
@@ -300,6 +300,8 @@ class TrainLoop:
         trained = perf_counter()
         self._unreported_trained += [record.rollout_id for record in batch.records]
         times = {"time/wait_data_s": has_data - begun, "time/train_s": trained - has_data}
+        if self.config.buffer.order.path:
+            stats["rollout/order_failed"] = float(self._order.failures)
         await self._begin_keeping(batch, stats | times)
         path = await self._publish(to_disk=self._complete or self._wants_folder)
         times["time/publish_s"] = perf_counter() - trained
@@ -324,7 +326,8 @@ class TrainLoop:
             await self._enough_rollouts()
             if self.config.on_stale == OnStale.wait:
                 await self._nothing_would_expire()
-            batch = self.buffer.take(self.version)
+            ranks = await self._order.ranks(self.buffer.live(), self.version)
+            batch = self.buffer.take(self.version, ranks)
             if batch is not None:
                 return batch
 

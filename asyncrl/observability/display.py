@@ -62,7 +62,7 @@ def evaluations(row: Row) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval/"):
-            name, _, figure = key.removeprefix("eval/").rpartition("/")
+            name, _, figure = key.removeprefix("eval/").partition("/")
             found.setdefault(name, {})[figure] = value
     return found
 

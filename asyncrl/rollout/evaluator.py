@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.datasets.prompts import BadPrompt
-from asyncrl.rollout.episode import run_group
+from asyncrl.rollout.episode import metrics_of, run_group
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
@@ -25,6 +25,19 @@ _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """How often an episode is tried in all, as in training."""
+
+
+_OF_THE_RUN = "rollout/"
+"""Times: they tell of the machine while it also trains, nothing of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The samples of one episode, none where the agent rejects the prompt, the verdict on it, and its metrics."""
+
+    samples: Sequence[Sample]
+    right: bool | None
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +93,10 @@ class Evaluator:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         ended = {row: [episode.result() for episode in group] for row, group in episodes.items()}
-        kept = {row: group for row, group in ended.items() if group and all(samples for samples, _ in group)}
-        versions = [v for group in kept.values() for samples, _ in group for v in _versions(samples)]
+        kept = {row: group for row, group in ended.items() if group and all(each.samples for each in group)}
+        versions = [v for group in kept.values() for each in group for v in _versions(each.samples)]
         return EvaluationResult(
-            tuple(_answer(row, samples, right) for row, group in kept.items() for samples, right in group),
+            tuple(_answer(row, each) for row, group in kept.items() for each in group),
             left_out=len(ended) - len(kept),
             min_version=min(versions, default=version),
             max_version=max(versions, default=version),
@@ -97,17 +110,16 @@ class Evaluator:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
 
-    async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> tuple[Sequence[Sample], bool | None]:
-        """The samples of one episode, none where the agent rejects the prompt, and the verdict on it."""
+    async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> _Ended:
         plugins = self._plugins
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples, _ = await run_group(
+                        samples, counted = await run_group(
                             plugins.agent, plugins.make_envs(1), prompt, policy, plugins.episode_client
                         )
-                    return samples, meter.verdict
+                    return _Ended(samples, meter.verdict, metrics_of(samples) | counted | meter.metrics())
                 except Exception as error:
                     if attempt == ATTEMPTS:
                         raise
@@ -115,11 +127,12 @@ class Evaluator:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _answer(row: int, samples: Sequence[Sample], right: bool | None) -> EvaluatedAnswer:
+def _answer(row: int, ended: _Ended) -> EvaluatedAnswer:
     """One episode's outcome; of several samples, its conversation's branches, the last one holds its end and reward."""
-    last = samples[-1]
-    tokens = sum(sample.generated_length for sample in samples)
-    return EvaluatedAnswer(row, float(last.total_reward), right, tokens, last.truncated)
+    last = ended.samples[-1]
+    tokens = sum(sample.generated_length for sample in ended.samples)
+    metrics = {name: value for name, value in ended.metrics.items() if not name.startswith(_OF_THE_RUN)}
+    return EvaluatedAnswer(row, float(last.total_reward), ended.right, tokens, last.truncated, metrics)
 
 
 def _versions(samples: Sequence[Sample]) -> set[int]:

@@ -16,6 +16,7 @@ class EvaluatedAnswer(Struct, frozen=True):
         right: what the verdicts among the rewards said; None where there was none.
         tokens: generated ones.
         truncated: it was cut off by a length limit.
+        metrics: what its agent, its tools, its conversation and its rewards by name counted, as of a trained rollout.
     """
 
     row: int
@@ -23,6 +24,7 @@ class EvaluatedAnswer(Struct, frozen=True):
     right: bool | None
     tokens: int
     truncated: bool
+    metrics: dict[str, float] = {}
 
 
 class EvaluationResult(Reply, frozen=True):

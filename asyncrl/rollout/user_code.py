@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams, ToolSchema
 from asyncrl.api.agent import agent_of
 from asyncrl.api.reward import marked_run_in
 from asyncrl.chat.client import ChatPolicy
@@ -174,14 +174,42 @@ class Plugins:
         ref = PromptRef(f"eval-{name}-{row}-{member}", row, row, attempt=member)
         return self._prompt(ref, rows, 1, sampling)
 
+    @functools.cached_property
+    def _first_prompts(self) -> PromptFormat:
+        """How a row is rendered for its agent's first call."""
+        offered = self.tools.toolbox.schemas if offers_tools(self._config) else ()
+        return replace(self._format, tools=offered)
+
     def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
         return make_prompt(
-            ref, dataset, self._format, group_size=group_size, sampling=sampling, run_seed=self._config.seed
+            ref, dataset, self._first_prompts, group_size=group_size, sampling=sampling, run_seed=self._config.seed
         )
 
 
+def offers_tools(config: ExperimentConfig) -> bool:
+    """Whether the agent takes the tools of the settings, and there are any: it tells the model of them at once.
+
+    Raises:
+        ConfigError: `agent.path` names nothing that can be called.
+    """
+    if not config.tools and not config.mcp:
+        return False
+    return "tools" in inspect.signature(_loaded("agent", config.agent)).parameters
+
+
+def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
+    """What the agent's first call tells the model of the settings' `tools`; those of MCP servers are not asked for.
+
+    Raises:
+        ConfigError: as of `RunTools`.
+    """
+    if not offers_tools(config):
+        return ()
+    return RunTools(config.tools, (), Offloader(config.rollout.user_code)).toolbox.schemas
+
+
 def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
-    """How rows become token ids, by the tokenizer in `model.path` and the settings of `dataset`.
+    """How rows become token ids, by the tokenizer in `model.path` and the settings of `dataset`; without tools.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.

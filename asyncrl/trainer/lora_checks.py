@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.settings import ALL_LINEAR
+from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
 
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)layers\.\d+\.(?:.*\.)?(\w+)\.weight$")
 
 
 def problems(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with the adapters, each as `setting=value: what is wrong; what to do`."""
-    lora = config.model.lora
+    """What is wrong with the adapters of an experiment; see `lora_problems`."""
+    yield from lora_problems(config.model.lora, config.model.path)
+
+
+def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
+    """What is wrong with adapters of the model in `path`, each as `setting=value: what is wrong; what to do`."""
     if not lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
@@ -28,11 +32,11 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
         yield "model.lora.alpha=0: adapters scaled by nothing train nothing; use a number above 0, for example 2 x rank"
     if not lora.targets:
         yield f"model.lora.targets=[]: no layer gets an adapter; name some, or [{ALL_LINEAR}]"
-    kinds = [] if config.model.path is None else layer_kinds(Path(config.model.path).expanduser())
+    kinds = [] if path is None else layer_kinds(Path(path).expanduser())
     for target in lora.targets:
         if kinds and target not in (ALL_LINEAR, *kinds):
             yield (
-                f"model.lora.targets={lora.targets}: no layer of model.path={config.model.path!r} is called "
+                f"model.lora.targets={lora.targets}: no layer of model.path={path!r} is called "
                 f"{target!r}; use some of {', '.join(kinds)}, or {ALL_LINEAR}"
             )
 

@@ -131,6 +131,9 @@ class OptimizerConfig:
     decay_embeddings: bool = setting(True, "whether weight decay acts on embeddings")
     max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)
     schedule: LearningRateSchedule = setting(LearningRateSchedule.constant, "learning-rate schedule after warm-up")
+    min_lr_share: float = setting(
+        0.0, "where the cosine schedule ends, as a share of the peak", minimum=0.0, maximum=1.0
+    )
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
     moments_on: MomentsOn = setting(
         MomentsOn.device,
@@ -306,7 +309,7 @@ def worker_grid(config: ExperimentConfig) -> WorkerGrid:
     Raises:
         ConfigError: `trainer.parallel` is not a layout.
     """
-    return WorkerGrid.of(_layout("trainer.parallel", config.trainer.parallel))
+    return WorkerGrid.of(layout_of("trainer.parallel", config.trainer.parallel))
 
 
 def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement:
@@ -324,7 +327,7 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
         if role == ACTOR:
             continue
         name, wanted = role_placement(config, role)
-        layout = actor.layout if wanted.parallel is None else _layout(f"{name}.parallel", wanted.parallel)
+        layout = actor.layout if wanted.parallel is None else layout_of(f"{name}.parallel", wanted.parallel)
         if wanted.ranks == RoleRanks.own:
             grids[role] = WorkerGrid.of(layout, workers)
             workers += layout.ranks
@@ -346,7 +349,12 @@ def engine_of(config: ExperimentConfig) -> TrainerEngine:
     return TrainerEngine.flat if placement(config).workers == 1 else TrainerEngine.sharded
 
 
-def _layout(name: str, value: str) -> Layout:
+def layout_of(name: str, value: str) -> Layout:
+    """The layout that the setting `name` gives.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         return Layout.parse(value)
     except ValueError as error:

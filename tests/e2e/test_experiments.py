@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.commands.export import main as export
+from asyncrl.config.load import load_experiment
 from asyncrl.datasets.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -152,6 +154,69 @@ def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_he
     measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in measured if row["held_out_loss"] is not None] == [10, 20, 30]
     assert load_tokenizer(folder).encode("<|im_end|>") == [2]
+
+
+SUMS = """
+import os, signal, sys
+from pathlib import Path
+
+
+class Sums:
+    "The second rank dies once, while it reads the 52nd row: in step 8, of batches of 7."
+
+    def __init__(self, split, seed):
+        self.read = 0
+
+    def __len__(self):
+        return 40
+
+    def row(self, index):
+        self.read += 1
+        once = Path(__file__).with_name("died")
+        if self.read == 52 and len(sys.argv) > 3 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"prompt": f"{index}+1="}
+
+    def demonstration(self, row):
+        return "7" * (len(row["prompt"]) % 3 + 1)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_losses_of_one_rank(
+    tmp_path: Path,
+) -> None:
+    from asyncrl.trainer.supervised.loop import make_base_model  # which loads torch
+    from asyncrl.trainer.supervised.settings import SFTConfig
+
+    (tmp_path / "sums.py").write_text(SUMS)
+    settings = [f"dataset.path={tmp_path / 'sums.py'}:Sums", "optimizer=adamw", "adamw_lr=3e-3", "warmup_steps=2"]
+    settings += ["batch_size=7", "phases=[{steps: 10}]", "checkpoint.interval=3", f"fileroot={tmp_path / 'two'}"]
+
+    def launched() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings, "trainer.parallel=d2"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+    killed = launched()
+    assert killed.returncode == 1
+    assert (tmp_path / "died").exists()
+    assert "the base model's training exited with 1" in killed.stderr
+    resumed = launched()
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "going on after step 6 of 10" in resumed.stdout
+
+    alone = load_experiment("sft", settings, None)
+    assert isinstance(alone, SFTConfig)
+    whole = make_base_model(alone, tmp_path / "whole")
+    (folder,) = (path for path in (tmp_path / "two" / "models").iterdir() if (path / "training.json").is_file())
+    two, one = (
+        [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()] for at in (folder, whole)
+    )
+    assert [row["step"] for row in two] == list(range(1, 11))
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-5)
+    assert export(["--step", "9", f"{folder}.run", str(tmp_path / "ninth")], "asyncrl") == 0
+    assert (tmp_path / "ninth" / "model.safetensors").is_file()
 
 
 def test_algorithms_of_a_users_package_are_known_by_their_registered_names(

@@ -58,6 +58,9 @@ def finished(start_run: Any, experiment: str, model: Path, **overrides: Any) -> 
     assert run.wait() == 0, run.output + run.logs()
     rows: list[dict[str, float]] = run.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["eval/held_out/tool/calculator/calls"] > 0
+    assert rows[-1]["eval/held_out/agent/turns"] > 1
+    assert run.summary()["eval"]["held_out"]["chat/calls"] > 1
     return rows
 
 

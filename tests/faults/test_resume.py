@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.commands.audit import audit
+from asyncrl.datasets.files import FileDataset
+from asyncrl.datasets.mixture import Mixture
+from asyncrl.datasets.order import epoch_order
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
@@ -96,3 +100,87 @@ def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, 
     assert given_up.isdisjoint(failed)
     assert _failed(second.summary()["books"]["dropped"]) >= dropped + len(set(failed))
     assert f"FAILED     {_failed(second.summary()['books']['dropped'])} rollouts in reward" in second.output
+
+
+PARTLY_RIGHT = """
+def score(group):
+    "Easy rows are always right; of a hard one's group the first never is, the others as the model happens to write."
+    easy = group[0].data["source"] == "easy"
+    return [float(easy or (at > 0 and len(one.response) % 2 == 0)) for at, one in enumerate(group)]
+"""
+
+
+def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_none(
+    start_run: Any, tmp_path: Path
+) -> None:
+    """With η = 0 a run that goes on from v5 trains what it trained before the kill, and measures the same success.
+
+    4 easy and 12 hard rows in batches of 4: epoch 0 is steps 1 to 4, and the easy rows, all in the first two of them,
+    rest in epoch 1, which is steps 5 to 7; some of them after v5.
+    """
+    (tmp_path / "easy.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(4)))
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+20="}) + "\n" for n in range(12)))
+    (tmp_path / "score.py").write_text(PARTLY_RIGHT)
+    sources = [
+        f"{{path: {tmp_path / name}.jsonl, name: {name}, weight: {w}}}" for name, w in (("easy", 1), ("hard", 3))
+    ]
+    easy = {row for row, source in enumerate(mixed_sources(tmp_path)) if source == "easy"}
+    seed = next(seed for seed in range(1000) if _suits(seed, easy))
+    settings = {
+        "dataset__sources": f"[{', '.join(sources)}]",
+        "dataset__curriculum__high": 0.9,
+        "dataset__curriculum__rest": 1,
+        "reward__path": f"{tmp_path / 'score.py'}:score",
+        "max_head_offpolicyness": 0,
+        "group_size": 4,
+        "seed": seed,
+        "eval__interval": 0,
+        "optimizer__lr": 0.003,
+        "checkpoint__interval": 5,
+    }
+    killed = start_run(total_train_steps=100_000, **settings)
+    killed.wait_for_step(7, 150)
+    killed.kill_tree()
+    for late in {*(killed.run_dir / "checkpoints").glob("v*")} - {killed.run_dir / "checkpoints" / "v5"}:
+        shutil.rmtree(late)  # it was not killed at once
+    resumed = start_run(total_train_steps=7, **settings)
+    assert resumed.wait() == 0, resumed.output + resumed.logs()
+    assert "continuing from checkpoint v5" in resumed.output
+
+    trained = trained_prompts(resumed.run_dir)
+    assert {step: trained[0, step] for step in (6, 7)} == {step: trained[1, step] for step in (6, 7)}
+    measured = {
+        int(row): (int(epoch), success)
+        for step in range(1, 8)
+        for (epoch, row), success in ((name[1:].split("-"), success) for name, success in trained[0, step])
+    }
+    assert {row for row, (epoch, _) in measured.items() if epoch == 0} == easy, "they rested in epoch 1"
+    assert len({success for row, (_, success) in measured.items() if row not in easy}) > 2, "success does differ"
+    ahead = set(epoch_order(16, seed, 2)[:4].tolist())  # what was under way at the end may be measured or not
+    kept = {row: (epoch, success) for row, epoch, success in newest_state(resumed)["master_state"]["curriculum"]}
+    assert {row: kept[row] for row in measured.keys() - ahead} == {
+        row: measured[row] for row in measured.keys() - ahead
+    }
+    assert audit(resumed.run_dir).findings == ()
+
+
+def _suits(seed: int, easy: set[int]) -> bool:
+    in_epoch_1 = epoch_order(16, seed, 1).tolist()
+    return easy <= set(epoch_order(16, seed, 0)[:8].tolist()) and in_epoch_1[-2] in easy
+
+
+def mixed_sources(folder: Path) -> list[str]:
+    """Of each row of the mixture, its source."""
+    names = ("easy", "hard")
+    mixture = Mixture([FileDataset(path=str(folder / f"{name}.jsonl")) for name in names], (1.0, 3.0), names)
+    return [mixture.row(index)["source"] for index in range(len(mixture))]
+
+
+def trained_prompts(run_dir: Path) -> dict[tuple[int, int], set[tuple[str, float]]]:
+    """By lineage and step, the prompts that were trained, and the mean reward of each."""
+    steps: dict[tuple[int, int], set[tuple[str, float]]] = {}
+    for file in sorted((run_dir / "ledger").glob("*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["kind"] == "trained":
+                steps.setdefault((line["lineage"], line["step"]), set()).add((line["prompt"], line["reward"]))
+    return steps

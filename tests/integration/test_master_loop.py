@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,7 +287,8 @@ class FakeRollouts:
         if request.name in self.failing:
             raise RuntimeError("no server")
         length = self.lengths.get(request.version, 6)
-        answers = (EvaluatedAnswer(0, 1.0, True, length - 1, False), EvaluatedAnswer(1, 0.0, False, length + 1, True))
+        right = EvaluatedAnswer(0, 1.0, True, length - 1, False, {"tool/search/calls": 2.0})
+        answers = (right, EvaluatedAnswer(1, 0.0, False, length + 1, True))
         return EvaluationResult(answers, 0, request.version, request.version)
 
 
@@ -337,7 +338,7 @@ class Run:
     def _begin(self) -> None:
         self.begun += 1
 
-    async def deliver(self, orders: range, oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
+    async def deliver(self, orders: Iterable[int], oldest: int = 0, worker: int = 0, tag: str = "r") -> None:
         for order in orders:
             self.manager.submitted += 1
             await self.workers.deliver(rollout(order, oldest, tag, worker))
@@ -554,6 +555,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     rows = {row["step"]: row for row in run.rows()}
     assert sorted(rows) == [0, 1, 2, 3, 4]
     measured = {"accuracy": 0.5, "reward_mean": 0.5, "len_mean": 6.0, "truncated": 0.5, "prompts": 2.0}
+    measured["tool/search/calls"] = 2.0
     evaluation = {f"eval/held_out/{metric}": value for metric, value in measured.items()}
     assert rows[0] == {"step": 0, "policy_version": 0, **evaluation}
     assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [0, 2, 4]
@@ -1269,3 +1271,26 @@ async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
         await run.loop.run()
     assert not last_step.can_go_on(0)
     assert workers.requests(Publish) == []
+
+
+async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """What the order put back was never trained: its prompts are rolled out again, and it ranks them as before."""
+    (tmp_path / "mine.py").write_text("def last_first(rollout):\n    return -rollout.order\n")
+    config = make_config(total_train_steps=3, checkpoint__interval=1, max_head_offpolicyness=2)
+    config.buffer.order.path = f"{tmp_path / 'mine.py'}:last_first"
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "whole", config)
+    await whole.deliver(range(12))
+    await whole.loop.run()
+    assert [row["rollout/order_failed"] for row in whole.rows()] == [0.0, 0.0, 0.0]
+
+    first = Run(tmp_path / "cut", dataclasses.replace(config, total_train_steps=1))
+    await first.deliver(range(12))
+    await first.loop.run()
+    second = Run(tmp_path / "cut", config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver([order for order in range(12) if f"r{order}" not in first.workers.trained_rollouts()])
+    await second.loop.run()
+    assert whole.workers.trained_rollouts() == [*first.workers.trained_rollouts(), *second.workers.trained_rollouts()]
+    assert {name for name in whole.workers.trained_rollouts()[:4]} == {"r8", "r9", "r10", "r11"}

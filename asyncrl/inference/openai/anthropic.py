@@ -119,14 +119,15 @@ class Messages:
 
     def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
+        stopped = reply.stop is not None and reply.finish_reason is ChatFinish.stop
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": call.model,
             "content": _blocks(call.body, reply),
-            "stop_reason": _STOP[reply.finish_reason],
-            "stop_sequence": None,
+            "stop_reason": "stop_sequence" if stopped else _STOP[reply.finish_reason],
+            "stop_sequence": reply.stop if stopped else None,
             "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
         }
 
@@ -136,14 +137,15 @@ class Messages:
 
         whole = self.answer(call, replies)
         usage = {**whole["usage"], "output_tokens": 0}
-        yield event("message_start", message={**whole, "content": [], "stop_reason": None, "usage": usage})
+        unfinished: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield event("message_start", message={**whole, **unfinished, "usage": usage})
         for index, block in enumerate(whole["content"]):
             empty, deltas = _streamed(block)
             yield event("content_block_start", index=index, content_block={**block, **empty})
             for delta in deltas:
                 yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield event("message_delta", delta=delta, usage={"output_tokens": whole["usage"]["output_tokens"]})
         yield event("message_stop")
 

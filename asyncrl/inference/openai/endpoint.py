@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
@@ -200,7 +201,8 @@ class Endpoint:
     async def _tokenize(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
         messages, tools = token_calls.read_tokenize(await self._body(request))
         ids = _prompt_ids(session, messages, tools)
-        return _json({"count": len(ids), "max_model_len": session.sampling.max_new_tokens + len(ids), "tokens": ids})
+        limit = session.client.max_context or sys.maxsize  # clients want a number
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def _count(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
         messages, tools = anthropic.read_count(await self._body(request))

@@ -30,6 +30,11 @@ _T = TypeVar("_T")
 class RecordingClient(ChatClient, Protocol):
     """A policy that records what it answers, and can forget it."""
 
+    @property
+    def max_context(self) -> int:
+        """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        ...
+
     def forget(self, answer: Completion) -> None:
         """Take `answer`, which nobody was given, out of the records."""
         ...

@@ -23,7 +23,7 @@ from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, OptimizerC
 SCHEDULES = {
     LearningRateSchedule.constant: "constant_with_warmup",
     LearningRateSchedule.linear: "linear",
-    LearningRateSchedule.cosine: "cosine",
+    LearningRateSchedule.cosine: "cosine_with_min_lr",
 }
 """Their names in transformers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,11 +126,13 @@ class ScheduledAdamW(ABC):
             for parameter, moments in group:  # as AdamW's own first step would make it
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 self._adamw.state[parameter] = {"step": step, **moments}
+        floor = {"min_lr_rate": config.min_lr_share} if config.schedule == LearningRateSchedule.cosine else None
         self._schedule = get_scheduler(
             SCHEDULES[config.schedule],
             self._adamw,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=total_steps,
+            scheduler_specific_kwargs=floor,
         )
 
     @property

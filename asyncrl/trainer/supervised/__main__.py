@@ -1,27 +1,34 @@
-"""The process of a supervised experiment: `python -m asyncrl.trainer.supervised CONFIG.yaml OUT_DIR`.
+"""The process of a supervised experiment: `python -m asyncrl.trainer.supervised CONFIG.yaml OUT_DIR [RANK]`.
 
-Progress goes to standard output as JSON lines, `{"step", "total", "loss", "eta_s", "held_out_loss"}`, and what a person
-should know of the data as `{"note"}`.
+Without a rank it is the first one, which starts the others. Progress goes to standard output as JSON lines, `{"step",
+"total", "loss", "eta_s", "held_out_loss"}`, and what a person should know of the data as `{"note"}`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model
-from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, run_dir_of
+from asyncrl.trainer.supervised.ranks import other_ranks
+from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 
 
-def main(config_file: Path, out_dir: Path) -> None:
-    """Make the model that the config describes."""
+def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
+    """Make the model that the config describes, or one rank's part of it."""
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SFTConfig), OmegaConf.load(config_file)))
     assert isinstance(config, SFTConfig), type(config)
-    make_base_model(config, out_dir, progress=_report, note=_note)
+    if rank is not None:
+        make_base_model(config, out_dir, rank=rank)
+        return
+    alone = config.optimizer == SupervisedOptimizer.muon
+    with nullcontext() if alone else other_ranks(config, sys.argv[1:3], run_dir_of(out_dir)):
+        make_base_model(config, out_dir, progress=_report, note=_note)
 
 
 def _report(progress: SFTProgress) -> None:
@@ -33,4 +40,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

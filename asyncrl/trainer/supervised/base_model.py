@@ -27,7 +27,7 @@ from asyncrl.comm.private_files import NotPrivate, make_private_folder
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
-NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval")
+NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
 """Settings that change where or how fast a model is made, not which."""
 PLAIN_LINE_EVERY = 100
 """Steps between two progress lines where the output is no terminal."""
@@ -60,6 +60,10 @@ def _name(config: SFTConfig) -> str:
     decisive = {key: value for key, value in asdict(config).items() if key not in NOT_IN_DIGEST}
     if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # what is in the folder counts, not where it is
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
+    if decisive["model"]["lora"]["rank"] == 0:
+        del decisive["model"]["lora"]
+    if decisive["trainer"]["parallel"] == "d1":  # the sums' order is another elsewhere
+        del decisive["trainer"]
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{config.experiment_name}-{digest}"
 

@@ -4,38 +4,28 @@ A run is a list of phases, each so many steps on one dataset's demonstrations. T
 then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
 carries loss is said in `asyncrl.datasets.demonstrations`.
 
-What makes it fast on a CPU:
-
-- Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the weight matrices: its orthogonalised
-  updates need about a third of AdamW's steps here. Embeddings and norms, which it is not made for, take AdamW.
-- A batch is drawn at random, then cut into micro-batches of similar length whose gradients add up to the batch's own.
-  So padding costs little, and the optimizer still sees random batches (batches of one length learn worse).
-- Only the answer's positions go through the output layer and the loss.
+The loop is one; how a model learns from a batch is a `Learner`'s: with AdamW by the engines of RL training
+(`engine_learner`), or with Muon (`muon`).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.optim import AdamW, Muon, Optimizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    get_cosine_with_min_lr_schedule_with_warmup,
-)
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
+from asyncrl.comm.private_files import make_private_folder
 from asyncrl.config.setting import Device
 from asyncrl.datasets import DemonstrationDataset, Placed
 from asyncrl.datasets.demonstrations import (
@@ -44,7 +34,6 @@ from asyncrl.datasets.demonstrations import (
     EncodedRows,
     LazyRows,
     Rows,
-    by_length,
     demonstration_batches,
     load_demonstrations,
     shown_with_loss,
@@ -58,6 +47,11 @@ from asyncrl.datasets.tokenizers import (
     HuggingFaceTokenizer,
     load_tokenizer,
 )
+from asyncrl.observability.metrics import read_rows
+from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.trainer.supervised.engine_learner import EngineLearner
+from asyncrl.trainer.supervised.muon import MuonLearner
+from asyncrl.trainer.supervised.ranks import joined
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
 
@@ -81,6 +75,27 @@ class SFTProgress:
     loss: float
     eta_s: float
     held_out_loss: float | None = None
+
+
+class Learner(Protocol):
+    """A model that learns from demonstrations."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that were taken before this process began."""
+        ...
+
+    def learn(self, batch: Sequence[Demonstration]) -> float:
+        """One step on `batch`; returns its mean loss in nats per answer token, before the step."""
+        ...
+
+    def mean_loss(self, batch: Sequence[Demonstration]) -> float:
+        """Mean loss of `batch` in nats per answer token."""
+        ...
+
+    def complete(self, step: int) -> None:
+        """Step `step`, from 1, is complete and told."""
+        ...
 
 
 ProgressCallback = Callable[[SFTProgress], None]
@@ -127,117 +142,192 @@ def make_base_model(
     phases: Sequence[SFTPhase] | None = None,
     progress: ProgressCallback | None = None,
     note: NoteCallback | None = None,
+    rank: int = 0,
 ) -> Path:
     """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
 
-    The result is the same for the same config, its `threads` included.
+    The result is the same for the same config, its `threads` included. With `optimizer=adamw` the run has a folder of
+    its own, `<out_dir>.run`; one that is there is gone on from. It stays where there are checkpoints.
 
     Args:
         out_dir: the folder to make; one that exists is replaced.
         phases: what to imitate, in order; by default `phases_of(config)`.
         progress: called after each step.
         note: called with what a person should know of the data.
+        rank: which of the ranks of `trainer.parallel` this process is; the first one tells progress.
 
     Raises:
         ValueError: there are no steps, a setting is out of range, or a row cannot be used.
     """
     phases = phases_of(config) if phases is None else phases
-    initial = config.model.path
-    folder = initial if initial is not None else config.model.tokenizer
+    steps = [phase.steps for phase in phases]
+    if sum(steps) < 1:
+        raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
+    folder = config.model.path if config.model.path is not None else config.model.tokenizer
     tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
+    make = _by_muon if config.optimizer == SupervisedOptimizer.muon else _by_engine
     with _threads(config.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = (
-            _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
-            if initial is None
-            else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
-        )
-        model.to(_device(config))  # type: ignore[arg-type]
-        started = time.monotonic()
-        measured: list[dict[str, Any]] = []
+        train = partial(train_on_demonstrations, tokenizer=tokenizer, phases=phases, config=config, note=note)
+        make(config, out_dir, tokenizer, steps, progress or _nobody, train, rank)
+    return out_dir
 
-        def keep(report: SFTProgress) -> None:
-            measured.append(asdict(report))
-            if progress is not None:
-                progress(report)
 
-        loss = train_on_demonstrations(model, tokenizer, phases, config, progress=keep, note=note)
+def _by_muon(
+    config: SFTConfig,
+    out_dir: Path,
+    tokenizer: ChatTokenizer,
+    steps: Sequence[int],
+    progress: ProgressCallback,
+    train: Callable[..., float],
+    rank: int,
+) -> None:
+    initial, started = config.model.path, time.monotonic()
+    model = (
+        _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+        if initial is None
+        else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
+    )
+    model.to(_device(config))  # type: ignore[arg-type]
+    measured: list[SFTProgress] = []
+    loss = train(MuonLearner(model, config, sum(steps)), progress=_both(measured.append, progress))
+    model.train(False)
+    beside = _records(config, steps, loss, started, [asdict(report) for report in measured])
+    save_model(model.to("cpu"), tokenizer, out_dir, beside)  # type: ignore[arg-type]
+
+
+def _by_engine(
+    config: SFTConfig,
+    out_dir: Path,
+    tokenizer: ChatTokenizer,
+    steps: Sequence[int],
+    progress: ProgressCallback,
+    train: Callable[..., float],
+    rank: int,
+) -> None:
+    started, run_dir, total = time.monotonic(), run_dir_of(out_dir), sum(steps)
+    initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
+    if rank == 0:
+        make_private_folder(run_dir)
+        OmegaConf.save(OmegaConf.structured(config), run_dir / CONFIG_FILE)
+        if config.model.path is None and not initial.is_dir():
+            model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+            save_model(model, tokenizer, initial, {})
+    with joined(config, run_dir, rank, total) as world:
+        learner = EngineLearner(initial, run_dir, config, total, world, _device(config))
+        file = run_dir / METRICS_FILE
+        before = [row for row in read_rows(file) if row["step"] <= learner.steps_done] if rank == 0 else []
+        loss = before[-1]["loss"] if before else 0.0
+        with _Rows(file if rank == 0 else None, before) as rows:
+            loss = train(learner, progress=_both(rows.write, progress), last_loss=loss)
+        learner.finish(total, out_dir, _records(config, steps, loss, started, rows.all))
+    if rank == 0 and not config.checkpoint.interval:
+        shutil.rmtree(run_dir)
+
+
+class _Rows:
+    """The lines of `metrics.jsonl`: those `before`, and each that comes, at once on the disk; without a file kept."""
+
+    def __init__(self, file: Path | None, before: Sequence[Mapping[str, Any]]) -> None:
+        self.all = list(before)
+        self._file = None if file is None else file.open("w", encoding="utf-8")
+        for row in before:
+            self._append(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, report: SFTProgress) -> None:
+        """One more."""
+        self.all.append(asdict(report))
+        self._append(self.all[-1])
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+
+def _both(first: ProgressCallback, second: ProgressCallback) -> ProgressCallback:
+    def tell(report: SFTProgress) -> None:
+        first(report)
+        second(report)
+
+    return tell
+
+
+def _records(
+    config: SFTConfig, steps: Sequence[int], loss: float, started: float, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, bytes]:
+    """What lies beside the model: how it was made, and a line for each step."""
     record = {
         "seed": config.seed,
-        "steps": [phase.steps for phase in phases],
+        "steps": steps,
         "settings": asdict(config),
         "final_loss": loss,
         "seconds": round(time.monotonic() - started, 2),
     }
-    save_model(model.to("cpu"), tokenizer, out_dir, record, measured)  # type: ignore[arg-type]
-    return out_dir
+    lines = "".join(json.dumps(row) + "\n" for row in measured)
+    return {"training.json": f"{json.dumps(record, indent=2)}\n".encode(), METRICS_FILE: lines.encode()}
 
 
 def train_on_demonstrations(
-    model: PreTrainedModel,
+    learner: Learner,
     tokenizer: ChatTokenizer,
     phases: Sequence[SFTPhase],
     config: SFTConfig,
     *,
     progress: ProgressCallback | None = None,
     note: NoteCallback | None = None,
+    last_loss: float = 0.0,
 ) -> float:
-    """Train `model` in place; returns the last step's loss in nats per answer token.
+    """Take the steps that `learner` has not done; returns the last one's loss in nats per answer token.
+
+    Args:
+        last_loss: what is returned where there are none left.
 
     Raises:
-        ValueError: there are no steps, a setting is out of range, or a row cannot be used.
+        ValueError: a setting is out of range, or a row cannot be used.
     """
     total = sum(phase.steps for phase in phases)
-    if total < 1:
-        raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
-    optimizers = _optimizers(model, config)
-    schedulers = [
-        get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, config.warmup_steps, total, min_lr_rate=config.min_lr_share
-        )
-        for optimizer in optimizers
-    ]
     form, tell = demonstration_format(config, tokenizer), note or _nobody
     rows = [_encoded(phase.dataset, form, config.dataset.max_tokens, "dataset", tell) for phase in phases]
     held_out = held_out_of(config)
-    held_out_rows = None
+    held_out_batch: list[Demonstration] = []
     if held_out is not None:
-        held_out_rows = _encoded(held_out, form, config.dataset.max_tokens, "held out", tell)[: config.eval.size]
+        kept = _encoded(held_out, form, config.dataset.max_tokens, "held out", tell)[: config.eval.size]
+        held_out_batch = [demonstration for row in kept for demonstration in row]
     if form.prompts.chat is not None:
         tell(f"first conversation, ⟦what carries loss⟧:\n{shown(shown_with_loss(rows[0][0][0], tokenizer))}")
-    model.train()
-    started, loss = time.monotonic(), 0.0
-    batches = itertools.chain.from_iterable(
-        demonstration_batches(encoded, batch_size=config.batch_size, steps=phase.steps, seed=config.seed + index)
-        for index, (phase, encoded) in enumerate(zip(phases, rows, strict=True))
-    )
-    for step, batch in enumerate(batches, start=1):
-        loss = _accumulate_gradients(model, batch, config.tokens_per_micro_batch)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step()
+    if begin := learner.steps_done:
+        tell(f"going on after step {begin} of {total}")
+    started, loss = time.monotonic(), last_loss
+    for step, batch in enumerate(_batches(phases, rows, config, begin), start=begin + 1):
+        loss = learner.learn(batch)
         measured = None
-        if held_out_rows is not None and (step % config.eval.interval == 0 or step == total):
-            measured = held_out_loss(model, held_out_rows, config.tokens_per_micro_batch)
+        if held_out_batch and (step % config.eval.interval == 0 or step == total):
+            measured = learner.mean_loss(held_out_batch)
         if progress is not None:
-            eta_s = (time.monotonic() - started) / step * (total - step)
+            eta_s = (time.monotonic() - started) / (step - begin) * (total - step)
             progress(SFTProgress(step, total, loss, eta_s, measured))
-    model.train(False)
+        learner.complete(step)
     return loss
 
 
-def held_out_loss(model: PreTrainedModel, rows: Rows, max_tokens: int) -> float:
-    """Mean loss of `rows` in nats per answer token; the model is left in training mode."""
-    model.train(False)
-    batch = [demonstration for row in rows for demonstration in row]
-    with torch.no_grad():
-        runs = by_length([len(item.token_ids) for item in batch], max_tokens)
-        total = sum(_answer_loss(model, [batch[i] for i in run]).item() for run in runs)
-    model.train()
-    return total / sum(item.answer_length for item in batch)
+def _batches(
+    phases: Sequence[SFTPhase], rows: Sequence[Rows], config: SFTConfig, begin: int
+) -> Iterator[list[Demonstration]]:
+    """The batches of all phases but for the first `begin`."""
+    for index, (phase, encoded) in enumerate(zip(phases, rows, strict=True)):
+        done = min(begin, phase.steps)
+        begin -= done
+        yield from demonstration_batches(
+            encoded, batch_size=config.batch_size, steps=phase.steps, seed=config.seed + index, begin=done
+        )
 
 
 def _encoded(
@@ -252,8 +342,13 @@ def _encoded(
     return encoded.rows
 
 
-def _nobody(text: str) -> None:
+def _nobody(told: object) -> None:
     """Takes a note."""
+
+
+def run_dir_of(out_dir: Path) -> Path:
+    """The folder of the run that makes `out_dir`."""
+    return out_dir.with_name(f"{out_dir.name}.run")
 
 
 def _device(config: SFTConfig) -> torch.device:
@@ -262,15 +357,9 @@ def _device(config: SFTConfig) -> torch.device:
     return torch.device(str(config.device))
 
 
-def save_model(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    out_dir: Path,
-    record: Mapping[str, Any],
-    measured: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Write weights, config, tokenizer, `training.json` and, a line for each of `measured`, `metrics.jsonl` aside and
-    synced, then rename the folder to `out_dir`.
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, beside: Mapping[str, bytes]) -> None:
+    """Write weights, config, tokenizer and the files `beside` by name aside and synced, then rename the folder to
+    `out_dir`.
 
     Raises:
         TypeError: the tokenizer is none that `load_tokenizer` returns, which can be saved.
@@ -282,59 +371,11 @@ def save_model(
             f"cannot save a {type(tokenizer).__name__}: give what load_tokenizer returns, or a CharTokenizer"
         )
     tokenizer.save(aside)
-    (aside / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    if measured:
-        lines = "".join(json.dumps(row) + "\n" for row in measured)
-        (aside / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    for name, content in beside.items():
+        (aside / name).write_bytes(content)
     for file in aside.iterdir():
         atomic_dir.sync_file(file)
     atomic_dir.commit(out_dir)
-
-
-def _accumulate_gradients(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
-    """Backward of the batch's mean loss per answer token; returns that mean."""
-    answer_tokens = sum(item.answer_length for item in batch)
-    total = 0.0
-    for indices in by_length([len(item.token_ids) for item in batch], max_tokens):
-        loss = _answer_loss(model, [batch[i] for i in indices]) / answer_tokens
-        torch.autograd.backward(loss)
-        total += loss.item()
-    return total
-
-
-def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> Tensor:
-    """Summed cross entropy of the answers' tokens. Padding is on the right, where causal attention ignores it."""
-    longest = max(len(item.token_ids) for item in demonstrations)
-    tokens_BL = torch.zeros(len(demonstrations), longest, dtype=torch.long)
-    answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)
-    for row, item in enumerate(demonstrations):
-        tokens_BL[row, : len(item.token_ids)] = torch.tensor(item.token_ids)
-        answer_BL[row, : len(item.token_ids)] = torch.tensor(item.loss_mask)
-    device = next(model.parameters()).device
-    tokens_BL, answer_BL = tokens_BL.to(device), answer_BL.to(device)
-    hidden_BLH = model.base_model(input_ids=tokens_BL[:, :-1], use_cache=False).last_hidden_state
-    predicts_BL = answer_BL[:, 1:]
-    logits_AV = _output_layer(model)(hidden_BLH[predicts_BL])
-    return F.cross_entropy(logits_AV.float(), tokens_BL[:, 1:][predicts_BL], reduction="sum")
-
-
-def _optimizers(model: PreTrainedModel, config: SFTConfig) -> list[Optimizer]:
-    layers = (model.get_input_embeddings(), _output_layer(model))
-    embeddings = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    by_muon: list[Tensor] = []
-    by_adamw: list[Tensor] = []
-    for parameter in model.parameters():
-        matrix = parameter.ndim == 2 and id(parameter) not in embeddings
-        (by_muon if matrix and config.optimizer == SupervisedOptimizer.muon else by_adamw).append(parameter)
-    optimizers: list[Optimizer] = [AdamW(by_adamw, lr=config.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)]
-    if by_muon:
-        optimizers.append(Muon(by_muon, lr=config.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    return optimizers
-
-
-def _output_layer(model: Any) -> torch.nn.Module:
-    layer: torch.nn.Module = model.get_output_embeddings()
-    return layer
 
 
 def _random_model(architecture: Mapping[str, Any], tokenizer: Tokenizer) -> PreTrainedModel:

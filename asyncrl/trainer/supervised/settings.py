@@ -8,12 +8,15 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any, Optional
 
-from asyncrl.config.setting import Device, setting
+from asyncrl.config.setting import ConfigError, Device, setting
 from asyncrl.datasets.chat import AUTO
 from asyncrl.datasets.demonstrations import TrainOn
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.rollout.settings import dataset
 from asyncrl.trainer.checks import hugging_face_folder
+from asyncrl.trainer.lora_checks import lora_problems
+from asyncrl.trainer.settings import LoraConfig, layout_of
+from asyncrl.trainer.worker_grid import WorkerGrid
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -67,6 +70,7 @@ class SFTModelConfig:
         "folder with the tokenizer of a model from scratch, its chat template included; needs "
         "model.architecture.vocab_size; null: the characters of the arithmetic demo",
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -107,6 +111,28 @@ class SFTEvalConfig:
 
 
 @dataclass
+class SFTTrainerConfig:
+    """The ranks, with optimizer=adamw."""
+
+    parallel: str = setting(
+        "d1", "parallel layout as of an RL run's trainer.parallel, for example d2t2p2; more than one rank on CPUs only"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute each layer's activations in the backward pass: less memory, a third more work"
+    )
+
+
+@dataclass
+class SFTCheckpointConfig:
+    """What a run that was cut off goes on from, with optimizer=adamw."""
+
+    interval: int = setting(
+        0, "steps between checkpoints; 0: none, a run that was cut off starts over", unit="steps", minimum=0
+    )
+    keep: int = setting(2, "newest checkpoints kept", minimum=1)
+
+
+@dataclass
 class SFTConfig:
     """Supervised training on demonstrations."""
 
@@ -117,7 +143,9 @@ class SFTConfig:
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)
     optimizer: SupervisedOptimizer = setting(
-        SupervisedOptimizer.muon, "muon: matrices by Muon, the rest by AdamW; adamw: all"
+        SupervisedOptimizer.muon,
+        "muon: matrices by Muon, the rest by AdamW, whole and padded, in one process; adamw: all, by the engines of RL "
+        "training: packed, in layouts, with adapters and checkpoints",
     )
     lr: float = setting(7e-3, "peak learning rate of Muon", minimum=0.0)
     adamw_lr: float = setting(2e-2, "peak learning rate of AdamW", minimum=0.0)
@@ -131,6 +159,8 @@ class SFTConfig:
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    checkpoint: SFTCheckpointConfig = field(default_factory=SFTCheckpointConfig)
 
 
 def check(config: SFTConfig) -> Iterator[str]:
@@ -145,6 +175,7 @@ def check(config: SFTConfig) -> Iterator[str]:
             if name in data.args
         )
     yield from _held_out(config)
+    yield from _engine(config)
     if not config.phases:
         yield "phases=[]: there is nothing to imitate; give at least one, for example phases=[{steps: 1000}]"
     if config.model.path is not None:
@@ -176,3 +207,26 @@ def _held_out(config: SFTConfig) -> Iterator[str]:
             "file of its own (eval.path=...), hold out a share of this one (dataset.args.held_out_share=0.05), or "
             "switch it off (eval.interval=0)"
         )
+
+
+def _engine(config: SFTConfig) -> Iterator[str]:
+    """What is wrong with how the ranks train."""
+    lora, parallel = config.model.lora, config.trainer.parallel
+    if config.optimizer == SupervisedOptimizer.muon:
+        given: dict[str, Any] = {
+            "model.lora.rank": lora.rank,
+            "trainer.gradient_checkpointing": config.trainer.gradient_checkpointing,
+            "checkpoint.interval": config.checkpoint.interval,
+        }
+        given |= {} if parallel == "d1" else {"trainer.parallel": parallel}
+        for name, value in given.items():
+            if value:
+                yield f"{name}={value}: optimizer=muon trains whole weights in one process; use optimizer=adamw"
+    try:
+        ranks = WorkerGrid.of(layout_of("trainer.parallel", parallel)).workers
+    except ConfigError as error:
+        yield str(error)
+        return
+    if ranks > 1 and config.device != Device.cpu:
+        yield f"trainer.parallel={parallel!r}: {ranks} ranks train on CPUs only, device=cpu; on a GPU use d1"
+    yield from lora_problems(lora, config.model.path)

@@ -46,6 +46,7 @@ class RulePolicy:
         self.gate.set()
         self.error: BaseException | None = None
         self.finish: ChatFinish | None = None
+        self.max_context = 4096
 
     async def chat(
         self,

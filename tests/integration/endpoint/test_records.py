@@ -27,6 +27,7 @@ from asyncrl.api import (
 from asyncrl.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.chat.request import Limits
 from asyncrl.chat.settings import DriftCheck
+from asyncrl.chat.stop_strings import kept_tokens
 from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
@@ -273,3 +274,49 @@ async def test_calls_in_token_ids_are_recorded_too(world: World) -> None:
     wrong = {**chat, "tokens": [*tokens["tokens"][:-1], 7]}
     with pytest.raises(openai.BadRequestError, match=f"position {len(tokens['tokens']) - 1}"):
         await there.post("/chat/completions/tokens", cast_to=object, body=wrong)
+
+
+@dataclass
+class Says:
+    """Writes `text`, up to and with the token that completes a stop string, as all engines do."""
+
+    chat: ChatFormat
+    text: str
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        tokenizer, end_id = self.chat.tokenizer, self.chat.findings.end_id
+        assert end_id is not None
+        ids = [*tokenizer.encode(self.text), end_id]
+        kept = kept_tokens(ids, request.sampling.stop, tokenizer.decode_all)
+        ids = ids[:kept]
+        completion = Completion(ids, [-0.5] * len(ids), [0] * len(ids), FinishReason.stop)
+        return GenerationResult(request.request_id, (completion,))
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "stopped_at"),
+    [(["more"], "2 + 2 is ", "more"), (["than", "more t"], "2 + 2 is ", "more t"), (["nothing"], None, None)],
+)
+async def test_anthropics_client_is_told_which_stop_sequence_ended_the_answer(
+    world: World, stops: list[str], text: str | None, stopped_at: str | None
+) -> None:
+    says = "2 + 2 is more than that."
+    client = EpisodeClient(Says(world.chat, says), world.client(0)._prompt, 0, world.chat)
+    session = await world.open(client, 0)
+    there = world.anthropic.with_options(base_url=session.root_url, api_key=session.api_key)
+    asked: Any = {"model": "m", "max_tokens": 100, "messages": [question(0)], "stop_sequences": stops}
+    whole = await there.messages.create(**asked)
+    async with there.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    for answer in (whole, streamed):
+        assert answer.content[0].text == (says if text is None else text)  # type: ignore[union-attr]
+        assert answer.stop_sequence == stopped_at
+        assert answer.stop_reason == ("end_turn" if stopped_at is None else "stop_sequence")
+
+
+async def test_tokenize_tells_the_context_that_a_conversation_really_has(world: World) -> None:
+    session = await world.open(world.client(0, ChatPolicy(limits=Limits(max_context=77))), 0)
+    there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
+    body = {"model": "m", "messages": [question(0)]}
+    found: Any = await there.post(f"{session.root_url}/tokenize", cast_to=object, body=body)
+    assert found["max_model_len"] == 77

@@ -77,7 +77,7 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (rows,), (settings,) = blocks("sft.md", "json"), blocks("sft.md", "yaml")
+    (rows,), (settings, by_engine) = blocks("sft.md", "json"), blocks("sft.md", "yaml")
     many = [json.dumps({"prompt": f"{i} + 1?", "completion": str(i + 1)}) for i in range(60)]
     Path("chat.jsonl").write_text(rows + "\n".join(many))
     Path("model").symlink_to(tiny_chat_model)
@@ -86,6 +86,10 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     assert isinstance(config, SFTConfig)
     validate(config)
     check_data(config, tmp_path)
+    Path("engine.yaml").write_text(f"defaults: [sft_schema, _self_]\nfileroot: {tmp_path}\n{by_engine}")
+    other = load_experiment("engine", [], tmp_path)
+    validate(other)
+    check_data(other, tmp_path)
     (phase,), held_out = phases_of(config), held_out_of(config)
     assert held_out is not None
     assert len(phase.dataset) + len(held_out) == 63

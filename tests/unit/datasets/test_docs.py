@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.datasets.files import FileDataset
-from asyncrl.master.buffer_order import buffer_order
+from asyncrl.master.buffer_order import BufferOrder
 from asyncrl.rollout.user_code import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -37,7 +38,7 @@ def test_settings_are_accepted_and_load_the_data(tmp_path: Path, monkeypatch: py
     rollouts = [
         RolloutRecord(str(n), f"e0-{n}", n, 0, 0, {0: 1}, (2,), (1,), (1.0 - n,), (False,), (0,)) for n in (0, 1)
     ]
-    ranks = buffer_order(config.buffer.order)(rollouts, 0)
+    ranks = asyncio.run(BufferOrder(config.buffer.order).ranks(rollouts, 0))
     assert ranks == ({"0": 1.0, "1": 0.0} if config.buffer.order.path else {})
     if config.dataset.sources:
         sources = [data.row(index)["source"] for index in range(len(data))]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
+from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.buffer_order import buffer_order
+from asyncrl.master.buffer_order import BufferOrder
 from asyncrl.master.settings import BufferOrderConfig, check
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -22,6 +25,12 @@ def broken(rollout):
 
 def not_a_number(rollout):
     return float("nan")
+
+def leaves(rollout):
+    raise SystemExit(3)
+
+def too_late(rollout):
+    raise TimeoutError("of my own")
 
 constant = 3
 """
@@ -50,13 +59,13 @@ def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
     )
 
 
-def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
+async def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
     """What the steps from version 3 on train."""
-    buffer = SampleBuffer(batch, eta, "drop", ranks=buffer_order(order))
+    buffer, mine = SampleBuffer(batch, eta, "drop"), BufferOrder(order)
     buffer.add(records)
     batches = []
     version = 3
-    while (found := buffer.take(version)) is not None:
+    while (found := buffer.take(version, await mine.ranks(buffer.live(), version))) is not None:
         batches.append([each.rollout_id for each in found.records])
         buffer.mark_trained(found)
         version += 1
@@ -66,31 +75,66 @@ def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta
 ROLLOUTS = [record(0, 1.0), record(1, 0.25), record(2, 0.5), record(3, 0.0)]
 
 
-def test_the_least_ranks_are_trained_first_and_within_a_batch_the_data_order_holds(mine: str) -> None:
-    assert taken(BufferOrderConfig(), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
-    assert taken(BufferOrderConfig(f"{mine}:hardest_first"), *ROLLOUTS) == [["r1", "r3"], ["r0", "r2"]]
-    assert taken(BufferOrderConfig(f"{mine}:hardest_first", {"from_age": 1}), *ROLLOUTS)[0] == ["r0", "r1"]
+async def test_the_least_ranks_are_trained_first_and_within_a_batch_the_data_order_holds(mine: str) -> None:
+    assert await taken(BufferOrderConfig(), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
+    assert await taken(BufferOrderConfig(f"{mine}:hardest_first"), *ROLLOUTS) == [["r1", "r3"], ["r0", "r2"]]
+    assert (await taken(BufferOrderConfig(f"{mine}:hardest_first", {"from_age": 1}), *ROLLOUTS))[0] == ["r0", "r1"]
 
 
-def test_what_cannot_wait_comes_first_and_what_is_stale_not_at_all(mine: str) -> None:
+async def test_what_cannot_wait_comes_first_and_what_is_stale_not_at_all(mine: str) -> None:
     order = BufferOrderConfig(f"{mine}:hardest_first")
     last_chance, stale = record(4, 1.0, oldest=1), record(5, 0.0, oldest=0)
-    assert taken(order, *ROLLOUTS, last_chance, stale) == [["r3", "r4"], ["r1", "r2"]]
+    assert await taken(order, *ROLLOUTS, last_chance, stale) == [["r3", "r4"], ["r1", "r2"]]
 
 
-@pytest.mark.parametrize("name", ["broken", "not_a_number"])
-def test_where_it_fails_the_step_takes_the_oldest_and_the_log_says_so(
+@pytest.mark.parametrize("name", ["broken", "not_a_number", "leaves", "too_late"])
+async def test_where_it_fails_the_step_takes_the_oldest_and_the_log_says_so(
     mine: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert taken(BufferOrderConfig(f"{mine}:{name}"), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
+    assert await taken(BufferOrderConfig(f"{mine}:{name}"), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
     assert f"{name} " in caplog.text
     assert "oldest tokens first in step 4" in caplog.text
+
+
+async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, mine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop goes on meanwhile, and while it hangs it is not called again."""
+    hang, calls = threading.Event(), list[str]()
+
+    def slow(rollout: ReadyRollout) -> float:
+        calls.append(rollout.prompt_id)
+        hang.wait(60)
+        return -rollout.order
+
+    monkeypatch.setattr("asyncrl.master.buffer_order.load_plugin", lambda path: slow)
+    order = BufferOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
+    assert await order.ranks(ROLLOUTS, 3) == {}
+    assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
+    assert await order.ranks(ROLLOUTS, 4) == {}
+    assert "mine.py:slow has not returned from an earlier step's call; oldest tokens first in step 5" in caplog.text
+    assert (calls, order.failures) == (["e0-0"], 2)
+    hang.set()
+    assert order._busy is not None
+    await asyncio.wait_for(order._busy, 30)
+    order._limit_s = 30.0
+    assert await order.ranks(ROLLOUTS, 5) == {"r0": 0.0, "r1": -1.0, "r2": -2.0, "r3": -3.0}
+
+
+async def test_what_arrives_while_it_ranks_is_behind_what_it_ranked(mine: str) -> None:
+    buffer = SampleBuffer(2, 2, "drop")
+    buffer.add([record(0, 1.0), record(2, 0.5)])
+    ranks = await BufferOrder(BufferOrderConfig(f"{mine}:hardest_first")).ranks(buffer.live(), 3)
+    buffer.add([record(1, 0.0)])
+    batch = buffer.take(3, ranks)
+    assert batch is not None
+    assert [each.rollout_id for each in batch.records] == ["r0", "r2"]
 
 
 def test_a_path_that_names_no_function_is_refused(mine: str) -> None:
     for path, message in ((f"{mine}:constant", "it is a int"), (f"{mine}:nothing", "defines no 'nothing'")):
         with pytest.raises(ConfigError, match=message):
-            buffer_order(BufferOrderConfig(path))
+            BufferOrder(BufferOrderConfig(path))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{mine}:hardest_first", {"form_age": 1})
     assert "did you mean 'from_age'?" in "".join(check(config))

@@ -26,6 +26,17 @@ def test_graded_rewards_are_told_as_a_mean_and_have_no_accuracy() -> None:
     }
 
 
+def test_what_agents_tools_and_rewards_counted_is_a_mean_over_the_answers_that_have_it() -> None:
+    answers = (
+        EvaluatedAnswer(0, 1.0, None, 4, False, {"tool/search/calls": 2.0, "agent/turns": 3.0, "reward/style": 0.5}),
+        EvaluatedAnswer(1, 0.0, None, 4, False, {"agent/turns": 1.0, "reward/style": 0.25}),
+    )
+    measured = evaluation_statistics("qa", EvaluationResult(answers, 0, 3, 3))
+    assert measured["eval/qa/agent/turns"] == 2.0
+    assert measured["eval/qa/reward/style"] == 0.375
+    assert measured["eval/qa/tool/search/calls"] == 2.0
+
+
 def test_accuracy_is_what_the_verdict_says_not_what_the_reward_is_worth() -> None:
     measured = evaluation_statistics("maths", result((0, 0.5, True), (1, 1.2, False), (2, 0.0, None), (3, 1.0, True)))
     assert measured["eval/maths/accuracy"] == 0.5, "an episode that ended without a verdict is not right"

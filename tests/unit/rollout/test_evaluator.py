@@ -19,6 +19,7 @@ from asyncrl.api import (
     GenerationRequest,
     GenerationResult,
     Prompt,
+    Sample,
     SamplingParams,
 )
 from asyncrl.chat.client import EpisodeClient
@@ -29,7 +30,7 @@ from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
-from asyncrl.rollout.offload.meter import current_meter
+from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig, evaluation_sets
 from asyncrl.rollout.user_code import Plugins
 
@@ -160,3 +161,17 @@ async def test_a_new_evaluation_ends_the_one_that_nobody_waits_for_any_more() ->
     assert client.hold is not None
     client.hold.set()
     assert {answer.row for answer in (await second).answers} == {0, 1}
+
+
+async def test_an_answer_tells_what_its_agent_its_tools_and_its_rewards_counted() -> None:
+    class Counts(Agent):
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:
+            sample = await SINGLE_TURN.run(prompt, env, client)
+            assert isinstance(sample, Sample)
+            current_meter().add_tools({"tool/search/calls": 2.0})
+            current_meter().add_seconds(Activity.tool, 3.0)
+            return [replace(sample, metrics={"turns": 4.0}, reward_parts={"own": sample.reward})]
+
+    result = await evaluator(FakeClient(), Counts()).evaluate("two", 7)
+    told = {"agent/turns": 4.0, "tool/search/calls": 2.0}
+    assert [answer.metrics for answer in result.answers] == [told | {"reward/own": 0.0}, told | {"reward/own": 0.5}]

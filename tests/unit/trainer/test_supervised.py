@@ -8,21 +8,35 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
+from asyncrl.commands.exporting import export
+from asyncrl.config.setting import Device
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.demonstrations import DemonstrationFormat, LazyRows, by_length, demonstration_batches
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import PromptFormat
 from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
+from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,
     SFTPhase,
     SFTProgress,
     make_base_model,
+    run_dir_of,
     train_on_demonstrations,
 )
-from asyncrl.trainer.supervised.settings import SFTConfig, SFTModelConfig, SupervisedOptimizer, check
+from asyncrl.trainer.supervised.muon import MuonLearner
+from asyncrl.trainer.supervised.settings import (
+    SFTCheckpointConfig,
+    SFTConfig,
+    SFTEvalConfig,
+    SFTModelConfig,
+    SFTTrainerConfig,
+    SupervisedOptimizer,
+    check,
+)
 
 TINY: dict[str, Any] = {
     "model_type": "qwen2",
@@ -46,7 +60,7 @@ def make(
     path: str | None = None,
     **settings: Any,
 ) -> Path:
-    model = SFTModelConfig(path, {} if path else TINY)
+    model = SFTModelConfig(path, {} if path else dict(TINY))
     config = SFTConfig(**{**FAST, "model": model, "threads": 1, **settings})
     if phases is None:
         phases = [SFTPhase(ArithmeticDataset(num_rows=50, max_numbers=3), steps)]
@@ -108,7 +122,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_loss_or_the_gradient_ste
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "start"))
         config = SFTConfig(batch_size=8, warmup_steps=1, tokens_per_micro_batch=budget)
-        loss = train_on_demonstrations(model, CharTokenizer(), phases, config)
+        loss = train_on_demonstrations(MuonLearner(model, config, 2), CharTokenizer(), phases, config)
         results.append((loss, torch.cat([parameter.flatten() for parameter in model.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-4)
@@ -158,3 +172,121 @@ def test_demonstrations_end_with_the_end_token_and_visit_every_row_once_an_epoch
         prompt = item.loss_mask.index(True)
         assert tokenizer.decode(item.token_ids[:prompt])[-1] == "="
         assert all(item.loss_mask[prompt:])
+
+
+ENGINE = {"optimizer": SupervisedOptimizer.adamw, "adamw_lr": 1e-2}
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """The process ends here, with nothing told."""
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_losses_to_the_same_weights(tmp_path: Path) -> None:
+    """Within the second phase; what was not in a checkpoint is done again."""
+    dataset = ArithmeticDataset(num_rows=50, max_numbers=3)
+    phases = [SFTPhase(dataset, 5), SFTPhase(dataset, 6)]
+    whole = make(tmp_path / "whole", phases=phases, **ENGINE)
+    told: list[SFTProgress] = []
+
+    def until_9(report: SFTProgress) -> None:
+        told.append(report)
+        if report.step == 9:
+            raise Killed
+
+    settings = {**ENGINE, "checkpoint": SFTCheckpointConfig(interval=3)}
+    with pytest.raises(Killed):
+        make(tmp_path / "cut", phases=phases, progress=until_9, **settings)
+    assert not (tmp_path / "cut").exists()
+    cut = make(tmp_path / "cut", phases=phases, progress=told.append, **settings)
+    assert [report.step for report in told] == [*range(1, 10), *range(7, 12)]
+    assert losses_of(cut) == losses_of(whole)
+    assert len(losses_of(cut)) == 11
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(cut).items())
+    assert not run_dir_of(tmp_path / "whole").exists(), "without checkpoints nothing is left of it"
+
+
+def test_the_engine_takes_the_steps_of_a_plain_loop_on_padded_rows(tmp_path: Path) -> None:
+    """Packed or not, AdamW's steps are those of torch's on the mean loss of the batch's answer tokens."""
+    base, dataset = make(tmp_path / "base"), ArithmeticDataset(num_rows=50, max_numbers=3)
+    rates = {"adamw_lr": 3e-3, "warmup_steps": 1, "min_lr_share": 0.5}
+    tuned = make(tmp_path / "tuned", phases=[SFTPhase(dataset, 4)], path=str(base), **ENGINE | rates)
+
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 1, 4, min_lr_rate=0.5)
+    rows = LazyRows(dataset, DemonstrationFormat(PromptFormat(CharTokenizer())))
+    losses = []
+    for batch in demonstration_batches(rows, batch_size=8, steps=4, seed=1):
+        tokens = sum(item.answer_length for item in batch)
+        total = torch.zeros(())
+        for item in batch:
+            logits = model(torch.tensor([item.token_ids[:-1]])).logits[0]
+            learnt = torch.tensor(item.loss_mask[1:])
+            wanted = torch.tensor(item.token_ids[1:])[learnt]
+            total = total + F.cross_entropy(logits[learnt], wanted, reduction="sum")
+        (total / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append((total / tokens).item())
+    assert losses_of(tuned) == pytest.approx(losses, abs=1e-5)
+    for name, tensor in weights(tuned).items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
+def test_adapters_are_trained_and_merged_and_a_step_of_the_run_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base = make(tmp_path / "base")
+    model = SFTModelConfig(str(base), {}, lora=LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "down_proj"]))
+    settings = {**ENGINE, "adamw_lr": 5e-2, "model": model, "checkpoint": SFTCheckpointConfig(interval=4, keep=9)}
+    phases = [SFTPhase(ArithmeticDataset(num_rows=8), 20)]  # all in each batch: the losses are of the same rows
+    tuned = make(tmp_path / "tuned", phases=phases, **settings)
+    changed = {name for name, tensor in weights(tuned).items() if not torch.equal(tensor, weights(base)[name])}
+    layer = "model.layers.0"
+    assert changed == {f"{layer}.self_attn.q_proj.weight", f"{layer}.mlp.down_proj.weight"}
+    assert losses_of(tuned)[-1] < losses_of(tuned)[0] - 0.02
+    assert isinstance(load_tokenizer(tuned), CharTokenizer)
+
+    run = run_dir_of(tuned)
+    assert export(run, None, tmp_path / "newest") == 20
+    assert all(torch.equal(tensor, weights(tmp_path / "newest")[name]) for name, tensor in weights(tuned).items())
+    assert export(run, 8, tmp_path / "eighth") == 8
+    assert not torch.equal(*(weights(at)[f"{layer}.mlp.down_proj.weight"] for at in (tuned, tmp_path / "eighth")))
+    export(run, 8, tmp_path / "adapter", adapter=True)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_held_out_loss_by_the_engine_is_muons(tmp_path: Path) -> None:
+    base = make(tmp_path / "base")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(9)))
+    evaluated = SFTEvalConfig(interval=1, path=str(rows))
+    held_out = []
+    for number, optimizer in enumerate(SupervisedOptimizer):
+        reports: list[SFTProgress] = []
+        rates = {"lr": 0.0, "adamw_lr": 0.0, "optimizer": optimizer, "eval": evaluated}
+        make(tmp_path / f"{number}", steps=1, path=str(base), progress=reports.append, **rates)
+        held_out.append(reports[-1].held_out_loss)
+    assert held_out[0] == pytest.approx(held_out[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"checkpoint": SFTCheckpointConfig(interval=5)}, "checkpoint.interval=5: optimizer=muon"),
+        ({"trainer": SFTTrainerConfig(parallel="d2")}, "trainer.parallel=d2: optimizer=muon"),
+        ({"model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2))}, "model.lora.rank=2: optimizer=muon"),
+        ({**ENGINE, "trainer": SFTTrainerConfig(parallel="x2")}, "trainer.parallel='x2'"),
+        (
+            {**ENGINE, "trainer": SFTTrainerConfig(parallel="d2"), "device": Device.cuda},
+            "trainer.parallel='d2': 2 ranks",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    assert any(said in message for message in check(SFTConfig(**settings)))

@@ -1,0 +1,109 @@
+"""Learning with Muon: the whole model in one process, on padded rows; what makes the demos' base models.
+
+What makes it fast on a CPU:
+
+- Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the weight matrices: its orthogonalised
+  updates need about a third of AdamW's steps here. Embeddings and norms, which it is not made for, take AdamW.
+- A batch is drawn at random, then cut into micro-batches of similar length whose gradients add up to the batch's own.
+  So padding costs little, and the optimizer still sees random batches (batches of one length learn worse).
+- Only the answer's positions go through the output layer and the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
+
+from asyncrl.datasets.demonstrations import Demonstration, by_length
+from asyncrl.trainer.supervised.settings import SFTConfig
+
+
+class MuonLearner:
+    """See the module's docstring. `total` is the number of steps.
+
+    Attributes:
+        steps_done: always 0: there are no checkpoints to go on from.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: SFTConfig, total: int) -> None:
+        self.steps_done = 0
+        self._model, self._config = model, config
+        self._optimizers = _optimizers(model, config)
+        self._schedulers = [
+            get_cosine_with_min_lr_schedule_with_warmup(
+                optimizer, config.warmup_steps, total, min_lr_rate=config.min_lr_share
+            )
+            for optimizer in self._optimizers
+        ]
+        model.train()
+
+    def learn(self, batch: Sequence[Demonstration]) -> float:
+        """One step on `batch`; returns its mean loss in nats per answer token, before the step."""
+        loss = self._accumulate_gradients(batch)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self._schedulers:
+            scheduler.step()
+        return loss
+
+    def mean_loss(self, batch: Sequence[Demonstration]) -> float:
+        """Mean loss of `batch` in nats per answer token."""
+        self._model.train(False)
+        with torch.no_grad():
+            runs = by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch)
+            total = sum(_answer_loss(self._model, [batch[i] for i in run]).item() for run in runs)
+        self._model.train()
+        return total / sum(item.answer_length for item in batch)
+
+    def complete(self, step: int) -> None:
+        """Nothing is kept of a step."""
+
+    def _accumulate_gradients(self, batch: Sequence[Demonstration]) -> float:
+        """Backward of the batch's mean loss per answer token; returns that mean."""
+        answer_tokens = sum(item.answer_length for item in batch)
+        total = 0.0
+        for run in by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch):
+            loss = _answer_loss(self._model, [batch[i] for i in run]) / answer_tokens
+            torch.autograd.backward(loss)
+            total += loss.item()
+        return total
+
+
+def _answer_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> Tensor:
+    """Summed cross entropy of the answers' tokens. Padding is on the right, where causal attention ignores it."""
+    longest = max(len(item.token_ids) for item in demonstrations)
+    tokens_BL = torch.zeros(len(demonstrations), longest, dtype=torch.long)
+    answer_BL = torch.zeros(len(demonstrations), longest, dtype=torch.bool)
+    for row, item in enumerate(demonstrations):
+        tokens_BL[row, : len(item.token_ids)] = torch.tensor(item.token_ids)
+        answer_BL[row, : len(item.token_ids)] = torch.tensor(item.loss_mask)
+    device = next(model.parameters()).device
+    tokens_BL, answer_BL = tokens_BL.to(device), answer_BL.to(device)
+    hidden_BLH = model.base_model(input_ids=tokens_BL[:, :-1], use_cache=False).last_hidden_state
+    predicts_BL = answer_BL[:, 1:]
+    logits_AV = _output_layer(model)(hidden_BLH[predicts_BL])
+    return F.cross_entropy(logits_AV.float(), tokens_BL[:, 1:][predicts_BL], reduction="sum")
+
+
+def _optimizers(model: PreTrainedModel, config: SFTConfig) -> list[Optimizer]:
+    layers = (model.get_input_embeddings(), _output_layer(model))
+    embeddings = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    by_muon: list[Tensor] = []
+    by_adamw: list[Tensor] = []
+    for parameter in model.parameters():
+        (by_muon if parameter.ndim == 2 and id(parameter) not in embeddings else by_adamw).append(parameter)
+    adamw = AdamW(by_adamw, lr=config.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0)
+    return [adamw, Muon(by_muon, lr=config.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")]
+
+
+def _output_layer(model: Any) -> torch.nn.Module:
+    layer: torch.nn.Module = model.get_output_embeddings()
+    return layer

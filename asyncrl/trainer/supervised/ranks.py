@@ -1,0 +1,64 @@
+"""The ranks of supervised training: the first one starts the others, and they meet as those of RL training do."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.private_files import make_private_folder
+from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
+from asyncrl.trainer.parallel import World
+from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.supervised.engine_learner import engine_settings
+from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.worker_grid import Placement
+from asyncrl.trainer.world import training_world
+
+END_S = 10.0
+"""How long the other ranks are waited for, once the first one is done."""
+
+
+@contextmanager
+def joined(config: SFTConfig, run_dir: Path, rank: int, total: int) -> Iterator[World]:
+    """The world of all ranks of `trainer.parallel`, with this process as `rank`."""
+    settings = engine_settings(config, run_dir, total)
+    placement = Placement({ACTOR: worker_grid(settings)})
+    with ExitStack() as stack:
+        resolver = make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
+        stack.callback(resolver.close)
+        device = torch.device("cpu")  # where there are several
+        yield stack.enter_context(training_world(settings, rank, placement, device, run_dir, resolver))
+
+
+@contextmanager
+def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
+    """The other ranks as processes with these `arguments` and their number; they end with this one.
+
+    Within it nobody else trains in `run_dir`: a process before this one, whose launcher was killed, ends at its next
+    step, as nobody reads its progress, and is waited for.
+    """
+    make_private_folder(run_dir)
+    count = worker_grid(engine_settings(config, run_dir, 1)).workers
+    command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
+    with (run_dir / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(run_dir / NAMES_DIR, ignore_errors=True)  # else a rank meets where a run before this one did
+        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
+        try:
+            yield
+            with suppress(subprocess.TimeoutExpired):  # the model is there, whatever keeps them from ending
+                for other in others:
+                    other.wait(END_S)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()

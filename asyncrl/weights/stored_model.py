@@ -1,0 +1,103 @@
+"""A model that was published, as what can be written again: as it is, or with its adapters merged into their base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from asyncrl.weights.adapters import assemble
+from asyncrl.weights.loading import checkpoint_files
+from asyncrl.weights.manifest import Manifest, TensorEntry
+from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.publishing import tokenizer_assets
+from asyncrl.weights.tensor_file import DTYPE_NAMES
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""By their names in manifests."""
+
+Read = Callable[[str, TensorEntry], Tensor]
+
+
+class ExportError(RuntimeError):
+    """There is nothing to export, or nowhere to export it to; the message says why and what there is."""
+
+
+class StoredModel:
+    """A model on disk, as what can be published: the tensors of `manifest`, each as `read` finds it."""
+
+    def __init__(self, manifest: Manifest, read: Read) -> None:
+        self._entries, self._read = manifest.tensors, read
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.weights.published.Published`."""
+        return [TensorSpec(name, entry.shape, DTYPES[entry.dtype]) for name, entry in self._entries.items()]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `asyncrl.weights.published.Published`."""
+        return ((name, self._read(name, entry)) for name, entry in self._entries.items() if name in owners)
+
+
+class MergedModel:
+    """The adapters of `stored` in the layers of their base, as what can be published.
+
+    Args:
+        template: a folder with peft's configuration of such adapters.
+
+    Raises:
+        ExportError: the base is not there.
+        WeightUpdateError: they do not fit it.
+    """
+
+    def __init__(self, stored: StoredModel, template: Path) -> None:
+        specs = stored.published_specs()
+        names = {spec.name: 0 for spec in specs}
+        self._adapters = assemble(template, dict(stored.gather(names)))
+        self._base = Path(str(self._adapters.base))
+        if not self._base.is_dir():
+            raise ExportError(
+                f"the adapters' base model {self._adapters.base!r} is not there; put it back there, or give "
+                "--adapter to write them alone"
+            )
+        self._dtype = specs[0].dtype
+        self._files = checkpoint_files(self._base)
+        if missing := sorted(self._adapters.layers.keys() - self._files.keys()):
+            raise ExportError(f"{self._base} has no {missing[0]!r}, for which there are adapters")
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.weights.published.Published`."""
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors()]
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `asyncrl.weights.published.Published`."""
+        return ((name, tensor) for name, tensor in self._tensors() if name in owners)
+
+    def beside(self) -> dict[str, bytes]:
+        """The base's configuration, in the type of what was trained, and its tokenizer's files."""
+        config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        files = {path.name: path.read_bytes() for path in tokenizer_assets(self._base)}
+        return files | {"config.json": json.dumps(config, indent=2).encode()}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, file in self._files.items():
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+            if name in self._adapters.layers:
+                tensor = self._adapters.merged(name, tensor)
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def from_folder(folder: Path) -> Read:
+    """Reads the tensors of the model in `folder`."""
+
+    def read(name: str, entry: TensorEntry) -> Tensor:
+        with safe_open(folder / entry.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    return read
