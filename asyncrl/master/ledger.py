@@ -5,6 +5,9 @@ it goes on from) and at the end. A thread syncs those of a step while the next o
 so the disk never has one whose past the ledger lacks. A file is followed by the next one once it has `FILE_BYTES`,
 always after a seal. A line that a kill cut off is cut away when the next launch begins; whole lines stay, also those of
 steps that no checkpoint remembers: `begin` says so.
+
+A disk that takes nothing for a while is waited for (`asyncrl.comm.patient_writing`). What it took and could not sync is
+written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a success.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -34,6 +38,7 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
@@ -44,6 +49,48 @@ FILE_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class _File:
+    """An open file of the ledger, and how many bytes it has."""
+
+    path: Path
+    descriptor: int
+    size: int
+
+    @classmethod
+    def open(cls, path: Path) -> _File:
+        descriptor = patiently_blocking(lambda: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), f"{path}", _log)
+        return cls(path, descriptor, os.fstat(descriptor).st_size)
+
+    def append(self, data: bytes) -> None:
+        """Hand `data` to the kernel, all of it."""
+        self._put(data, self.size)
+        self.size += len(data)
+
+    def sync(self, data: bytes, place: int) -> None:
+        """Return once `data`, which was written at `place`, is on the disk."""
+        failed = False
+
+        def sync() -> None:
+            nonlocal failed
+            if failed:
+                self._put(data, place)
+            failed = True
+            os.fdatasync(self.descriptor)
+
+        patiently_blocking(sync, f"{self.path}", _log)
+
+    def _put(self, data: bytes, place: int) -> None:
+        left = memoryview(data)
+
+        def write() -> None:
+            nonlocal left
+            while left:
+                left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
+
+        patiently_blocking(write, f"{self.path}", _log)
 
 
 class Ledger:
@@ -70,7 +117,7 @@ class Ledger:
         self._lines = 0
         self._unsealed = hashlib.sha256()
         self._unwritten = bytearray()
-        self._file: IO[bytes] | None = None
+        self._file: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
 
@@ -91,12 +138,12 @@ class Ledger:
 
         `books`: what the gate begins with.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        patiently_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
         self._take_up()
         known = state is not None and state["line"] <= self._lines
         if version and not known:
             _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
-        self._file = self._path.open("ab")
+        self._file = _File.open(self._path)
         self._seal(
             Begin(
                 lineage=self.lineage,
@@ -123,7 +170,7 @@ class Ledger:
             left -= len(content)
         self._take_up()
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
-        self._file = self._path.open("ab")
+        self._file = _File.open(self._path)
 
     def lines_written(self) -> int:
         """Bring all lines so far to the disk; their number."""
@@ -164,7 +211,7 @@ class Ledger:
         """Bring all lines so far to the disk.
 
         Raises:
-            OSError: it takes them not, or did not take those of a step before.
+            OSError: it takes them not, for as long as is waited, or did not take those of a step before.
         """
         self._write()
         self._synced()
@@ -173,7 +220,7 @@ class Ledger:
         """Write out what is left."""
         if self._file is not None:
             self.write()
-            self._file.close()
+            os.close(self._file.descriptor)
             self._file = None
         self._thread.shutdown()
 
@@ -181,10 +228,10 @@ class Ledger:
         """Hand all lines so far to the kernel, and have them synced."""
         self._synced()
         if self._file is not None and self._unwritten:
-            self._file.write(self._unwritten)
-            self._file.flush()
+            data, place = bytes(self._unwritten), self._file.size
+            self._file.append(data)
             self._unwritten.clear()
-            self._syncing = self._thread.submit(os.fdatasync, self._file.fileno())
+            self._syncing = self._thread.submit(self._file.sync, data, place)
 
     def _synced(self) -> None:
         """Wait until what was written is on the disk."""
@@ -215,11 +262,11 @@ class Ledger:
         self._lines += 1
         self._unwritten += open_line + seal + SEAL_END
         self._unsealed = hashlib.sha256(seal)
-        if self._file is not None and self._file.tell() + len(self._unwritten) >= self._file_bytes:
+        if self._file is not None and self._file.size + len(self._unwritten) >= self._file_bytes:
             self.write()
-            self._file.close()
+            os.close(self._file.descriptor)
             self._number += 1
-            self._file = self._path.open("ab")
+            self._file = _File.open(self._path)
 
     def _take_up(self) -> None:
         """Go on after what is there: repair its end, count its lines, hash what no seal covers."""
