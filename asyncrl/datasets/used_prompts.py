@@ -79,13 +79,16 @@ class UsedPrompts:
         Raises:
             ValueError: it holds another number of ids than it says, or is no such value.
         """
-        used = cls(value["others"])
-        for epoch, packed in value["epochs"].items():
-            bitmap = bytearray(zlib.decompress(base64.b64decode(packed)))
-            used._rows[int(epoch)] = bitmap
-            used._count += sum(byte.bit_count() for byte in bitmap)
-        if used._count != value["count"]:
-            raise ValueError(f"used prompts: {used._count} ids where count says {value['count']}; the file is damaged")
+        try:
+            used, count = cls(value["others"]), int(value["count"])
+            for epoch, packed in value["epochs"].items():
+                bitmap = bytearray(zlib.decompress(base64.b64decode(packed)))
+                used._rows[int(epoch)] = bitmap
+                used._count += sum(byte.bit_count() for byte in bitmap)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, zlib.error) as error:
+            raise ValueError(f"used prompts cannot be read; the file is damaged: {error!r:.200}") from error
+        if used._count != count:
+            raise ValueError(f"used prompts: {used._count} ids where count says {count}; the file is damaged")
         return used
 
     @classmethod

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,6 +48,7 @@ from asyncrl.runtime.run_dir import LEDGER_DIR
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""
 
+_OF_A_ROLLOUT = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("admitted", "finished", "dropped", "abandoned"))
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
@@ -91,6 +93,13 @@ class _File:
                 left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
 
         patiently_blocking(write, f"{self.path}", _log)
+
+
+class ToldSince(NamedTuple):
+    """What the ledger was told after a line: so many lines of `rollouts`, and whether a `step` was."""
+
+    rollouts: int
+    step: bool
 
 
 class Ledger:
@@ -158,19 +167,16 @@ class Ledger:
         )
         self.write()
 
-    def go_on(self, lines: int) -> None:
-        """The launch goes on after its first so many lines; what followed them is told again."""
-        left = lines
-        for file in sorted(self._folder.glob("*.jsonl")):
-            content = file.read_bytes().splitlines(keepends=True)
-            if left <= 0:
-                file.unlink()
-            elif len(content) > left:
-                os.truncate(file, sum(map(len, content[:left])))
-            left -= len(content)
+    def go_on(self, lines: int) -> ToldSince:
+        """The launch goes on after its first so many lines; says what of that which followed need not be told again.
+
+        Nothing but a step that is not whole is cut away: a checkpoint may name any of the lines.
+        """
+        told = self._told_after(lines)
         self._take_up()
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
         self._file = _File.open(self._path)
+        return told
 
     def lines_written(self) -> int:
         """Bring all lines so far to the disk; their number."""
@@ -268,6 +274,24 @@ class Ledger:
             self._number += 1
             self._file = _File.open(self._path)
 
+    def _told_after(self, lines: int) -> ToldSince:
+        """What stands after so many lines; a step whose last line is missing is cut away."""
+        rollouts, step, number = 0, False, 0
+        for file in sorted(self._folder.glob("*.jsonl")):
+            whole = size = 0
+            with file.open("rb") as content:
+                for line in content:
+                    number, size = number + 1, size + len(line)
+                    if not line.endswith(b"\n") or line.startswith(b'{"kind":"trained"'):
+                        continue
+                    whole = size
+                    if number > lines:
+                        step |= line.startswith(b'{"kind":"step"')
+                        rollouts += line.startswith(_OF_A_ROLLOUT)
+            if whole != size:
+                patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+        return ToldSince(rollouts, step)
+
     def _take_up(self) -> None:
         """Go on after what is there: repair its end, count its lines, hash what no seal covers."""
         files = sorted(self._folder.glob("*.jsonl"))
@@ -293,7 +317,7 @@ def _cut_torn_line(file: Path) -> None:
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
         _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
-        os.truncate(file, whole)
+        patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
 
 
 def _plain(books: GateBooks) -> LedgerBooks:

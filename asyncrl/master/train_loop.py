@@ -51,7 +51,7 @@ from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.ledger import Ledger, ToldSince
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.records import Drop
 from asyncrl.master.replay import OfflineGate
@@ -193,6 +193,7 @@ class TrainLoop:
         self._kept_known = _Known()  # by whoever goes on from here
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
+        self._told_already = 0  # rollouts' lines that the ledger has after the step that is gone on from
         self._curriculum = self._new_curriculum()
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
@@ -243,9 +244,7 @@ class TrainLoop:
         ledger = state.get("ledger") if state else None
         if step is None:
             self._ledger.begin(self.version, ledger, self._books)
-        else:
-            self._ledger.go_on(step.ledger_line)
-        evaluated = step is None or self._take_up(step)
+        evaluated = step is None or self._take_up(step, self._ledger.go_on(step.ledger_line))
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
             await self._all(CollectWeights(ACTOR, (self.version,)))
@@ -257,12 +256,15 @@ class TrainLoop:
         if self.version == 0 or not evaluated:
             self._announcer.evaluate_if_due(self.version)
 
-    def _take_up(self, step: _KeptStep) -> bool:
-        """Be where the loop before this one was after its last step; whether that was evaluated, if it had to be."""
+    def _take_up(self, step: _KeptStep, told: ToldSince) -> bool:
+        """Be where the loop before this one was after its last step, of which the ledger was `told`; whether that was
+        evaluated, if it had to be.
+        """
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
         self._known = self._kept_known = step.known
-        self._untold_step = step.batch
+        self._told_already = told.rollouts
+        self._untold_step = None if told.step else step.batch
         row_is_written = not self._journal.step_again(
             self.version, step.batch, step.measured, self._status, perf_counter()
         )
@@ -415,8 +417,9 @@ class TrainLoop:
         recorded = self._known if self._last_step is None else self._kept_known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
-        known = self._known.events - (reply.events_seq - len(reply.events))
-        self._ledger.take(reply.events[max(0, known) :])
+        known = max(0, self._known.events - (reply.events_seq - len(reply.events))) + self._told_already
+        self._told_already = 0
+        self._ledger.take(reply.events[known:])
         self._books, self._known = reply.books, _Known(reply.seq, reply.events_seq, reply.measured_seq)
         self.buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:

@@ -209,7 +209,8 @@ class Replay:
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
-        if not 0 <= line.attempt <= (before_it := self._attempts[line.prompt]):
+        before_it = self._attempts[line.prompt]
+        if not 0 <= line.attempt <= before_it:
             self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
         self._attempts[line.prompt] += 1
         if line.at < self._begun_at - CLOCKS_S:
