@@ -14,6 +14,7 @@ process alone, so that other load does not matter; and the largest may not blow 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -274,6 +275,7 @@ def trajectory(name: str = "r1", samples: int = 2) -> Trajectory:
 RECORD = RolloutRecord("r1", "e0-1", 1, 0, 3, {3: 2}, (4, 4), (2, 2), (1.0, 0.0), (False, True), (0, 1), {"time": 0.5})
 MINUTE = {"timeout_s": 0.0}
 WHO: dict[str, Any] = {"worker": "rollout_worker/0", "incarnation": 0, "released": ["q"], "finished": []}
+MANIFEST = Manifest("actor", 3, {"f": FileEntry(1, "crc")}, {"w": TensorEntry((2, 2), "F32", "f")})
 FINISHED = m.FinishedRollout("r1", True, tokens=2)
 REQUESTS: list[m.Message] = [
     m.TakeOverRequest(**WHO),
@@ -487,8 +489,7 @@ def cases() -> Iterator[Case]:
     yield Case("reply of a server", any_reply, told, (HttpMalformed,))
     stored = js({"value": "x", "owner": "me", "lease_s": None})
     yield Case("entry of a name", in_file("a.json", resolver_entry), [stored], (NameResolveError,))
-    manifest = Manifest("actor", 3, {"f": FileEntry(1, "crc")}, {"w": TensorEntry((2, 2), "F32", "f")})
-    yield Case("manifest", in_file("manifest.json", read_manifest), [js(manifest)], (ManifestError,))
+    yield Case("manifest", in_file("manifest.json", read_manifest), [js(MANIFEST)], (ManifestError,))
     yield Case("checkpoint's state", in_file("checkpoints/v3/state.json", newest_progress), [checkpoint_bytes()])
     yield Case("used prompts", used_prompts, [js(UsedPrompts(["e0-1", "e3-70", "own"]).to_json())], (ValueError,))
     yield Case("ledger", in_file("000001.jsonl", audit), [ledger_bytes()])
@@ -568,6 +569,35 @@ def _clean() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_valid_is_taken(case: Case) -> None:
     for data in case.valid:
+        case.decode(data)
+
+
+def with_value(data: bytes, old: bytes, new: bytes) -> bytes:
+    assert old in data
+    return data.replace(old, new, 1)
+
+
+DEEP_JSON, NO_TEXT = b"[" * 3000, b"\xff"
+FOUND: list[tuple[str, bytes]] = [
+    ("reply of a server", DEEP_JSON),
+    ("reply of a user's process", b"\x81\xa5value" + b"\x91" * 3000),
+    ("manifest", with_value(js(MANIFEST), b"actor", NO_TEXT)),
+    ("checkpoint's state", b'{"master_state": 5}'),
+    ("used prompts", b'"x"'),
+    ("used prompts", b'{"count": 0, "others": [], "epochs": {"0": "AAAA"}}'),
+    ("ledger", with_value(ledger_bytes(), b"stale", NO_TEXT)),
+    ("ledger", with_value(ledger_bytes(), b'"attempt":0', b'"attempt":-1')),
+    ("metrics", DEEP_JSON + b"\n"),
+    ("JSON lines", DEEP_JSON + b"\n"),
+    ("/chat/completions", with_value(js({"model": "policy", "messages": CHAT}), b'{\\"a\\": 1}', DEEP_JSON)),
+]
+"""What ended otherwise once."""
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND, ids=[f"{name}-{number}" for number, (name, _) in enumerate(FOUND)])
+def test_what_was_found_once_is_refused_by_name(name: str, data: bytes) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    with contextlib.suppress(*case.allowed):
         case.decode(data)
 
 

@@ -559,5 +559,18 @@ class Schedule(RuleBasedStateMachine):
         assert outcome.trained == trainer.version * self.batch
 
 
+def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
+    """The trainer's side dies after a checkpoint and goes on from the step before it; then the run dies."""
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
+    schedule.fair_turn(0)
+    schedule.save()
+    schedule.the_trainer_dies()
+    schedule.fair_turn(0)
+    schedule.the_run_dies()
+    schedule.fair_turn(0)
+    schedule.teardown()
+
+
 Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)
 test_any_schedule = Schedule.TestCase

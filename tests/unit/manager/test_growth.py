@@ -1,4 +1,4 @@
-"""What lives as long as a run does not grow with it: twenty thousand rollouts are played, and everything is measured.
+"""What lives as long as a run does not grow with it: twelve thousand rollouts are played, and everything is measured.
 
 Measured is every collection that can be reached from the state machines, whatever it is called: one that is added later
 is measured too. What may grow is named, with its reason, in `GROWS`.
@@ -27,7 +27,7 @@ from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
-ROLLOUTS, WARM_UP = 20_000, 4_000
+ROLLOUTS, WARM_UP = 12_000, 3_000
 ROWS, WORKERS, B, ETA, AT_ONCE = 1_000, 4, 32, 2, 24
 REMEMBERED = 128
 """What rings of recent ids keep here, so that they are full after the warm-up; in a run they are larger."""
