@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -105,9 +106,10 @@ def _control_cpu(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
         time.sleep(0.05)  # a benchmark looks; it synchronises nothing
     seconds = 0.0
     for child in psutil.Process(process.pid).children():
-        if any(f"asyncrl {kind}/" in " ".join(child.cmdline()) for kind in CONTROL):
-            times = child.cpu_times()
-            seconds += times.user + times.system
+        with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
+            if any(f"asyncrl {kind}/" in " ".join(child.cmdline()) for kind in CONTROL):
+                times = child.cpu_times()
+                seconds += times.user + times.system
     return time.monotonic(), seconds
 
 

@@ -73,6 +73,8 @@ SHARE = 0.1
 LEAST = {"memory": 32 << 20, "descriptors": 8, "threads": 4, "names": 4, "shm": 16 << 20, "folder": 16 << 20}
 """Growth that is worth speaking of."""
 STOP_LIMIT_S = 300.0
+STOPPED = 128 + signal.SIGINT
+"""Exit code of a run that was asked to stop and did so with its books in order."""
 
 Series = dict[tuple[str, str], list[tuple[float, float]]]
 """By quantity and name: times in seconds and values."""
@@ -230,7 +232,7 @@ def main() -> int:
     if args.json:
         content = [{"quantity": key[0], "of": key[1], "points": points} for key, points in series.items()]
         args.json.write_text(json.dumps({"killed": killed, "growing": growing, "series": content}) + "\n")
-    return 1 if growing or found.findings or code else 0
+    return 1 if growing or found.findings or code != STOPPED else 0
 
 
 if __name__ == "__main__":

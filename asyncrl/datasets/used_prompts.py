@@ -93,8 +93,15 @@ class UsedPrompts:
 
     @classmethod
     def read(cls, path: Path) -> UsedPrompts:
-        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`."""
-        return cls.from_json(json.loads(path.read_text())["used_prompts"])
+        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text())["used_prompts"])
+        except (LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} does not say which prompts are used; it is damaged: {error!r:.200}") from error
 
 
 def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:

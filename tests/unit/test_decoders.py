@@ -77,6 +77,7 @@ SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))
 MAX_CPU_S = 5.0
 """For one input of some kilobytes; what is bounded takes milliseconds."""
 MAX_GROWTH_BYTES = 256 << 20
+MAX_ROOM_BYTES = 2 << 30
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 AWKWARD_BYTES = (
     b"\xff",
@@ -457,10 +458,6 @@ def checkpoint_bytes() -> bytes:
     return js({"master_state": {"version": 3, "buffer": used, "ledger": {"line": 3, "lineage": 0}}})
 
 
-def used_prompts(data: bytes) -> UsedPrompts:
-    return UsedPrompts.from_json(json.loads(data))
-
-
 def kept_inbox(folder: Path) -> Any:
     return list(KeptInbox(folder).read())
 
@@ -491,7 +488,9 @@ def cases() -> Iterator[Case]:
     yield Case("entry of a name", in_file("a.json", resolver_entry), [stored], (NameResolveError,))
     yield Case("manifest", in_file("manifest.json", read_manifest), [js(MANIFEST)], (ManifestError,))
     yield Case("checkpoint's state", in_file("checkpoints/v3/state.json", newest_progress), [checkpoint_bytes()])
-    yield Case("used prompts", used_prompts, [js(UsedPrompts(["e0-1", "e3-70", "own"]).to_json())], (ValueError,))
+    used = js({"used_prompts": UsedPrompts(["e0-1", "e3-70", "own"]).to_json(), "curriculum": []})
+    read_used = in_file("data", lambda folder: UsedPrompts.read(folder / "data"))
+    yield Case("used prompts", read_used, [used], (ValueError,))
     yield Case("ledger", in_file("000001.jsonl", audit), [ledger_bytes()])
     yield Case("manager's inputs", in_file("log", read_event_log), [event_log_bytes()], (ValueError,))
     yield Case(
@@ -561,7 +560,11 @@ CASES = list(cases())
 @pytest.fixture(scope="module", autouse=True)
 def _clean() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_ROOM_BYTES, before[1]))  # else the machine's memory is the limit
     yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
     logging.disable(logging.NOTSET)
     shutil.rmtree(FOLDER)
 
@@ -584,9 +587,12 @@ FOUND: list[tuple[str, bytes]] = [
     ("manifest", with_value(js(MANIFEST), b"actor", NO_TEXT)),
     ("checkpoint's state", b'{"master_state": 5}'),
     ("used prompts", b'"x"'),
-    ("used prompts", b'{"count": 0, "others": [], "epochs": {"0": "AAAA"}}'),
+    ("used prompts", DEEP_JSON),
+    ("used prompts", b'{"used_prompts": {"count": 0, "others": [], "epochs": {"0": "AAAA"}}}'),
     ("ledger", with_value(ledger_bytes(), b"stale", NO_TEXT)),
     ("ledger", with_value(ledger_bytes(), b'"attempt":0', b'"attempt":-1')),
+    ("ledger", with_value(ledger_bytes(), b'"order":1', b'"order":4611686018427387905')),  # took all memory there is
+    ("ledger", with_value(ledger_bytes(), b'"seed":0', b'"seed":-1')),
     ("metrics", DEEP_JSON + b"\n"),
     ("JSON lines", DEEP_JSON + b"\n"),
     ("/chat/completions", with_value(js({"model": "policy", "messages": CHAT}), b'{\\"a\\": 1}', DEEP_JSON)),
