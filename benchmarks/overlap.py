@@ -1,6 +1,6 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--modes interrupt in_place] [--steps 40] [--rounds 3] [--quick] [--json PATH]
+    python benchmarks/overlap.py [--modes interrupt in_place] [--steps 40] [--rounds 3] [--quick] [--cost] [--json PATH]
                                  [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
@@ -13,12 +13,18 @@ the end are medians over the rounds.
 
 The CPU share of GserverManager and MasterWorker is their CPU time over wall-clock time while steps are trained. Below,
 every process's CPU-seconds for a step: where the time goes that two cores have, whatever else overlaps.
+
+With `--cost`: what it costs a step that any process may die. The demo with η = 4 as it is, in turns with a run that has
+no ledger, keeps no last step in memory and whose manager writes no log (`peers/bare`), another first in each round:
+
+    cost = step as it is / step without them
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -26,12 +32,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from asyncrl.config.load import load_supervised
+from asyncrl.runtime.run_dir import LEDGER_DIR
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 WARM_UP_STEPS = 8
@@ -39,6 +47,7 @@ SETTINGS = ["eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=fal
 CONTROL = ("gserver_manager", "master_worker")
 TITLE = re.compile(r"^asyncrl (\w+)/")
 TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
+COST_TARGET = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,18 +66,31 @@ class Measured:
     cpu: dict[str, float]
 
 
-def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str]) -> Measured:
-    """One run of the demo."""
-    trial = f"eta{eta}-{mode}"
+BARE = Path(__file__).parent / "peers" / "bare"
+"""On PYTHONPATH it leaves out what lets a run go on after deaths, as far as no setting does."""
+
+
+def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, bare: bool = False) -> Measured:
+    """One run of the demo; `bare`: without what lets it go on after deaths."""
+    trial = f"eta{eta}-{mode}{'-bare' * bare}"
     run_dir = root / "overlap" / trial
     settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
-    process = subprocess.Popen([sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings], stdout=sys.stderr)
+    environment = dict(os.environ)
+    if bare:
+        settings.append("checkpoint.keep_last_step=false")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BARE), environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
+    process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
     metrics = run_dir / "metrics.jsonl"
     begun, before = _cpu_seconds(process, metrics, WARM_UP_STEPS)
     ended, after = _cpu_seconds(process, metrics, steps - 2)
     if process.wait() != 0:
         raise SystemExit(f"the run with η = {eta} failed; logs in {run_dir / 'logs'}")
+    if bare == (run_dir / LEDGER_DIR).is_dir():
+        raise SystemExit(
+            f"the run in {run_dir} {'has a' if bare else 'has no'} ledger: it is not what was to be measured"
+        )
     rows = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP_STEPS:]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
     tokens = sum(row["tokens/batch"] for row in rows)
@@ -91,10 +113,10 @@ def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
         time.sleep(0.05)  # a benchmark looks; it synchronises nothing
     seconds: Counter[str] = Counter()
     for child in psutil.Process(process.pid).children():
-        named = TITLE.search(" ".join(child.cmdline()))
-        if named:
-            times = child.cpu_times()
-            seconds[named[1]] += times.user + times.system
+        with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
+            if named := TITLE.search(" ".join(child.cmdline())):
+                times = child.cpu_times()
+                seconds[named[1]] += times.user + times.system
     return time.monotonic(), seconds
 
 
@@ -161,6 +183,30 @@ def medians(rounds: list[Round]) -> dict[str, dict[str, float]]:
     }
 
 
+def costs(steps: int, count: int, eta: int, mode: str, overrides: list[str]) -> list[tuple[Measured, Measured]]:
+    """Rounds of a run as it is and a bare one."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, count + 1):
+            root = Path(folder) / f"round{number}"
+            order = (False, True) if number % 2 else (True, False)
+            runs = {bare: run(eta, mode, steps, root, overrides, bare=bare) for bare in order}
+            rounds.append((runs[False], runs[True]))
+            print(f"round {number} of {count}: {runs[False].step / runs[True].step:.4f}", file=sys.stderr)
+    return rounds
+
+
+def cost_table(rounds: list[tuple[Measured, Measured]]) -> str:
+    """Every round, and the median of their ratios."""
+    lines = [f"{'round':>5}{'step':>12}{'without':>12}{'cost':>9}"]
+    ratios = [whole.step / bare.step for whole, bare in rounds]
+    for number, ((whole, bare), ratio) in enumerate(zip(rounds, ratios, strict=True), 1):
+        lines.append(f"{number:>5}{whole.step:>10.3f} s{bare.step:>10.3f} s{ratio - 1.0:>+9.2%}")
+    cost = statistics.median(ratios) - 1.0
+    lines.append(f"median {cost:+.2%}, target below {COST_TARGET:.0%}   {'met' if cost < COST_TARGET else 'MISSED'}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,11 +215,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
     parser.add_argument("--eta", type=int, default=4)
+    parser.add_argument("--cost", action="store_true", help="measure what it costs that any process may die")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
     overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
+    if args.cost:
+        pairs = costs(steps, count, args.eta, args.modes[0], overrides)
+        print(cost_table(pairs))
+        if args.json:
+            args.json.write_text(json.dumps([{"whole": asdict(each[0]), "bare": asdict(each[1])} for each in pairs]))
+        return
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, count + 1):

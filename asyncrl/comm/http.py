@@ -99,10 +99,7 @@ class JsonHttp:
             raise HttpRefused(url, answer.status, content)
         if reply is None and (answer.content_type != "application/json" or not content):
             return None
-        try:
-            return msgspec.json.decode(content, type=Any if reply is None else reply)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise HttpMalformed(url, answer.status, content, str(error)) from error
+        return decoded_reply(url, answer.status, content, reply)
 
     async def close(self) -> None:
         """Close every connection; calls under way fail."""
@@ -130,6 +127,18 @@ class JsonHttp:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=_JSON)
         return self._session
+
+
+def decoded_reply(url: str, status: int, content: bytes, reply: type[T] | None) -> Any:
+    """The JSON that `url` answered with, as a `reply` where that is given.
+
+    Raises:
+        HttpMalformed: it is none.
+    """
+    try:
+        return msgspec.json.decode(content, type=Any if reply is None else reply)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpMalformed(url, status, content, str(error)) from error
 
 
 def _plain(value: object) -> object:

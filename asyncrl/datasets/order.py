@@ -27,7 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.seeds import seed_from as seed_from  # known by this name too
+from asyncrl.datasets.used_prompts import UsedPrompts
 
+ATTEMPTS_KEPT = 65_536
+"""Prompts whose later attempts are remembered while they are out. One forgotten comes back before any later prompt."""
 CACHED_EPOCHS = 4
 """Permutations kept: a stream works in one epoch; prompts given back come from the one before, as a rule."""
 
@@ -89,10 +92,17 @@ class PromptStream:
         self._next_order = shard_index
         self._given_back: list[tuple[int, int]] = []  # order and attempt
         self._put_off: list[tuple[int, int, int]] = []  # the order before which it is due, order and attempt
-        settled = set(map(self.order_of, used))
-        before = {self.order_of(prompt_id): attempt for prompt_id, attempt in (out or {}).items()}
-        self._out = {order: attempt for order, attempt in before.items() if order not in settled}  # attempt by order
-        self._passed_over = settled | before.keys()
+        self._waiting: set[int] = set()  # orders in the two lists above
+        self._settled = UsedPrompts()  # at the beginning; what is settled later is past `next`
+        for prompt_id in used:
+            self.order_of(prompt_id)
+            self._settled.add(prompt_id)
+        unsettled = ((key, attempt) for key, attempt in (out or {}).items() if key not in self._settled)
+        before = {self.order_of(prompt_id): attempt for prompt_id, attempt in unsettled}
+        self._out_ahead = set(before)  # out, though `next` is not there yet
+        self._attempts: dict[int, int] = {}  # of orders that are out as a later attempt than the first
+        for order, attempt in before.items():
+            self._note_attempt(order, attempt)
 
     def next(self) -> PromptRef:
         """The next prompt: the earliest that was given back, else the next of the shard that is not used; between two
@@ -100,8 +110,8 @@ class PromptStream:
         """
         if self._given_back:
             return self._hand_out(*heapq.heappop(self._given_back))
-        while self._next_order in self._passed_over:
-            self._passed_over.discard(self._next_order)
+        while self._is_settled(self._next_order) or self._next_order in self._out_ahead:
+            self._out_ahead.discard(self._next_order)
             self._next_order += self.num_shards
         if self._put_off and self._put_off[0][0] <= self._next_order:
             return self._hand_out(*heapq.heappop(self._put_off)[1:])
@@ -117,9 +127,10 @@ class PromptStream:
             ValueError: the prompt is not out: it was never handed out, or is given back already.
         """
         order = self.order_of(prompt_id)
-        if order not in self._out:
+        if not self._is_out(order):
             raise ValueError(f"prompt {prompt_id!r} is not out of this shard: give back what `next` handed out, once")
-        if attempt <= self._out.pop(order):
+        self._waiting.add(order)
+        if attempt <= self._attempts.pop(order, 0):
             heapq.heappush(self._given_back, (order, attempt))
         else:
             epoch = self._next_order // self.num_rows
@@ -145,9 +156,25 @@ class PromptStream:
         self._permutation(epoch)
         return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
 
+    def _is_out(self, order: int) -> bool:
+        """Whether the prompt was handed out, is not settled as far as this stream knows, and did not come back."""
+        if order % self.num_shards != self.shard_index or order in self._waiting or self._is_settled(order):
+            return False
+        return order < self._next_order or order in self._out_ahead
+
+    def _is_settled(self, order: int) -> bool:
+        return self.ref(order).prompt_id in self._settled
+
     def _hand_out(self, order: int, attempt: int) -> PromptRef:
-        self._out[order] = attempt
+        self._waiting.discard(order)
+        self._note_attempt(order, attempt)
         return replace(self.ref(order), attempt=attempt)
+
+    def _note_attempt(self, order: int, attempt: int) -> None:
+        if attempt:
+            self._attempts[order] = attempt
+            if len(self._attempts) > ATTEMPTS_KEPT:
+                del self._attempts[next(iter(self._attempts))]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:

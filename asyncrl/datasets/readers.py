@@ -87,7 +87,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
             continue
         try:
             fields = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is not JSON ({error}): write one object per line") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{path}:{number} is a JSON {type(fields).__name__}: write one object per line")

@@ -79,19 +79,29 @@ class UsedPrompts:
         Raises:
             ValueError: it holds another number of ids than it says, or is no such value.
         """
-        used = cls(value["others"])
-        for epoch, packed in value["epochs"].items():
-            bitmap = bytearray(zlib.decompress(base64.b64decode(packed)))
-            used._rows[int(epoch)] = bitmap
-            used._count += sum(byte.bit_count() for byte in bitmap)
-        if used._count != value["count"]:
-            raise ValueError(f"used prompts: {used._count} ids where count says {value['count']}; the file is damaged")
+        try:
+            used, count = cls(value["others"]), int(value["count"])
+            for epoch, packed in value["epochs"].items():
+                bitmap = bytearray(zlib.decompress(base64.b64decode(packed)))
+                used._rows[int(epoch)] = bitmap
+                used._count += sum(byte.bit_count() for byte in bitmap)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, zlib.error) as error:
+            raise ValueError(f"used prompts cannot be read; the file is damaged: {error!r:.200}") from error
+        if used._count != count:
+            raise ValueError(f"used prompts: {used._count} ids where count says {count}; the file is damaged")
         return used
 
     @classmethod
     def read(cls, path: Path) -> UsedPrompts:
-        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`."""
-        return cls.from_json(json.loads(path.read_text())["used_prompts"])
+        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text())["used_prompts"])
+        except (LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} does not say which prompts are used; it is damaged: {error!r:.200}") from error
 
 
 def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:

@@ -56,7 +56,7 @@ class EventLog:
         decoder = msgspec.json.Decoder(Noted)
         try:
             events = [decoder.decode(line) for line in lines]
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{self._file} is damaged: {error}; the run has to go back to a checkpoint") from error
         if cut_off:
             os.truncate(self._file, self._file.stat().st_size - len(cut_off))

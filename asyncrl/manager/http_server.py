@@ -35,13 +35,14 @@ class ManagerHttp(HttpServer):
         async def metrics(request: web.BaseRequest, body: bytes) -> web.Response:
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-        routes = {path: Route(_answering(verb), max_bytes=MAX_BODY_BYTES) for path, verb in verbs.items()}
+        routes = {path: Route(answering(verb), max_bytes=MAX_BODY_BYTES) for path, verb in verbs.items()}
         routes |= {"/health": Route(health, open=True), "/metrics": Route(metrics, open=True)}
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         super().__init__(routes, token=token, tls=tls, registry=registry)
 
 
-def _answering(verb: Verb) -> Handler:
+def answering(verb: Verb) -> Handler:
+    """What answers requests of the verb; what is no such request is `Refused`."""
     kind, handler = verb
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 

@@ -5,6 +5,9 @@ it goes on from) and at the end. A thread syncs those of a step while the next o
 so the disk never has one whose past the ledger lacks. A file is followed by the next one once it has `FILE_BYTES`,
 always after a seal. A line that a kill cut off is cut away when the next launch begins; whole lines stay, also those of
 steps that no checkpoint remembers: `begin` says so.
+
+A disk that takes nothing for a while is waited for (`asyncrl.comm.patient_writing`). What it took and could not sync is
+written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a success.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,6 +39,7 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
@@ -42,9 +48,58 @@ from asyncrl.runtime.run_dir import LEDGER_DIR
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""
 
+_OF_A_ROLLOUT = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("admitted", "finished", "dropped", "abandoned"))
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Line).decode
+
+
+@dataclass(slots=True)
+class _File:
+    """An open file of the ledger, and how many bytes it has."""
+
+    path: Path
+    descriptor: int
+    size: int
+
+    @classmethod
+    def open(cls, path: Path) -> _File:
+        descriptor = patiently_blocking(lambda: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), f"{path}", _log)
+        return cls(path, descriptor, os.fstat(descriptor).st_size)
+
+    def append(self, data: bytes) -> None:
+        """Hand `data` to the kernel, all of it."""
+        self._put(data, self.size)
+        self.size += len(data)
+
+    def sync(self, data: bytes, place: int) -> None:
+        """Return once `data`, which was written at `place`, is on the disk."""
+        failed = False
+
+        def sync() -> None:
+            nonlocal failed
+            if failed:
+                self._put(data, place)
+            failed = True
+            os.fdatasync(self.descriptor)
+
+        patiently_blocking(sync, f"{self.path}", _log)
+
+    def _put(self, data: bytes, place: int) -> None:
+        left = memoryview(data)
+
+        def write() -> None:
+            nonlocal left
+            while left:
+                left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
+
+        patiently_blocking(write, f"{self.path}", _log)
+
+
+class ToldSince(NamedTuple):
+    """What the ledger was told after a line: so many lines of `rollouts`, and whether a `step` was."""
+
+    rollouts: int
+    step: bool
 
 
 class Ledger:
@@ -71,7 +126,7 @@ class Ledger:
         self._lines = 0
         self._unsealed = hashlib.sha256()
         self._unwritten = bytearray()
-        self._file: IO[bytes] | None = None
+        self._file: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
 
@@ -92,12 +147,12 @@ class Ledger:
 
         `books`: what the gate begins with.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        patiently_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
         self._take_up()
         known = state is not None and state["line"] <= self._lines
         if version and not known:
             _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
-        self._file = self._path.open("ab")
+        self._file = _File.open(self._path)
         self._seal(
             Begin(
                 lineage=self.lineage,
@@ -112,29 +167,16 @@ class Ledger:
         )
         self.write()
 
-    def go_on(self, lines: int) -> tuple[int, bool]:
-        """The launch goes on from a state of when there were so many lines; what followed them is told again.
+    def go_on(self, lines: int) -> ToldSince:
+        """The launch goes on after its first so many lines; says what of that which followed need not be told again.
 
-        But not what comes before a checkpoint's line: the checkpoint names that line, and a later launch may go on from
-        there. Returns how many of the manager's lines stay beyond `lines`, and whether the step after them does.
+        Nothing but a step that is not whole is cut away: a checkpoint may name any of the lines.
         """
-        files = sorted(self._folder.glob("*.jsonl"))
-        beyond = [line for file in files for line in file.read_bytes().splitlines(keepends=True)][lines:]
-        saved = (number for number, line in enumerate(beyond, 1) if line.startswith(b'{"kind":"saved"'))
-        staying = beyond[: max(saved, default=0)]
-        left = lines + len(staying)
-        for file in files:
-            content = file.read_bytes().splitlines(keepends=True)
-            if left <= 0:
-                file.unlink()
-            elif len(content) > left:
-                os.truncate(file, sum(map(len, content[:left])))
-            left -= len(content)
+        told = self._told_after(lines)
         self._take_up()
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
-        self._file = self._path.open("ab")
-        kinds = [_decode(line) for line in staying]
-        return sum(isinstance(line, RolloutLine) for line in kinds), any(isinstance(line, Step) for line in kinds)
+        self._file = _File.open(self._path)
+        return told
 
     def lines_written(self) -> int:
         """Bring all lines so far to the disk; their number."""
@@ -175,7 +217,7 @@ class Ledger:
         """Bring all lines so far to the disk.
 
         Raises:
-            OSError: it takes them not, or did not take those of a step before.
+            OSError: it takes them not, for as long as is waited, or did not take those of a step before.
         """
         self._write()
         self._synced()
@@ -184,7 +226,7 @@ class Ledger:
         """Write out what is left."""
         if self._file is not None:
             self.write()
-            self._file.close()
+            os.close(self._file.descriptor)
             self._file = None
         self._thread.shutdown()
 
@@ -192,10 +234,10 @@ class Ledger:
         """Hand all lines so far to the kernel, and have them synced."""
         self._synced()
         if self._file is not None and self._unwritten:
-            self._file.write(self._unwritten)
-            self._file.flush()
+            data, place = bytes(self._unwritten), self._file.size
+            self._file.append(data)
             self._unwritten.clear()
-            self._syncing = self._thread.submit(os.fdatasync, self._file.fileno())
+            self._syncing = self._thread.submit(self._file.sync, data, place)
 
     def _synced(self) -> None:
         """Wait until what was written is on the disk."""
@@ -226,11 +268,29 @@ class Ledger:
         self._lines += 1
         self._unwritten += open_line + seal + SEAL_END
         self._unsealed = hashlib.sha256(seal)
-        if self._file is not None and self._file.tell() + len(self._unwritten) >= self._file_bytes:
+        if self._file is not None and self._file.size + len(self._unwritten) >= self._file_bytes:
             self.write()
-            self._file.close()
+            os.close(self._file.descriptor)
             self._number += 1
-            self._file = self._path.open("ab")
+            self._file = _File.open(self._path)
+
+    def _told_after(self, lines: int) -> ToldSince:
+        """What stands after so many lines; a step whose last line is missing is cut away."""
+        rollouts, step, number = 0, False, 0
+        for file in sorted(self._folder.glob("*.jsonl")):
+            whole = size = 0
+            with file.open("rb") as content:
+                for line in content:
+                    number, size = number + 1, size + len(line)
+                    if not line.endswith(b"\n") or line.startswith(b'{"kind":"trained"'):
+                        continue
+                    whole = size
+                    if number > lines:
+                        step |= line.startswith(b'{"kind":"step"')
+                        rollouts += line.startswith(_OF_A_ROLLOUT)
+            if whole != size:
+                patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+        return ToldSince(rollouts, step)
 
     def _take_up(self) -> None:
         """Go on after what is there: repair its end, count its lines, hash what no seal covers."""
@@ -257,7 +317,7 @@ def _cut_torn_line(file: Path) -> None:
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
         _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
-        os.truncate(file, whole)
+        patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
 
 
 def _plain(books: GateBooks) -> LedgerBooks:

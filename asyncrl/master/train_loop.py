@@ -54,7 +54,7 @@ from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.ledger import Ledger, ToldSince
 from asyncrl.master.metric_rows import Row
 from asyncrl.master.ranks import Ranks, Stalled
 from asyncrl.master.records import Drop
@@ -199,6 +199,7 @@ class TrainLoop:
         self._kept_known = _Known()  # by whoever goes on from here
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
+        self._told_already = 0  # rollouts' lines that the ledger has after the step that is gone on from
         self._curriculum = self._new_curriculum()
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         self._trained_before = 0
@@ -257,7 +258,7 @@ class TrainLoop:
         if step is None:
             self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
         else:
-            self._take_up(step, *self._ledger.go_on(step.ledger_line))
+            self._take_up(step, self._ledger.go_on(step.ledger_line))
         if not self._unreported_trained:
             # Weights of later versions are of steps that a restart has forgotten; the same versions will be others.
             await self._ranks.all(CollectWeights(ACTOR, (self.version,)))
@@ -275,16 +276,13 @@ class TrainLoop:
         if cut_off:  # the servers still have the version whose evaluation was cut off
             await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
 
-    def _take_up(self, step: _KeptStep, events: int, told: bool) -> None:
-        """Be where the loop before this one was after its last step.
-
-        The ledger has so many `events` that the manager told after the step, and the step itself if it was `told`.
-        """
+    def _take_up(self, step: _KeptStep, told: ToldSince) -> None:
+        """Be where the loop before this one was after its last step, of which the ledger was `told`."""
         self._unreported_trained = list(step.trained)
         self.buffer.know_trained(step.trained)
-        self._kept_known = step.known
-        self._known = step.known._replace(events=step.known.events + events)
-        self._untold_step = None if told else step.batch
+        self._known = self._kept_known = step.known
+        self._told_already = told.rollouts
+        self._untold_step = None if told.step else step.batch
         self._journal.step_again(self.version, step.batch, step.measured, self._status, perf_counter())
         _log.info("going on after step %d, which was complete", self.version)
 
@@ -415,8 +413,9 @@ class TrainLoop:
         recorded = self._kept_known if self._steps.on else self._known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
-        known = self._known.events - (reply.events_seq - len(reply.events))
-        self._ledger.take(reply.events[max(0, known) :])
+        known = max(0, self._known.events - (reply.events_seq - len(reply.events))) + self._told_already
+        self._told_already = 0
+        self._ledger.take(reply.events[known:])
         self._books, self._known = reply.books, _Known(reply.seq, reply.events_seq, reply.measured_seq)
         self.buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:

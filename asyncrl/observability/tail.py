@@ -15,7 +15,11 @@ class JsonlTail:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows that are new."""
+        """The rows that are new.
+
+        Raises:
+            ValueError: a line is no JSON.
+        """
         if not self._file.exists():
             return []
         with self._file.open("rb") as stream:
@@ -25,4 +29,7 @@ class JsonlTail:
             data = stream.read()
         whole, newline, _ = data.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except RecursionError as error:
+            raise ValueError(f"{self._file}: {error}") from error

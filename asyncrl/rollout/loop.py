@@ -202,6 +202,8 @@ class RolloutLoop:
         finally:
             self._free += 1
             self._room.set()
+        if not outcome.return_prompt:
+            del self._attempts[candidate.ref.prompt_id]
         self._gate.finish([outcome])
 
     async def _attempt(self, candidate: _Candidate) -> FinishedRollout:

@@ -72,9 +72,9 @@ def newest_progress(run_dir: Path) -> tuple[int, int] | None:
     for version in reversed(versions_in(root)):
         try:
             state = json.loads((root / f"v{version}" / CHECKPOINT_STATE_FILE).read_bytes())
-        except (OSError, ValueError):  # the training ranks pass over a damaged one too
-            continue
-        return version, state["master_state"]["buffer"]["used_prompts"]["count"]
+            return version, int(state["master_state"]["buffer"]["used_prompts"]["count"])
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            continue  # the training ranks pass over a damaged one too
     return None
 
 

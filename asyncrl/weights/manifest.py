@@ -108,7 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise ManifestError(
             f"{directory} has no {MANIFEST_FILE}: it was not written whole, or not by asyncrl"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
             f"{path} is no manifest of format {FORMAT} ({error}): use the version of asyncrl that wrote it, or remove "
             f"{directory}"

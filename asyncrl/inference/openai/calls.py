@@ -117,7 +117,7 @@ def json_arguments(text: str, where: str) -> str:
     """
     try:
         found = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(where, f"no JSON: {error}") from None
     if not isinstance(found, dict):
         raise invalid(where, "no JSON object")

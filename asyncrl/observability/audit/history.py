@@ -44,7 +44,7 @@ def read_ledger(folder: Path, report: Report) -> list[Entry]:
                 break  # torn: the next launch cuts it away
             try:
                 line = _decode(raw)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 report(place, f"no line of a ledger: {error}")
                 unsealed.update(raw)
                 continue

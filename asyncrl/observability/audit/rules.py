@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,6 +186,8 @@ class Replay:
         self.outcome.lineages += 1
         self.outcome.ended = False
         self._settings, self._lineage = line.settings, line.lineage
+        if line.settings.seed < 0 or line.settings.workers < 0:
+            self._report(f"seed is {line.settings.seed} and workers {line.settings.workers}, which there are not")
         if line.settings.on_stale not in ("drop", "mask", "wait"):
             self._report(f"on_stale is {line.settings.on_stale!r}, which there is not")
         self._master_at = self._begun_at = line.at
@@ -209,7 +212,8 @@ class Replay:
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
-        if not 0 <= line.attempt <= (before_it := self._attempts[line.prompt]):
+        before_it = self._attempts[line.prompt]
+        if not 0 <= line.attempt <= before_it:
             self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
         self._attempts[line.prompt] += 1
         if line.at < self._begun_at - CLOCKS_S:
@@ -389,7 +393,7 @@ class Replay:
             self._report(f"prompt {prompt} is at place {order} of the data order, and was at {known}")
         if match is None:
             self._report(f"prompt {prompt!r}: ids are e<epoch>-<row>")
-        elif self._rows is not None and self._settings is not None and self._settings.workers and order >= 0:
+        elif self._rows and self._settings and self._settings.workers and min(order, self._settings.seed) >= 0:
             epoch, position = divmod(order, self._rows)
             row = int(_permutation(self._rows, self._settings.seed, epoch)[position])
             if (epoch, row) != (int(match[1]), int(match[2])):
@@ -417,15 +421,26 @@ class Replay:
     def _check_shards(self) -> None:
         """No prompt of a shard was passed over in this lineage: all before its last are admitted, or were used."""
         workers = self._settings.workers if self._settings else 0
-        seen = self._admitted | self._used_before
-        for worker in range(workers if self.outcome.whole else 0):
-            last = max((order for order in self._admitted if order % workers == worker), default=-1)
-            missing = [order for order in range(worker, last, workers) if order not in seen]
-            if missing:
+        if workers < 1 or not self.outcome.whole:
+            return
+        last = {order % workers: order for order in sorted(self._admitted)}
+        seen = Counter(
+            order % workers
+            for order in self._admitted | self._used_before
+            if 0 <= order < last.get(order % workers, 0)  # counted: a doctored place may be beyond all bounds
+        )
+        for worker, newest in sorted(last.items()):
+            before_it = max(0, -((worker - newest) // workers))
+            if (missing := before_it - seen[worker]) > 0:
+                places = (order for order in range(worker, newest, workers) if not self._is_seen(order))
+                some = f"{list(islice(places, 5))}{' ...' if missing > 5 else ''}"
                 self._report(
-                    f"places {missing[:5]}{' ...' if len(missing) > 5 else ''} of the data order ({len(missing)}) were "
-                    f"passed over in lineage {self._lineage}: their prompts were neither run nor used before"
+                    f"places {some} of the data order ({missing}) were passed over in lineage {self._lineage}: "
+                    "their prompts were neither run nor used before"
                 )
+
+    def _is_seen(self, order: int) -> bool:
+        return order in self._admitted or order in self._used_before
 
     def _known(self, rollout_id: str) -> _Rollout | None:
         known = self._rollouts.get(rollout_id)

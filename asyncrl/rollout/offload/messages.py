@@ -62,6 +62,21 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+_REPLY = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """What a process of the pool wrote.
+
+    Raises:
+        ValueError: it is no reply.
+    """
+    try:
+        return _REPLY.decode(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def plain(value: object) -> object:
     """What MessagePack does not know, as plain data: arrays and scalars of numpy, other mappings.
 

@@ -23,7 +23,7 @@ import msgspec
 
 from asyncrl.rollout.offload import child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, packed
+from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
 from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
 from asyncrl.rollout.offload.process_tree import kill_tree, usage
 
@@ -35,7 +35,6 @@ _TAIL = 400
 _CANNOT_TRAVEL = "was given what cannot travel"
 
 _log = logging.getLogger(__name__)
-_replies = msgspec.msgpack.Decoder(Reply)
 
 
 class _Died(Exception):
@@ -93,8 +92,8 @@ class _Process:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if length > MAX_BYTES:
                 raise _Died(f"announced a reply of {length} bytes")
-            return _replies.decode(await reader.readexactly(length))
-        except msgspec.DecodeError as error:
+            return decode_reply(await reader.readexactly(length))
+        except ValueError as error:
             raise _Died(f"wrote what is no reply: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Died("ended") from error

@@ -1,4 +1,4 @@
-"""A ledger that a master takes up after the one before it died: what others may name stays, the rest is told again."""
+"""A ledger that a master takes up after the one before it died: what was told stays, and is not told again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.comm.ledger_lines import Admitted, Finished, RolloutLine, RunSettings, Saved
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.ledger import Ledger, ToldSince
 from asyncrl.observability.audit.history import Entry, read_ledger, surviving
 
 BOOKS = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
@@ -62,24 +62,22 @@ def test_a_checkpoints_line_outlives_the_master_that_wrote_it(tmp_path: Path) ->
         *_, saved, _ = check(folder)
         assert isinstance(saved.line, Saved)
         assert saved.line.version == 1
-        assert stayed == (4, True)
+        assert stayed == ToldSince(rollouts=6, step=True)
 
 
-def test_without_a_checkpoint_since_everything_after_the_kept_state_is_told_again(tmp_path: Path) -> None:
+def test_what_was_told_after_the_kept_state_is_not_told_again(tmp_path: Path) -> None:
     ledger, kept = begun(tmp_path)
     ledger.take(told("b"))
     ledger.step(BATCH, BOOKS)
     ledger.write()
     successor = open_ledger(tmp_path)
-    assert successor.go_on(kept) == (0, False)
-    successor.take(told("b"))
-    successor.step(BATCH, BOOKS)
+    assert successor.go_on(kept) == ToldSince(rollouts=2, step=True)
     successor.close()
     rollouts = [entry.line.rollout for entry in check(tmp_path) if isinstance(entry.line, Admitted)]
     assert rollouts == ["a", "b"]
 
 
-def test_a_checkpoint_before_the_kept_state_holds_nothing_more(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_kept_state_may_still_be_gone_on_from(tmp_path: Path) -> None:
     ledger, _ = begun(tmp_path)
     ledger.step(BATCH, BOOKS)
     state = ledger.saved(1, BOOKS)
@@ -87,7 +85,7 @@ def test_a_checkpoint_before_the_kept_state_holds_nothing_more(tmp_path: Path) -
     ledger.take(told("b"))
     ledger.write()
     successor = open_ledger(tmp_path)
-    assert successor.go_on(kept) == (0, False)
+    assert successor.go_on(kept) == ToldSince(rollouts=2, step=False)
     successor.close()
     open_ledger(tmp_path).begin(1, state, BOOKS)
     check(tmp_path)

@@ -188,6 +188,7 @@ async def run(
     if failed:
         working.result()
     assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {limit_s} s"
+    assert all(gate.outcome_of(prompt_id)[-1].return_prompt for prompt_id in loop._attempts), "it keeps what is over"
     return pushed
 
 

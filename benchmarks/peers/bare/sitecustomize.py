@@ -1,0 +1,65 @@
+"""First on PYTHONPATH: a run without its ledger and the manager's log, to measure what they cost (`overlap.py --cost`).
+
+Python imports a module of this name when it begins. There is no setting for this, as no run should be without them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def _without_ledger(module: ModuleType) -> None:
+    """Nothing is written and nothing encoded."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    for name in ("begin", "take", "step", "end", "close", "write"):
+        getattr(module.Ledger, name)  # it is what is to be left out
+        setattr(module.Ledger, name, nothing)
+    module.Ledger.lines_written = lambda self: 0
+    module.Ledger.saved = lambda self, version, books: {"line": 0, "lineage": 0}
+
+
+def _without_log(module: ModuleType) -> None:
+    with_file = module.EventLog.__init__
+
+    def without_file(self: Any, file: Any, remember: Any) -> None:
+        with_file(self, None, remember)
+
+    module.EventLog.__init__ = without_file
+
+
+_BARE: dict[str, Callable[[ModuleType], None]] = {
+    "asyncrl.master.ledger": _without_ledger,
+    "asyncrl.manager.event_log": _without_log,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes the modules above right after they are imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _BARE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            _BARE[name](module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

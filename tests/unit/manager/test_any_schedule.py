@@ -1,0 +1,576 @@
+"""Any process dies, falls silent or is heard late, at any moment: no prompt or place is lost, none is trained twice.
+
+Gate, returned prompts, manager, sample buffer, prompt streams and ledger are the real ones. Processes, messages and
+what outlives them (the manager's log, the last step, the inboxes, checkpoints, the file of used prompts) are played as
+`manager/client.py`, `rollout/loop.py`, `trainer/process.py` and `master/train_loop.py` have them.
+
+    messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
+               reaches the trainer late, never, twice, or without its acknowledgement
+    deaths     of a RolloutWorker, the manager, the trainer's side (which goes on from its last step), or of the run
+               (from its newest checkpoint); and a worker's lease that lapses though it lives
+
+Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the books balance,
+and the audit, which knows none of the run's code, finds nothing in the ledger. So one that cannot end is a hang.
+
+`ASYNCRL_FUZZ_SCHEDULES`: how many schedules; `benchmarks/fuzz.py` plays many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.comm.ledger_lines import RunSettings
+from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager import messages as m
+from asyncrl.manager.rollout_books import Noted
+from asyncrl.manager.service import ManagerService
+from asyncrl.master.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.ledger import Ledger
+from asyncrl.master.records import Drop
+from asyncrl.master.run_files import check_books
+from asyncrl.master.settings import OnStale
+from asyncrl.observability.audit.history import read_ledger, surviving
+from asyncrl.observability.audit.rules import Replay
+from asyncrl.trainer.messages import RolloutRecord
+
+ROWS, SHARDS, SEED, HEADS = 7, 2, 0, 2
+SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))
+DECODER = msgspec.json.Decoder(Noted)
+NO_BOOKS = m.GateBooks(0, 0, {}, 0)
+SIZE = m.RequestSize(1, 1, 1)
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+PICK = st.integers(0, 10_000)
+SHARD = st.integers(0, SHARDS - 1)
+FATE = st.sampled_from(["answered", "reply lost", "late", "answered and repeated late"])
+_T = TypeVar("_T")
+Answer = Callable[[ManagerService], Coroutine[Any, Any, Any]]
+
+
+class Worker:
+    """A RolloutWorker's process.
+
+    `running`: by rollout what it plays, and the version that it was admitted at; `pushed`: of those, what is on its way
+    to the trainer; `ended`: what the manager was not heard to know.
+    """
+
+    def __init__(self, shard: int, incarnation: int) -> None:
+        self.shard, self.incarnation = shard, incarnation
+        self.name = f"rollout_worker/{shard}"
+        self.former: m.TakeOverReply | None = None
+        self.stream: PromptStream | None = None
+        self.wanted: list[tuple[str, PromptRef]] = []
+        self.running: dict[str, tuple[PromptRef, int]] = {}
+        self.pushed: dict[str, RolloutRecord] = {}
+        self.ended: list[m.FinishedRollout] = []
+        self.delivered: set[str] = set()  # prompts among `ended`
+        self.ack = 0
+
+    def who(self) -> dict[str, Any]:
+        return {"worker": self.name, "incarnation": self.incarnation, "finished": list(self.ended)}
+
+    def heard(self) -> None:
+        self.ended, self.delivered = [], set()
+
+    @property
+    def in_hand(self) -> set[str]:
+        return {ref.prompt_id for ref, _ in self.running.values()} | self.delivered
+
+
+@dataclass
+class Known:
+    """What the manager told the master last."""
+
+    given_up: int = 0
+    events: int = 0
+
+
+@dataclass
+class Trainer:
+    """The master and its ranks: what dies with them."""
+
+    buffer: SampleBuffer
+    version: int = 0
+    trained: list[list[str]] = field(default_factory=list)
+    """Prompts by step."""
+    unreported: list[str] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
+    kept_known: Known = field(default_factory=Known)
+    untold: TrainBatch | None = None
+    told_already: int = 0
+    books: m.GateBooks = NO_BOOKS
+    in_step: list[str] = field(default_factory=list)
+
+
+class Schedule(RuleBasedStateMachine):
+    @initialize(
+        batch=st.integers(1, 3),
+        eta=st.integers(0, 2),
+        on_stale=st.sampled_from(OnStale),
+        stops_early=st.booleans(),
+    )
+    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool) -> None:
+        self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
+        self.runner = asyncio.Runner()
+        self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
+        self.ids = (f"r{number}" for number in itertools.count())
+        self.highest = -1
+        self.checkpoint: dict[str, Any] | None = None
+        self.ledger: Ledger | None = None
+        self.doubtful: set[str] = set()
+        """Prompts that may be played twice: a worker died, or was taken for dead, with an attempt in hand."""
+        self.launch()
+
+    # The launch: everything begins, from the newest checkpoint.
+
+    @precondition(lambda self: self.checkpoint is not None)
+    @rule()
+    def the_run_dies(self) -> None:
+        self.launch()
+
+    def launch(self) -> None:
+        state = self.checkpoint
+        self.network: list[Answer] = []  # calls to the manager that arrive late
+        self.events: list[bytes] = []  # what the manager has written
+        self.told = 0  # how many of them were written when a reply last arrived
+        self.kept: dict[str, Any] | None = None
+        self.held: dict[tuple[int, str], RolloutRecord] = {}
+        self.trainer = self.new_trainer(state, [] if state is None else state["trained"])
+        if state is not None:
+            self.doubtful -= set(self.trainer.buffer.used)
+        self.given_up = set(self.trainer.buffer.used).difference(*self.trainer.trained)
+        if self.ledger is not None:
+            self.ledger.close()
+        self.ledger = self.new_ledger()
+        self.ledger.begin(self.trainer.version, None if state is None else state["ledger"], self.trainer.books)
+        self.disk = list(self.trainer.buffer.used)
+        self.served = self.trainer.version
+        self.service = self.new_manager()
+        self.service.begin(self.trainer.version, (), self.trainer.books.dropped)
+        self.service.routes_changed(self.served)
+        self.told = len(self.events)
+        self.workers = [Worker(shard, 0) for shard in range(SHARDS)]
+
+    def new_ledger(self) -> Ledger:
+        run = RunSettings(self.batch, self.eta, str(self.on_stale), SHARDS, SEED)
+        return Ledger(self.folder, run, file_bytes=4000)
+
+    def new_trainer(self, state: dict[str, Any] | None, trained: list[list[str]]) -> Trainer:
+        trainer = Trainer(SampleBuffer(self.batch, self.eta, self.on_stale))
+        if state is not None:
+            trainer.version = state["version"]
+            trainer.buffer.restore(state["buffer"])
+            trainer.trained = [list(step) for step in trained[: trainer.version]]
+            count, dropped = trainer.version * self.batch, state["dropped"]
+            trainer.books = m.GateBooks(count + sum(dropped.values()), count, dropped, 0)
+        self.inbox = list(self.held.values())
+        return trainer
+
+    # The manager, and calls to it.
+
+    def new_manager(self) -> ManagerService:
+        service = ManagerService(
+            batch_size=self.batch,
+            max_staleness=self.eta,
+            routing="least_requests",
+            lease_s=1e9,
+            clock=lambda: 0.0,
+        )
+        for event in map(DECODER.decode, self.events):
+            service.rollouts.replay(event)
+        service.rollouts._note = lambda event: self.events.append(msgspec.json.encode(event))
+        service.router.update(0, "http://server", self.served, routable=True)
+        service.routes_changed(self.served)
+        return service
+
+    @rule(cut_off=st.booleans(), remembered=st.booleans())
+    def the_manager_dies(self, cut_off: bool, remembered: bool) -> None:
+        """What it did since it last answered may not be written yet."""
+        if cut_off:
+            del self.events[self.told :]
+        elif remembered:
+            self.events = [msgspec.json.encode(Noted(0.0, self.service.rollouts.remember()))]
+        before = self.service.rollouts.remember()
+        written = len(self.events)
+        self.service = self.new_manager()
+        if not cut_off and written == len(self.events):  # else it learned of a version that is served
+            assert self.service.rollouts.remember() == before
+        self.told = min(self.told, len(self.events))
+
+    def call(self, answer: Callable[[ManagerService], Coroutine[Any, Any, _T]], fate: str = "answered") -> _T | None:
+        """The reply, if it arrives; the next call tells again what was not answered."""
+        if "late" in fate:
+            self.network.append(answer)
+        if fate == "late":
+            return None
+        reply = self.runner.run(answer(self.service))
+        if fate == "reply lost":
+            return None
+        self.told = len(self.events)
+        return reply
+
+    @precondition(lambda self: self.network)
+    @rule(pick=PICK, again=st.booleans())
+    def a_call_arrives_late(self, pick: int, again: bool) -> None:
+        index = pick % len(self.network)
+        answer = self.network[index] if again else self.network.pop(index)
+        with contextlib.suppress(m.BadRequest):
+            self.runner.run(answer(self.service))
+
+    @rule(share=st.integers(0, 2))
+    def the_server_updates(self, share: int) -> None:
+        self.served += (self.trainer.version - self.served) * share // 2
+        self.service.router.update(0, "http://server", self.served, routable=True)
+        self.service.routes_changed(self.served)
+
+    # RolloutWorkers.
+
+    @rule(shard=SHARD)
+    def take_over(self, shard: int) -> None:
+        worker = self.workers[shard]
+        if worker.former is None:
+            request = m.TakeOverRequest(**worker.who())
+            worker.former = self.call(lambda service: service.take_over(request))
+
+    @rule(shard=SHARD)
+    def read_used_prompts(self, shard: int) -> None:
+        worker = self.workers[shard]
+        if worker.former is not None and worker.stream is None:
+            out = {prompt.prompt_id: prompt.attempt for prompt in worker.former.out}
+            used = [*self.disk, *worker.former.given_up]
+            worker.stream = PromptStream(ROWS, SEED, shard, SHARDS, used=used, out=out)
+
+    @rule(shard=SHARD, count=st.integers(1, 3), fate=FATE)
+    def allocate(self, shard: int, count: int, fate: str) -> None:
+        worker = self.workers[shard]
+        if worker.stream is None:
+            return
+        while len(worker.wanted) < count:
+            ref = worker.stream.next()
+            self.check_handed_out(ref.prompt_id)
+            self.highest = max(self.highest, ref.order)
+            worker.wanted.append((next(self.ids), ref))
+        rollouts = [m.WantedRollout(name, ref.prompt_id, ref.order, SIZE, ref.attempt) for name, ref in worker.wanted]
+        request = m.AllocateRequest(**worker.who(), rollouts=rollouts, returned_ack=worker.ack)
+        reply = self.call(lambda service: service.allocate_rollout(request), fate)
+        if reply is None:
+            return
+        worker.heard()
+        for returned in reply.returned:
+            if returned.seq > worker.ack:
+                worker.ack = returned.seq
+                with contextlib.suppress(ValueError):  # trained meanwhile, which the data state knew first
+                    worker.stream.give_back(returned.prompt_id, returned.attempt)
+        refs = dict(worker.wanted)
+        worker.running |= {grant.rollout_id: (refs[grant.rollout_id], grant.version) for grant in reply.granted}
+        settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
+        worker.wanted = [item for item in worker.wanted if item[0] not in settled]
+
+    def check_handed_out(self, prompt_id: str) -> None:
+        """Nothing is played that is settled, unless another attempt may have been under way unseen."""
+        if prompt_id not in self.doubtful:
+            assert not any(prompt_id in step for step in self.trainer.trained)
+            assert prompt_id not in self.given_up.union(self.service.rollouts.given_up.unrecorded)
+
+    @precondition(lambda self: any(worker.running for worker in self.workers))
+    @rule(pick=PICK, fate=FATE)
+    def schedule(self, pick: int, fate: str) -> None:
+        """A later request of a rollout; it ends with its rollout, whatever else is lost."""
+        worker, name = self.pick_running(pick)
+        each = m.RouteRequest(1, 1, 1, request_id=f"{name}/{pick % 3}", rollout_id=name)
+        request = m.ScheduleRequest(**worker.who(), requests=[each])
+        if self.call(lambda service: service.schedule_request(request), fate) is not None:
+            worker.heard()
+
+    @precondition(lambda self: any(worker.running for worker in self.workers))
+    @rule(pick=PICK)
+    def push(self, pick: int) -> None:
+        worker, name = self.pick_running(pick)
+        ref, version = worker.running[name]
+        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
+        tokens = {"oldest_version": version, "version_tokens": {version: 1}}
+        worker.pushed[name] = RolloutRecord(
+            rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes
+        )
+
+    @precondition(lambda self: any(worker.pushed for worker in self.workers))
+    @rule(pick=PICK, head=st.integers(0, HEADS - 1), acknowledged=st.booleans())
+    def arrive(self, pick: int, head: int, acknowledged: bool) -> None:
+        """A trajectory reaches a rank, also one that its worker died with; what is not acknowledged is sent again."""
+        worker, name = self.pick_of(pick, lambda worker: worker.pushed)
+        record = msgspec.structs.replace(worker.pushed[name], head=head)
+        if (head, name) not in self.held:
+            self.held[head, name] = record
+            self.inbox.append(record)
+        if acknowledged:
+            del worker.pushed[name]
+            worker.running.pop(name)
+            worker.ended.append(m.FinishedRollout(name, accepted=True, tokens=2))
+            worker.delivered.add(record.prompt_id)
+
+    @precondition(lambda self: any(worker.running.keys() - worker.pushed for worker in self.workers))
+    @rule(pick=PICK, how=st.sampled_from(["for good", "again", "as next attempt"]))
+    def reject(self, pick: int, how: str) -> None:
+        worker, name = self.pick_of(pick, lambda worker: worker.running.keys() - worker.pushed)
+        worker.running.pop(name)
+        again = how != "for good"
+        worker.ended.append(
+            m.FinishedRollout(name, False, "rejected", return_prompt=again, as_next_attempt=how == "as next attempt")
+        )
+
+    def pick_running(self, pick: int) -> tuple[Worker, str]:
+        return self.pick_of(pick, lambda worker: worker.running)
+
+    def pick_of(self, pick: int, names: Callable[[Worker], Any]) -> tuple[Worker, str]:
+        found = [(worker, name) for worker in self.workers for name in sorted(names(worker))]
+        return found[pick % len(found)]
+
+    @rule(shard=SHARD, fate=FATE)
+    def report(self, shard: int, fate: str) -> None:
+        worker = self.workers[shard]
+        request = m.FinishRequest(**worker.who())
+        if self.call(lambda service: service.finish_rollout(request), fate) is not None:
+            worker.heard()
+
+    @rule(shard=SHARD, by_status=st.booleans(), on_its_way=PICK)
+    def a_worker_dies(self, shard: int, by_status: bool, on_its_way: int) -> None:
+        """Another process begins; the manager may see that in name resolution, or only when it calls."""
+        worker = self.workers[shard]
+        self.doubtful |= worker.in_hand
+        for index, (name, record) in enumerate(worker.pushed.items()):
+            if on_its_way >> index & 1 and (0, name) not in self.held:
+                self.held[0, name] = record
+                self.inbox.append(record)
+        self.workers[shard] = Worker(shard, worker.incarnation + 1)
+        if by_status:
+            self.service.incarnation_seen(worker.name, worker.incarnation + 1)
+
+    @rule(shard=SHARD)
+    def a_lease_lapses(self, shard: int) -> None:
+        """The worker lives, and goes on once it is heard again."""
+        self.doubtful |= self.workers[shard].in_hand
+        self.service.worker_died(self.workers[shard].name)
+
+    # The trainer's side.
+
+    @rule()
+    def collect(self) -> None:
+        for copy in self.trainer.buffer.add(self.inbox):
+            self.held.pop((copy.head, copy.rollout_id), None)
+        self.inbox = []
+
+    @precondition(lambda self: not self.trainer.unreported)
+    @rule(dies=st.booleans())
+    def train(self, dies: bool) -> None:
+        """A step, up to where its state is kept and the others hear of it; the ranks may die before that.
+
+        The step before it has been reported by then.
+        """
+        trainer = self.trainer
+        trainer.buffer.expire(trainer.version)
+        if self.on_stale == OnStale.wait and len(trainer.buffer) >= self.batch:
+            request = m.WaitExpiringRequest(trainer.version)
+            reply = self.call(lambda service: service.wait_expiring(request))
+            if reply is None or reply.running:
+                return
+            self.collect()
+        batch = trainer.buffer.take(trainer.version)
+        if batch is None:
+            return
+        names = [record.rollout_id for record in batch.records]
+        self.forget(trainer.in_step)
+        trainer.in_step = names
+        trainer.buffer.mark_trained(batch)
+        trainer.version += 1
+        if dies:
+            self.the_trainer_dies()
+            return
+        assert all(trainer.version - 1 - record.oldest_version <= self.eta for record in batch.records)
+        trainer.trained.append([record.prompt_id for record in batch.records])
+        trainer.unreported += names
+        trainer.untold = batch
+        self.kept = self.state() | {
+            "unreported": list(trainer.unreported),
+            "known": trainer.known,
+            "batch": batch,
+            "line": self.ledger.lines_written(),
+        }
+        trainer.kept_known = trainer.known
+
+    def state(self) -> dict[str, Any]:
+        trainer = self.trainer
+        content = {"version": trainer.version, "buffer": trainer.buffer.state(), "dropped": dict(trainer.books.dropped)}
+        return msgspec.json.decode(msgspec.json.encode(content))
+
+    def forget(self, names: list[str]) -> None:
+        for name in names:
+            for head in range(HEADS):
+                self.held.pop((head, name), None)
+
+    @rule(lost=st.booleans(), dies=st.booleans())
+    def report_step(self, lost: bool = False, dies: bool = False) -> None:
+        trainer = self.trainer
+        self.disk = list(trainer.buffer.used)
+        trainer.drops += trainer.buffer.pop_drops()
+        after = trainer.kept_known
+        dropped = [drop.message for drop in trainer.drops]
+        report = m.ConsumedReport(trainer.version, list(trainer.unreported), dropped, after.given_up, after.events)
+        reply = self.call(lambda service: service.report_consumed(report), "reply lost" if lost else "answered")
+        if lost:
+            self.network.append(lambda service: service.report_consumed(report))
+            return
+        discarded, trainer.unreported, trainer.drops = trainer.drops, [], []
+        known = max(0, trainer.known.events - (reply.events_seq - len(reply.events))) + trainer.told_already
+        trainer.told_already = 0
+        self.ledger.take(reply.events[known:])
+        trainer.books, trainer.known = reply.books, Known(reply.seq, reply.events_seq)
+        trainer.buffer.give_up(reply.given_up)
+        self.given_up |= set(reply.given_up)
+        if trainer.untold is not None:
+            self.ledger.step(trainer.untold, trainer.books)
+            trainer.untold = None
+        if dies:
+            self.the_trainer_dies()
+            return
+        for drop in discarded:
+            self.held.pop((drop.record.head, drop.record.rollout_id), None)
+
+    @rule()
+    def the_trainer_dies(self) -> None:
+        """Its successors go on from the last step, with what the inboxes hold."""
+        kept, trained = self.kept, self.trainer.trained
+        if kept is None and self.checkpoint is not None:  # it was launched from there, and no step was complete since
+            self.launch()
+            return
+        self.ledger.close()
+        self.ledger = self.new_ledger()
+        self.trainer = trainer = self.new_trainer(kept, trained)
+        if kept is None:
+            self.ledger.begin(0, None, trainer.books)
+        else:
+            told = self.ledger.go_on(kept["line"])
+            trainer.unreported = list(kept["unreported"])
+            trainer.buffer.know_trained(trainer.unreported)
+            trainer.known = trainer.kept_known = kept["known"]
+            trainer.told_already = told.rollouts
+            trainer.untold = None if told.step else kept["batch"]
+        self.disk = list(trainer.buffer.used)
+        self.given_up &= set(trainer.buffer.used) | set(self.service.rollouts.given_up.unrecorded)
+
+    @precondition(lambda self: not self.trainer.unreported and self.trainer.version)
+    @rule()
+    def save(self) -> None:
+        trainer = self.trainer
+        books = None if trainer.unreported else trainer.books
+        self.checkpoint = self.state() | {
+            "ledger": self.ledger.saved(trainer.version, books),
+            "trained": [list(step) for step in trainer.trained],
+        }
+
+    # What must hold.
+
+    @invariant()
+    def books_balance_and_nothing_is_trained_twice(self) -> None:
+        if not hasattr(self, "service"):
+            return
+        assert self.service.gate.books().balanced
+        trained = [prompt for step in self.trainer.trained for prompt in step]
+        assert len(trained) == len(set(trained)), "a prompt was trained twice"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "service"):
+            return
+        try:
+            if not self.stops_early:
+                self.go_on()
+            self.end()
+        finally:
+            self.ledger.close()
+            self.runner.close()
+            shutil.rmtree(self.folder)
+
+    def go_on(self) -> None:
+        """Without deaths: what was ever handed out comes to its end, and no place or server's load is left over."""
+        for _ in list(self.network):
+            self.a_call_arrives_late(0, again=False)
+        own = set(range(self.highest + 1))
+        settled: set[int] = set()
+        for turn in range(6 * (len(own) + 10)):
+            self.fair_turn(turn % 2)
+            trained = [prompt for step in self.trainer.trained for prompt in step]
+            settled = set(map(PromptStream(ROWS, SEED).order_of, [*trained, *self.given_up]))
+            if own <= settled:
+                break
+        assert own <= settled, "a prompt was lost"
+        self.report_step()
+        books = self.service.gate.books()
+        assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
+        assert self.service.router.placed == 0, "a server keeps the load of what is over"
+
+    @rule(first=SHARD)
+    def fair_turn(self, first: int) -> None:
+        """All calls are answered, all that runs ends, and if it suffices a step is trained."""
+        for shard in (first, 1 - first):  # in turn, as whoever asks first finds the places
+            worker = self.workers[shard]
+            self.take_over(shard)
+            self.read_used_prompts(shard)
+            self.allocate(shard, 3, "answered")
+            while worker.running:
+                self.push(0)
+                self.arrive(0, 0, True)
+            self.report(shard, "answered")
+        self.collect()
+        if self.trainer.unreported:
+            self.report_step()
+        self.train(dies=False)
+        self.report_step()
+        self.the_server_updates(2)
+
+    def end(self) -> None:
+        """As the master ends: what is not trained is abandoned, the books balance, the ledger is complete."""
+        self.report_step()
+        self.call(lambda service: service.close_gate(m.Empty()))
+        self.call(lambda service: service.abandon(m.Empty()))
+        self.report_step()
+        trainer = self.trainer
+        check_books(trainer.books, trainer.version * self.batch)
+        self.ledger.end(trainer.version, trainer.books)
+        findings: list[str] = []
+
+        def find(place: str, what: str) -> None:
+            findings.append(f"{place}: {what}")
+
+        outcome = Replay(ROWS, find).run(surviving(read_ledger(self.folder, find), find))
+        assert not findings
+        assert outcome.trained == trainer.version * self.batch
+
+
+def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
+    """The trainer's side dies after a checkpoint and goes on from the step before it; then the run dies."""
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
+    schedule.fair_turn(0)
+    schedule.save()
+    schedule.the_trainer_dies()
+    schedule.fair_turn(0)
+    schedule.the_run_dies()
+    schedule.fair_turn(0)
+    schedule.teardown()
+
+
+Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)
+test_any_schedule = Schedule.TestCase

@@ -1,0 +1,204 @@
+"""What lives as long as a run does not grow with it: twelve thousand rollouts are played, and everything is measured.
+
+Measured is every collection that can be reached from the state machines, whatever it is called: one that is added later
+is measured too. What may grow is named, with its reason, in `GROWS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.comm.push_pull.outbox import Outbox, RecentIds
+from asyncrl.datasets import order
+from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager import messages as m
+from asyncrl.manager import router, staleness_gate
+from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager.service import ManagerService
+from asyncrl.master import buffer as buffers
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.settings import OnStale
+from asyncrl.trainer.messages import RolloutRecord
+
+ROLLOUTS, WARM_UP = 12_000, 3_000
+ROWS, WORKERS, B, ETA, AT_ONCE = 1_000, 4, 32, 2, 24
+REMEMBERED = 128
+"""What rings of recent ids keep here, so that they are full after the warm-up; in a run they are larger."""
+SLACK = 128
+GROWS = {
+    "SampleBuffer.used": "a bit for each prompt used: what a checkpoint has to know",
+    "PromptStream._settled": "a bit for each prompt that was used when the stream began; it does not grow later",
+}
+CONTAINERS = (dict, set, list, deque, OrderedDict, bytearray, np.ndarray)
+
+
+def sizes(name: str, thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
+    """The lengths of all collections below `thing`, by the attribute that holds them."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or name in GROWS:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, CONTAINERS):
+        yield name, len(thing)
+        if isinstance(thing, (bytearray, np.ndarray)):
+            return
+        for value in list(thing.values() if isinstance(thing, dict) else thing)[-50:]:
+            yield from sizes(f"{name}[]", value, seen)
+        return
+    kind = type(thing)
+    if not kind.__module__.startswith("asyncrl."):
+        return
+    slots = (slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ()))
+    for attribute in [*getattr(thing, "__dict__", ()), *slots]:
+        if hasattr(thing, attribute):
+            yield from sizes(f"{kind.__name__}.{attribute}", getattr(thing, attribute), seen)
+
+
+def largest(*things: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for thing in things:
+        for name, size in sizes(type(thing).__name__, thing):
+            found[name] = max(size, found.get(name, 0))
+    return found
+
+
+class Run:
+    """Workers, manager, trainer and senders, with failures, returns, lost workers and stale rollouts among the rest."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(3)
+        self.now = 0.0
+        self.service = ManagerService(
+            batch_size=B,
+            max_staleness=ETA,
+            routing="prefix_affine",
+            lease_s=60.0,
+            pacing=DeadlinePacing(B, ETA),
+            clock=lambda: self.now,
+        )
+        self.service.router.update(0, "http://a", 0, routable=True)
+        self.service.router.update(1, "http://b", 0, routable=True)
+        self.service.begin(0)
+        self.buffer = SampleBuffer(B, ETA, OnStale.drop)
+        self.streams = [PromptStream(ROWS, 0, shard, WORKERS) for shard in range(WORKERS)]
+        self.wanted: list[dict[str, PromptRef]] = [{} for _ in range(WORKERS)]
+        self.running: list[dict[str, tuple[PromptRef, int]]] = [{} for _ in range(WORKERS)]
+        self.acks = [0] * WORKERS
+        self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
+        self.version = self.made = self.incarnation = 0
+        self.known = (0, 0, 0)
+
+    @property
+    def machines(self) -> tuple[Any, ...]:
+        return self.service, self.buffer, self.outbox, *self.streams
+
+    async def play(self, until: int) -> None:
+        while self.made < until:
+            self.now += 1.0
+            for shard in range(WORKERS):
+                await self.turn(shard)
+            await self.train()
+            if self.chance.random() < 0.01:
+                self.service.worker_died("rollout_worker/0")
+            if self.chance.random() < 0.01:
+                self.incarnation += 1
+                self.service.incarnation_seen("rollout_worker/1", self.incarnation)
+                self.wanted[1].clear()
+                self.running[1].clear()
+                self.streams[1] = await self.successor()
+
+    async def successor(self) -> PromptStream:
+        request = m.TakeOverRequest(worker="rollout_worker/1", incarnation=self.incarnation)
+        former = await self.service.take_over(request)
+        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
+        self.acks[1] = 0
+        return PromptStream(ROWS, 0, 1, WORKERS, used=[*self.buffer.used, *former.given_up], out=out)
+
+    async def turn(self, shard: int) -> None:
+        who = {"worker": f"rollout_worker/{shard}", "incarnation": self.incarnation if shard == 1 else 0}
+        wanted, running, stream = self.wanted[shard], self.running[shard], self.streams[shard]
+        finished = []
+        for name in [name for name in running if self.chance.random() < 0.5]:
+            finished.append(self.finish(name, *running.pop(name)))
+        while len(wanted) + len(running) < AT_ONCE:
+            self.made += 1
+            wanted[f"r{self.made}"] = stream.next()
+        size = m.RequestSize(3, 4, 2)
+        asked = [m.WantedRollout(name, ref.prompt_id, ref.order, size, ref.attempt) for name, ref in wanted.items()]
+        request = m.AllocateRequest(**who, finished=finished, rollouts=asked, returned_ack=self.acks[shard])
+        reply = await self.service.allocate_rollout(request)
+        for returned in reply.returned:
+            if returned.seq > self.acks[shard]:
+                self.acks[shard] = returned.seq
+                if stream._is_out(stream.order_of(returned.prompt_id)):
+                    stream.give_back(returned.prompt_id, returned.attempt)
+        for grant in reply.granted:
+            running[grant.rollout_id] = wanted.pop(grant.rollout_id), grant.version
+        for name in reply.gone:
+            wanted.pop(name, None)
+        asks = [m.RouteRequest(1, 2, 1, request_id=f"{name}/2", rollout_id=name, affinity=name) for name in running]
+        await self.service.schedule_request(m.ScheduleRequest(**who, requests=asks))
+
+    def finish(self, name: str, ref: PromptRef, version: int) -> m.FinishedRollout:
+        fate = self.chance.random()
+        if fate < 0.2:
+            again = fate < 0.15
+            return m.FinishedRollout(name, False, "zero_variance", return_prompt=again, as_next_attempt=again)
+        entry = self.outbox.add(name, name)
+        self.outbox.take(("x",), self.now)
+        if fate < 0.9:
+            self.outbox.lost("x")
+            self.outbox.take(("y",), self.now)
+        self.outbox.acked(entry.seq)
+        sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
+        oldest = max(0, version - self.chance.choice((0, 0, 0, 3)))
+        tokens = {"oldest_version": oldest, "version_tokens": {oldest: 1}}
+        record = RolloutRecord(rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes)
+        self.buffer.add([record])
+        return m.FinishedRollout(name, True, tokens=2)
+
+    async def train(self) -> None:
+        while (batch := self.buffer.take(self.version)) is not None:
+            self.buffer.mark_trained(batch)
+            self.version += 1
+            await self.report([record.rollout_id for record in batch.records])
+        await self.report([])
+
+    async def report(self, trained: list[str]) -> None:
+        dropped = [drop.message for drop in self.buffer.pop_drops()]
+        reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, *self.known))
+        self.known = reply.seq, reply.events_seq, reply.measured_seq
+        self.buffer.give_up(reply.given_up)
+        for index in (0, 1):
+            self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
+        self.service.routes_changed(self.version)
+
+
+def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness_gate.StalenessGate.__init__, "__kwdefaults__", {"retired_kept": REMEMBERED})
+    monkeypatch.setattr(buffers, "REMEMBERED_IDS", REMEMBERED)
+    monkeypatch.setattr(router.PrefixAffine.__init__, "__defaults__", (REMEMBERED,))
+    monkeypatch.setattr(order, "ATTEMPTS_KEPT", REMEMBERED)
+    run = Run()
+    asyncio.run(run.play(WARM_UP))
+    before = largest(*run.machines)
+    asyncio.run(run.play(ROLLOUTS))
+    after = largest(*run.machines)
+    assert run.version > ROLLOUTS // B // 3
+    grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
+    assert not grown
+    assert {"PromptStream._attempts", "Router._placements", "StalenessGate._retired"} <= after.keys()
+
+
+def test_recent_ids_are_bounded() -> None:
+    recent = RecentIds(100)
+    for number in range(10_000):
+        recent.add(str(number))
+    assert dict(sizes("", recent))["RecentIds._ids"] == 100

@@ -1,0 +1,126 @@
+"""The ledger waits for a disk that takes nothing for a while, as all else that the MasterWorker writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm import patient_writing
+from asyncrl.comm.ledger_lines import RunSettings
+from asyncrl.manager.messages import GateBooks
+from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.ledger import Ledger
+from asyncrl.trainer.messages import RolloutRecord
+
+BOOKS = GateBooks(0, 0, {}, 0)
+STEPS = 4
+"""Each of more than a page: so none fits into the last page of a file."""
+
+
+@pytest.fixture(autouse=True)
+def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.001, 0.001))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.getuid() != 0 or not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def new_ledger(folder: Path, file_bytes: int = 1 << 20) -> Ledger:
+    return Ledger(folder, RunSettings(1, 1, "drop", 1, 1), now=lambda: 1000.0, file_bytes=file_bytes)
+
+
+def write_steps(ledger: Ledger, before: Callable[[int], None] = lambda step: None) -> None:
+    ledger.begin(0, None, BOOKS)
+    for step in range(STEPS):
+        before(step)
+        head = (f"r{step:05000}", f"e0-{step}", step, 0, step, {step: 1})
+        record = RolloutRecord(*head, (2,), (1,), (1.0,), (False,), (0,))
+        ledger.step(TrainBatch(step, 0, (record,)), BOOKS)
+    ledger.close()
+
+
+def content(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("*.jsonl")))
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> bytes:
+    """What the ledger of the same steps holds on a disk with room."""
+    write_steps(new_ledger(tmp_path / "undisturbed"))
+    return content(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 20, 6000])
+def test_on_a_full_disk_it_waits_and_loses_nothing(
+    small_disk: Path, undisturbed: bytes, file_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = new_ledger(small_disk / "ledger", file_bytes)
+    ballast = small_disk / "ballast"
+    room_again: list[threading.Thread] = []
+
+    def make_room() -> None:
+        while not any("waiting to write" in record.message for record in caplog.records):
+            time.sleep(0.001)
+        ballast.unlink()
+
+    def fill(step: int) -> None:
+        if step == 1:
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            room_again.append(threading.Thread(target=make_room, daemon=True))
+            room_again[0].start()
+
+    write_steps(ledger, fill)
+    room_again[0].join()
+    assert content(small_disk / "ledger") == undisturbed
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_what_could_not_be_synced_is_written_again(
+    tmp_path: Path, undisturbed: bytes, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed sync the kernel may have dropped what was written and call the next sync a success."""
+    sync, left = os.fdatasync, [number] * 3
+
+    def forgetful(descriptor: int) -> None:
+        if left:
+            place = os.fstat(descriptor).st_size
+            os.pwrite(descriptor, bytes(min(place, 50)), place - min(place, 50))
+            raise OSError(code := left.pop(), os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", forgetful)
+    write_steps(new_ledger(tmp_path / "ledger"))
+    assert not left
+    assert content(tmp_path / "ledger") == undisturbed
+
+
+def test_a_disk_that_stays_full_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient_writing, "LIMIT_S", 0.01)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    ledger = new_ledger(tmp_path / "ledger")
+    with pytest.raises(OSError, match="No space"):
+        ledger.begin(0, None, BOOKS)
