@@ -189,7 +189,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
 
 def _goes_back(kind: str) -> bool:
     """Whether a run goes on after its death from the last step, where that is kept."""
-    return kind != LAUNCHER and KINDS[kind].restart is Restart.together
+    return kind != LAUNCHER and KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from asyncrl.comm.push_pull.outbox import Outbox, RecentIds
 from asyncrl.datasets import order
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
-from asyncrl.manager import router, staleness_gate
+from asyncrl.manager import service, staleness_gate
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master import buffer as buffers
@@ -182,9 +182,8 @@ class Run:
 
 
 def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staleness_gate.StalenessGate.__init__, "__kwdefaults__", {"retired_kept": REMEMBERED})
-    monkeypatch.setattr(buffers, "REMEMBERED_IDS", REMEMBERED)
-    monkeypatch.setattr(router.PrefixAffine.__init__, "__defaults__", (REMEMBERED,))
+    for room in (service, staleness_gate, buffers):
+        monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
     monkeypatch.setattr(order, "ATTEMPTS_KEPT", REMEMBERED)
     run = Run()
     asyncio.run(run.play(WARM_UP))
