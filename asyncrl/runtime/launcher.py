@@ -36,6 +36,7 @@ from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
+from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
@@ -121,6 +122,7 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         showing = asyncio.create_task(self._show_metrics())
+        rotating = asyncio.create_task(self._rotate_logs())
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
@@ -129,6 +131,7 @@ class Launcher:
         finally:
             guarding.cancel()
             showing.cancel()
+            rotating.cancel()
             self._show_new_rows()
 
     async def _run_processes(self) -> int | None:
@@ -343,6 +346,11 @@ class Launcher:
         while True:
             self._show_new_rows()
             await asyncio.sleep(REFRESH_S)
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            await asyncio.sleep(log_rotation.EVERY_S)
+            await asyncio.to_thread(log_rotation.rotate, self.run_dir / LOGS_DIR)
 
     def _show_new_rows(self) -> None:
         for row in self._tail.read():
