@@ -95,9 +95,10 @@ class RemoteBackend(LauncherBackend):
             raise
         finally:
             os.close(theirs)
-        worker = _RemoteWorker(plan, process, ours, file)
         order = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
-        worker.tell(json.dumps(order._asdict()).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `wait` tells
+            await asyncio.to_thread(_write, ours, json.dumps(order._asdict()).encode() + b"\n")
+        worker = _RemoteWorker(plan, process, ours, file)
         self._remote.append(worker)
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
@@ -119,6 +120,12 @@ class RemoteBackend(LauncherBackend):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._local.close()
+
+
+def _write(pipe: int, data: bytes) -> None:
+    """All of `data`, of which a pipe may take a part at a time."""
+    while data:
+        data = data[os.write(pipe, data) :]
 
 
 class _RemoteWorker(WorkerHandle):
