@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,6 +109,14 @@ def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> l
         f"{count} skipped: {reason}" + (f"; to include them: {command}" if command else "")
         for (reason, command), count in sorted(counts.items())
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports travel between processes as UTF-8, and tools in tests say what is none."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
 
 
 @pytest.fixture(autouse=True)
