@@ -90,6 +90,7 @@ class GserverManager(AsyncWorker):
         try:
             if recovered := self._service.begin_again():  # before anyone can ask
                 self.log.info("going on where the manager before this one stood: %s", self._service.gate.books())
+                await self._begin_curriculum(names.DataState.decode(await self._told(names.DATA_STATE_KEY)))
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
@@ -127,20 +128,27 @@ class GserverManager(AsyncWorker):
         It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
         a resumed run as if nothing had been trained. A manager that follows one that died knows it from that one.
         """
-        value = await self._next_value(names.DATA_STATE_KEY, None)
-        assert value is not None  # it differs from None
-        state = names.DataState.decode(value)
+        state = names.DataState.decode(await self._told(names.DATA_STATE_KEY))
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
         workers = range(self.config.rollout.workers)
+        await self._begin_curriculum(state)
+        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
+        await self._service.log.flush()
+        self.log.info("the gate is open: the run is at version %d", version)
+
+    async def _told(self, key: str) -> str:
+        value = await self._next_value(key, None)
+        assert value is not None  # it differs from None
+        return value
+
+    async def _begin_curriculum(self, state: names.DataState) -> None:
+        """Let rows rest by what was measured up to the master's last report; the later ones are told to it again."""
         curriculum = self.config.dataset.curriculum
         if curriculum.is_on:
             text = await asyncio.to_thread(Path(state.path).read_text)
             measured = json.loads(text)["curriculum"]
             self._service.begin_curriculum(Curriculum(curriculum.low, curriculum.high, curriculum.rest, measured))
-        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
-        await self._service.log.flush()
-        self.log.info("the gate is open: the run is at version %d", version)
 
     async def _watch_versions(self) -> None:
         """Hand each published version to the servers, once it has been checked."""

@@ -82,10 +82,12 @@ class Journal:
         dropped: Mapping[str, int],
         state: dict[str, Any] | None = None,
         served: int = 0,
+        closed_s: float = 0.0,
     ) -> None:
         """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
 
         `dropped`: by reason, what was dropped up to then. `served`: the version that can be evaluated now.
+        `closed_s`: so long the gate was closed up to then.
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
@@ -93,7 +95,8 @@ class Journal:
         if (samples := self._config.samples).every and samples.tables:
             self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
-        self._totals = _Totals(now, stale=self._buffer.dropped[DropReason.stale], dropped=dropped)
+        stale = self._buffer.dropped[DropReason.stale]
+        self._totals = _Totals(now, stale=stale, dropped=dropped, closed_s=closed_s)
         if version == 0 and self.evaluations_due(0):
             self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
         if version == 0 or state is None:

@@ -77,6 +77,10 @@ class Checkpoints:
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
+    def newest(self) -> int:
+        """Version of the newest one on the disk; 0 where there is none."""
+        return max(versions_in(self._root), default=0)
+
     def close(self) -> None:
         """Give up the one under way."""
         if self._under_way is not None:

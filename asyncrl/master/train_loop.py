@@ -199,6 +199,7 @@ class TrainLoop:
         self._kept_known = _Known()  # by whoever goes on from here
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
+        self._owes_checkpoint = False  # one that was due when a loop before this one died is made up for after a step
         self._told_already = 0  # rollouts' lines that the ledger has after the step that is gone on from
         self._curriculum = self._new_curriculum()
         self._books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
@@ -253,7 +254,10 @@ class TrainLoop:
         self._announcer.announced = self.version if step is None else self.peers.board.announced_version()
         journal = state["journal"] if state else None
         dropped = self._books.dropped
-        self._journal.open(self.run_dir, self.version, perf_counter(), dropped, journal, self._announcer.announced)
+        if step is not None:
+            self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
+        begun = perf_counter(), dropped, journal, self._announcer.announced, self._status.closed_s
+        self._journal.open(self.run_dir, self.version, *begun)
         write_books(self.run_dir, self.version, self._books)
         if step is None:
             self._ledger.begin(self.version, state.get("ledger") if state else None, self._books)
@@ -267,6 +271,9 @@ class TrainLoop:
         cut_off = evaluating is not None and evaluating < self.version
         if self.version and not cut_off:  # before the RolloutWorkers begin: it tells the gate where the run stands
             self._announcer.announce(self.version, path)
+        interval = self.config.checkpoint.interval
+        due = self.version - self.version % interval if interval else 0
+        self._owes_checkpoint = step is not None and self._checkpoints.newest() < due
         self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
         self._progress_at = self._clock()
@@ -413,9 +420,9 @@ class TrainLoop:
         recorded = self._kept_known if self._steps.on else self._known
         reply = await self.peers.manager.report_consumed(self.version, trained, dropped, *recorded)
         self._unreported_trained, self._unreported_drops = [], []
-        known = max(0, self._known.events - (reply.events_seq - len(reply.events))) + self._told_already
-        self._told_already = 0
-        self._ledger.take(reply.events[known:])
+        first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
+        known, self._told_already = (self._known.events or first) + self._told_already, 0
+        self._ledger.take(reply.events[max(0, known - first) :])
         self._books, self._known = reply.books, _Known(reply.seq, reply.events_seq, reply.measured_seq)
         self.buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:
@@ -502,7 +509,7 @@ class TrainLoop:
             self.buffer.restore(state["buffer"])
             self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
             kept = await self._steps.take_up(self.version) if found else last_step is not None
-            self._checkpoints.saved, self._kept_version = None if kept else self._progress, self.version
+            self._checkpoints.saved, self._kept_version = None if found or kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
             self._trained_before = trained - self.buffer.trained
@@ -536,6 +543,7 @@ class TrainLoop:
         progress = self._progress
         state = self._state() | {"ledger": self._ledger.saved(self.version, self._reported_books)}
         await self._checkpoints.begin(progress, state)
+        self._owes_checkpoint = False
 
     def _state(self) -> dict[str, Any]:
         """The master's part of a checkpoint."""
@@ -585,7 +593,7 @@ class TrainLoop:
     @property
     def _checkpoint_is_due(self) -> bool:
         interval = self.config.checkpoint.interval
-        return bool(interval) and self.version % interval == 0
+        return bool(interval) and (self.version % interval == 0 or self._owes_checkpoint)
 
     @property
     def _wants_folder(self) -> bool:

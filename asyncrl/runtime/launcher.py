@@ -159,7 +159,7 @@ class Launcher:
 
     def _ended_as_asked(self, leader: WorkerHandle) -> bool:
         """Whether it is an orderly end: by itself, or by the request to stop, which kills one that has just begun."""
-        if self._interrupts and leader.exit_code == -signal.SIGTERM:
+        if self._interrupts and leader.exit_code in (-signal.SIGTERM, EXIT_TOGETHER):
             self._display.note(
                 f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
                 "newest one"
@@ -379,8 +379,15 @@ def _how(ended: WorkerHandle) -> str:
     """How a process ended, in words."""
     code = ended.exit_code
     if code is not None and code < 0:
-        return f"was killed by signal {signal.Signals(-code).name}"
+        return f"was killed by signal {_signal_name(-code)}"
     return "found the ranks in a step" if code == EXIT_TOGETHER else f"exited with {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
 
 
 async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:

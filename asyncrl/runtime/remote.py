@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import signal
 import sys
 from abc import abstractmethod
 from collections import deque
@@ -34,6 +36,8 @@ SILENCE_S = 120.0
 _ALIVE_EVERY_S = 10.0
 _END_LIMIT_S = 20.0
 """So long the other end may take to end what runs there, the keeper's own limits included."""
+_PIPE_BYTES = 60 << 10
+"""So much a pipe holds in any case."""
 _LAST_LINES = 12
 _OF_THE_LOGIN = frozenset(
     {
@@ -84,7 +88,11 @@ class RemoteBackend(LauncherBackend):
         file = log_file(self.run_dir, plan.kind, plan.index)
         file.parent.mkdir(parents=True, exist_ok=True)
         command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
+        asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
+        order = json.dumps(asked._asdict()).encode() + b"\n"
         theirs, ours = os.pipe()
+        if len(order) > _PIPE_BYTES:  # all of it has to go in, before anybody reads
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, len(order))
         try:
             with file.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
@@ -95,10 +103,8 @@ class RemoteBackend(LauncherBackend):
             raise
         finally:
             os.close(theirs)
-        order = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `wait` tells
-            await asyncio.to_thread(_write, ours, json.dumps(order._asdict()).encode() + b"\n")
         worker = _RemoteWorker(plan, process, ours, file)
+        worker.tell(order)
         self._remote.append(worker)
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
@@ -122,12 +128,6 @@ class RemoteBackend(LauncherBackend):
         self._local.close()
 
 
-def _write(pipe: int, data: bytes) -> None:
-    """All of `data`, of which a pipe may take a part at a time."""
-    while data:
-        data = data[os.write(pipe, data) :]
-
-
 class _RemoteWorker(WorkerHandle):
     def __init__(self, plan: WorkerPlan, process: asyncio.subprocess.Process, pipe: int, log: Path) -> None:
         super().__init__(plan, f"on {plan.host.name}", str(log))
@@ -137,7 +137,7 @@ class _RemoteWorker(WorkerHandle):
     @property
     def exit_code(self) -> int | None:
         code = self._process.returncode
-        return code if code is None or code <= 128 or code == 255 else 128 - code
+        return code if code is None or not 128 < code <= 128 + signal.NSIG else 128 - code
 
     async def wait(self) -> None:
         await self._process.wait()

@@ -1,6 +1,7 @@
 """Processes on other hosts by `ssh`, as its own configuration says (aliases, users, ports, keys, jump hosts).
 
-There must be no password to type (`BatchMode`). A connection that is silent for a minute is given up.
+There must be no password to type (`BatchMode`). A host that refuses is tried for 20 s, as its server may just start; a
+connection that is silent for a minute is given up.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ import shlex
 from asyncrl.runtime.remote import RemoteBackend
 from asyncrl.runtime.worker_plan import WorkerPlan
 
-_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "20", "ServerAliveInterval": "15", "ServerAliveCountMax": "4"}
+_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": "20",
+    "ConnectionAttempts": "20",  # a second apart
+    "ServerAliveInterval": "15",
+    "ServerAliveCountMax": "4",
+}
 
 
 class Backend(RemoteBackend):
