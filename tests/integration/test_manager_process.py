@@ -535,3 +535,30 @@ async def until_generated(engines: list[GenerationEngine], tokens: int) -> None:
             if sum(s.generated_tokens for s in stats) >= tokens or not any(s.running or s.waiting for s in stats):
                 return
             await asyncio.sleep(0.001)
+
+
+async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_did(tmp_path: Path) -> None:
+    config = config_of()
+    config.dataset.curriculum.high = 0.8
+    state = tmp_path / "data_state.json"
+    state.write_text('{"curriculum": [[3, 0, 1.0]]}')
+    first = Run(tmp_path, config)
+    try:
+        await first.client()
+        first.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
+        await first.until(lambda _: first.manager._service.rollouts.begun)
+        assert first.manager._service.curriculum is not None
+    finally:
+        first.task.cancel()  # without a word to anyone
+        await asyncio.gather(first.task, return_exceptions=True)
+        first.resolver.delete(names.MANAGER_KEY)
+    second = Run(tmp_path, config)
+    try:
+        await second.client()
+        assert second.manager._service.rollouts.begun
+        measured = second.manager._service.curriculum
+        assert measured is not None
+        assert measured.state() == [(3, 0, 1.0)]
+    finally:
+        first.resolver.close()
+        await second.close()
