@@ -15,7 +15,7 @@ demo-tools: setup
 
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit -x -q -n $(TEST_WORKERS) --dist loadfile
-	$(PYTHON_IN) -m pytest tests/integration tests/e2e tests/faults tests/gpu -q -n $(TEST_WORKERS) --dist loadfile
+	$(PYTHON_IN) -m pytest tests/integration tests/e2e tests/faults tests/gpu -q
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

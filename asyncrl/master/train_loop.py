@@ -566,6 +566,8 @@ class TrainLoop:
             _log.warning("the checkpoint under way could not be written: %s", error)
         if self._model_in_step or not self.version:
             return
+        if self._steps.on and self._kept_version != self.version:
+            return  # whoever goes on from the kept step makes this one again, and the ledger must not have it before
         await self._last_report()
         if not self._unsaved:
             return

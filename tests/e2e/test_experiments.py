@@ -298,7 +298,7 @@ def test_an_agents_function_may_give_any_number_of_samples_for_an_episode(start_
     run = finished(start_run, "async_ppo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
     rows = run.rows()
     assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
-    assert len({row["rollout/samples_per_episode"] for row in rows}) > 1
+    assert any(not row["rollout/samples_per_episode"].is_integer() for row in rows), "one and two in one step"
 
 
 def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:

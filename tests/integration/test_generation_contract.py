@@ -524,9 +524,9 @@ async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
     sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
     generate, calls = GenerationServerClient.generate, Counter[float]()
 
-    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float) -> list[Completion]:
+    async def counted(self: GenerationServerClient, *args: Any, timeout_s: float, **named: Any) -> list[Completion]:
         calls[timeout_s] += 1
-        return await generate(self, *args, timeout_s=timeout_s)
+        return await generate(self, *args, timeout_s=timeout_s, **named)
 
     monkeypatch.setattr(GenerationServerClient, "generate", counted)
     whole: dict[float, tuple[Completion, ...]] = {}

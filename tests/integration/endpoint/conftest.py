@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class RulePolicy:
         self.asked.append({"messages": list(messages), "tools": list(tools), "sampling": sampling} | {"n": n})
         await self._wait()
         first, *others = [self._reply(messages, tools if tool_choice == "auto" else (), i) for i in range(n)]
-        return first if not others else ChatReply(*_fields(first), alternatives=tuple(others))
+        return replace(first, alternatives=tuple(others))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.asked.append({"request": request})
@@ -101,10 +102,6 @@ class RulePolicy:
         message = {"role": "assistant", "content": content}
         prompt = self.prompt_ids(messages, tools=tools)
         return ChatReply(message, content, self.reasoning, calls, 0, finish, prompt, self._completion(index))
-
-
-def _fields(reply: ChatReply) -> tuple[Any, ...]:
-    return tuple(getattr(reply, name) for name in reply.__slots__ if name != "alternatives")
 
 
 def _call_of(function: Mapping[str, Any], number: int) -> ToolCall:
