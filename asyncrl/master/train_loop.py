@@ -233,6 +233,8 @@ class TrainLoop:
         except RestartTogether:
             raise
         except Exception:
+            if self._steps.on:
+                await self._announcer.abandon()
             await self._save_what_is_complete()
             write_books(self.run_dir, self.version, self._books)
             raise

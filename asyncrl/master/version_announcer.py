@@ -53,6 +53,7 @@ class VersionAnnouncer:
         self.announced = 0
         """The version that servers are to have; 0 is the initial model, which nobody announces."""
         self._put_off: tuple[int, str] | None = None
+        self._abandoned = False
         self._running: asyncio.Task[None] | None = None
         self._ended_at = -math.inf
 
@@ -92,6 +93,11 @@ class VersionAnnouncer:
         if self._running is not None:
             await asyncio.shield(self._running)
 
+    async def abandon(self) -> None:
+        """As `close`, but say nothing of the evaluation: whoever goes on after this process makes it again."""
+        self._abandoned = True
+        await self.close()
+
     async def close(self) -> None:
         """Give up the evaluation under way."""
         if self._running is not None:
@@ -109,7 +115,11 @@ class VersionAnnouncer:
                     outcomes[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
             self._running, self._ended_at = None, self._clock()
-            self._on_end(version, outcomes)
-            if self._put_off is not None:
-                self.announce(*self._put_off)
-                self._put_off = None
+            if not self._abandoned:
+                self._tell_end(version, outcomes)
+
+    def _tell_end(self, version: int, outcomes: dict[str, EvaluationResult | str]) -> None:
+        self._on_end(version, outcomes)
+        if self._put_off is not None:
+            self.announce(*self._put_off)
+            self._put_off = None
