@@ -17,8 +17,8 @@ from asyncrl.runtime.worker import Worker
 from asyncrl.runtime.worker_plan import Resources
 
 
-def one(config, gpus):
-    return [Resources(threads=3)]
+def one(config, index, here):
+    return Resources(threads=3)
 
 
 class Leader(Worker):
@@ -47,9 +47,9 @@ class Server(Worker):
 
 KINDS.clear()
 KINDS |= {
-    "server": ProcessKind("sitecustomize:Server", one, serves=True),
-    "panel": ProcessKind("sitecustomize:Panel", one, essential=False),
-    "leader": ProcessKind("sitecustomize:Leader", one, leads=True),
+    "server": ProcessKind("sitecustomize:Server", resources=one, serves=True),
+    "panel": ProcessKind("sitecustomize:Panel", resources=one, essential=False),
+    "leader": ProcessKind("sitecustomize:Leader", resources=one, leads=True),
 }
 """
 """Python imports a module of this name at the start of every process, so that all of the run know the added kinds."""
