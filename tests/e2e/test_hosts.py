@@ -47,9 +47,10 @@ def test_a_run_over_ssh_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ss
     assert first.wait(90) == 130, first.output + first.logs()
     assert_gone(first)
 
-    second = start_run(total_train_steps=8, **ssh)
+    goal = int(first.rows()[-1]["step"]) + 3  # it had trained some more before it was stopped
+    second = start_run(total_train_steps=goal, **ssh)
     assert second.wait() == 0, second.output + second.logs()
-    assert [row["step"] for row in second.rows()] == list(range(1, 9))
+    assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
     assert audit(second.run_dir).findings == ()
     assert_gone(second)
 
@@ -96,9 +97,10 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         allocate = ["salloc", "--no-shell", "--nodes=2", "--cpus-per-task=4"]
         told = subprocess.run(allocate, env=environment, capture_output=True, text=True, check=True, timeout=60).stderr
         monkeypatch.setenv("SLURM_JOB_ID", re.findall(r"Granted job allocation (\d+)", told)[0])
-        second = start_run(total_train_steps=6, **over("slurm", "n1", "n2"))
+        goal = int(first.rows()[-1]["step"]) + 3
+        second = start_run(total_train_steps=goal, **over("slurm", "n1", "n2"))
         assert second.wait() == 0, second.output + second.logs()
-        assert [row["step"] for row in second.rows()] == list(range(1, 7))
+        assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
         assert audit(second.run_dir).findings == ()
         assert_gone(second)
 

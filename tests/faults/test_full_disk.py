@@ -30,7 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_holds_the_run_up_and_loses_nothing(start_run: Any, small_disk: Path) -> None:
-    steps = 12
+    steps = 20
     run = start_run(total_train_steps=steps, checkpoint__interval=1)
     run.wait_for_step(3)
     ballast = small_disk / "ballast"

@@ -287,7 +287,7 @@ def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(st
 
 
 def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(start_run: Any) -> None:
-    steps = 6
+    steps = 12
     run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0, trainer__parallel="d2")
     run.wait_for_step(3, LIMIT_S)
     run.worker("model_worker/1").kill()
