@@ -54,6 +54,10 @@ def crashes(data, completion):
     os.kill(os.getpid(), 11)
 
 
+def ends_by_a_real_time_signal(data, completion):
+    os.kill(os.getpid(), 40)
+
+
 def wants_10_gb(data, completion):
     return len(bytearray(10 << 30))
 
@@ -164,6 +168,7 @@ async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_proc
         ("loops", "did not return within 0.5 s; its process was killed"),
         ("exits", r"lost its process: it ended \(exit code 3\)"),
         ("crashes", r"killed by SIGSEGV\); it last printed: about to crash"),
+        ("ends_by_a_real_time_signal", r"lost its process: it ended \(killed by signal 40\)"),
         ("wants_10_gb", "raised MemoryError"),
         ("returns_100_mb", f"bytes, more than the {MAX_BYTES}"),
         (
