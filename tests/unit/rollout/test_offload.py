@@ -360,11 +360,14 @@ async def test_what_holds_the_loops_is_named(
         holding = Code("reward my.py:holds", Activity.reward, 30.0, RunIn.loop)
         await watched.call(holding, time.sleep, 0.2)
         assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)
+        seen = threading.Event()
+        slow = asyncio.create_task(watched.call(in_thread(label="reward my.py:holds"), seen.wait, 20.0))
         while not any("these ran: reward my.py:holds" in message for message in caplog.messages):
-            slow = asyncio.create_task(watched.call(in_thread(label="reward my.py:holds"), time.sleep, 0.2))
-            await asyncio.sleep(0)
+            assert not slow.done(), caplog.messages
+            await asyncio.sleep(0.02)  # the watch begins to wait
             time.sleep(0.3)  # noqa: ASYNC251
-            await slow
+        seen.set()
+        assert await slow
 
 
 def test_a_process_is_renewed_at_its_limits() -> None:
