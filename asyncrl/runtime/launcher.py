@@ -37,11 +37,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime import log_rotation
-from asyncrl.runtime.claim import LEASE_S
+from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
-from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
