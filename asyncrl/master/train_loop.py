@@ -499,18 +499,19 @@ class TrainLoop:
         state = await self._where_ranks_stand()
         if found := state is not None:
             _log.info("the ranks stand between two steps, and keep what they have")
-        last_step = self._last_step if self._last_step is not None and self._last_step.version is not None else None
+        if (
+            kept := state is None
+            and (state := await self._steps.load(self.peers.board.announced_version())) is not None
+        ):
+            pass
         if state is None:
-            root = checkpoint_root(self.run_dir) if last_step is None else last_step.state_root
+            root = checkpoint_root(self.run_dir)
             state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
-            if last_step is not None and (state is None or state["version"] != last_step.version):
-                last_step.tear()
-                raise RestartTogether(f"{root} is not whole: only a checkpoint is left to go on from")
         if state is not None:
             self.version = state["version"]
             self.buffer.restore(state["buffer"])
             self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
-            kept = await self._steps.take_up(self.version) if found else last_step is not None
+            kept = await self._steps.take_up(self.version) if found else kept
             self._checkpoints.saved, self._kept_version = None if found or kept else self._progress, self.version
             # The gate counts B per version, whatever B was when they were trained.
             trained = self.version * self.config.train_batch_size
