@@ -44,7 +44,8 @@ class StallWatch:
         buffer: SampleBuffer,
         collector: Collector,
     ) -> None:
-        self._limit_s, self._clock, self._stop, self._free_since = limit_s, clock, stop, free_since
+        self.limit_s = limit_s
+        self._clock, self._stop, self._free_since = clock, stop, free_since
         self._manager, self._buffer, self._collector = manager, buffer, collector
         self.progressed()
 
@@ -72,7 +73,7 @@ class StallWatch:
             await cancel(task, stopping)
 
     def _stalls_at(self) -> float:
-        return max(self._progress_at, self._free_since()) + self._limit_s
+        return max(self._progress_at, self._free_since()) + self.limit_s
 
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
@@ -82,6 +83,6 @@ class StallWatch:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
         silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
         return (
-            f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {version} waits for {what}; "
+            f"no train step for {self.limit_s:g} s (system.stall_timeout_s): step {version} waits for {what}; "
             f"{self._buffer.describe()}; {gate}{silent}"
         )

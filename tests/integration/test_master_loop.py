@@ -614,7 +614,7 @@ async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) 
 async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: Path) -> None:
     """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
     run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=1.0))
-    run.loop._limit_s = 0.2  # below the setting's least value
+    run.loop._stall.limit_s = 0.2  # below the setting's least value
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
@@ -630,7 +630,7 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
 
 async def test_no_data_after_an_evaluation_is_a_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=0.3))
-    run.loop._limit_s = 0.1  # below the setting's least value
+    run.loop._stall.limit_s = 0.1  # below the setting's least value
     run.rollouts.finish = asyncio.Event()
     with pytest.raises(Stalled, match="step 0 waits for trajectories"):
         await run.loop.run()
@@ -824,7 +824,7 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop._limit_s = 0.05  # below the setting's least value
+    run.loop._stall.limit_s = 0.05  # below the setting's least value
     await run.deliver(range(3))
     with pytest.raises(Stalled) as stall:
         await run.loop.run()
@@ -852,7 +852,7 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
 
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop._limit_s = 0.05
+    run.loop._stall.limit_s = 0.05
     run.loop._collector.silent.add(0)
     with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
         await run.loop.run()
@@ -1041,7 +1041,7 @@ async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_s
 async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
     """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
     run = Run(tmp_path, make_config(checkpoint__interval=1))
-    run.loop._limit_s = 0.05
+    run.loop._stall.limit_s = 0.05
     await run.deliver(range(4))
     run.manager.give_up("e0-20")
     async with running(run) as task:
