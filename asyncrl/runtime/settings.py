@@ -140,10 +140,3 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
             yield f"system.hosts: none runs {kind}; add it to the runs of one"
         elif kind in (MASTER_WORKER, GSERVER_MANAGER) and placed.count(kind) > 1:
             yield f"system.hosts: {placed.count(kind)} hosts run {kind}, of which there is one; leave it to one host"
-    away = [host for host in system.hosts if host.name and {MASTER_WORKER, MODEL_WORKER} & set(host.runs)]
-    if away and config.checkpoint.keep_last_step:
-        yield (
-            f"checkpoint.keep_last_step=true: the last step is kept in the memory of the launcher's host, and "
-            f"{away[0].name} is another; set it to false (the trainer then goes on from the newest checkpoint), or run "
-            f"{MASTER_WORKER} and {MODEL_WORKER} on the launcher's own host, whose name is empty"
-        )
