@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.name_resolve import NameResolveError, make_resolver
+from asyncrl.comm.name_resolve import EtcdAccess, NameResolveError, make_resolver
 
 VOCABULARY = 97
 
@@ -335,7 +335,7 @@ def _free_port() -> int:
 
 def _etcd_answers(address: str) -> bool:
     try:
-        make_resolver("etcd3", "/probe", etcd_address=address, patience_s=0.0).close()
+        make_resolver("etcd3", "/probe", etcd=EtcdAccess.at(address), patience_s=0.0).close()
     except NameResolveError:
         return False
     return True

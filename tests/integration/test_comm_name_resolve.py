@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.name_resolve import (
+    EtcdAccess,
     FileResolver,
     NameEntryExists,
     NameEntryNotFound,
     NameResolveError,
     NameResolver,
     NameResolveTimeout,
+    NameResolveUnavailable,
     make_resolver,
 )
 from asyncrl.comm.name_resolve.base import is_below
@@ -125,7 +127,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
 
     def one() -> NameResolver:
         memory = request.param == "memory"
-        made.append(MemoryResolver(root, store) if memory else make_resolver(request.param, root, etcd_address=address))
+        made.append(
+            MemoryResolver(root, store) if memory else make_resolver(request.param, root, etcd=EtcdAccess.at(address))
+        )
         return made[-1]
 
     yield one
@@ -372,7 +376,7 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
     """Away for longer than the lease; `forgets`: it comes back without what it had stored."""
 
     def one() -> NameResolver:
-        return make_resolver("etcd3", "/asyncrl/away", etcd_address=etcd_server.address)
+        return make_resolver("etcd3", "/asyncrl/away", etcd=EtcdAccess.at(etcd_server.address))
 
     with one() as owner, one() as other, ThreadPoolExecutor(4) as pool:
         owner.add("leased", "x", lease_s=2.0)
@@ -401,23 +405,22 @@ def test_an_entry_whose_addition_was_not_confirmed_is_known_as_ones_own(
     etcd_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server added it anew, and the reply was lost: adding it once more finds the name taken, by oneself."""
-    etcd3, root = pytest.importorskip("etcd3"), f"/asyncrl/{uuid.uuid4().hex}"
-    with make_resolver("etcd3", root, etcd_address=etcd_address) as owner:
-        put = owner._client.put_if_not_exists  # type: ignore[attr-defined]
+    root = f"/asyncrl/{uuid.uuid4().hex}"
+    with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as owner:
+        put = owner._put  # type: ignore[attr-defined]
         calls = 0
 
-        def put_and_lose_the_reply(*args: Any) -> Any:
+        def put_and_lose_the_reply(*args: Any) -> None:
             nonlocal calls
             calls += 1
-            done = put(*args)
+            put(*args)
             if calls == 1:
-                raise etcd3.exceptions.ConnectionFailedError
-            return done
+                raise NameResolveUnavailable("the connection broke")
 
-        monkeypatch.setattr(owner._client, "put_if_not_exists", put_and_lose_the_reply)  # type: ignore[attr-defined]
+        monkeypatch.setattr(owner, "_put", put_and_lose_the_reply)
         owner.add("a", "x", lease_s=2.0)
         assert calls == 2
-        with make_resolver("etcd3", root, etcd_address=etcd_address) as other:
+        with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as other:
             with pytest.raises(NameEntryExists):
                 other.add("a", "y", lease_s=2.0)
             with pytest.raises(NameResolveTimeout):
