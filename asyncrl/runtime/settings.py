@@ -77,7 +77,7 @@ class SystemConfig:
     name_resolve_root: str = setting(
         "",
         "file: a folder, which trials may share (empty: a private one); etcd3: host:port, of a cluster all members' "
-        "separated by commas",
+        "separated by spaces",
     )
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
     name_resolve_patience_s: float = setting(

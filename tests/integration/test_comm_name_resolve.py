@@ -27,6 +27,7 @@ from asyncrl.comm.name_resolve import (
     NameResolver,
     NameResolveTimeout,
     NameResolveUnavailable,
+    Subtree,
     make_resolver,
 )
 from asyncrl.comm.name_resolve.base import is_below
@@ -239,6 +240,33 @@ def test_watching_reports_change_and_disappearance(make: MakeResolver) -> None:
         other.watch("v", 0.05, None)
 
 
+def test_what_is_followed_is_known_without_asking(make: MakeResolver) -> None:
+    one, other = make(), make()
+    one.add("w/0", "a")
+    one.add("w2", "no part of it")
+    followed = other.follow("w")
+    assert followed.entries() == {"w/0": "a"}
+    assert other.follow("w") is followed
+    one.add("w/1", "b", lease_s=LEASE_S)
+    await_entries(followed, {"w/0": "a", "w/1": "b"})
+    one.add("w/0", "c", replace=True)
+    await_entries(followed, {"w/0": "c", "w/1": "b"})
+    one.delete("w/0")
+    await_entries(followed, {"w/1": "b"})
+    abandon(one)
+    await_entries(followed, {})
+    other.close()
+    assert followed.entries() == {}
+
+
+def await_entries(followed: Subtree, expected: dict[str, str]) -> None:
+    pause = threading.Event()
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := followed.entries()) != expected:
+        assert time.monotonic() < deadline, found
+        pause.wait(0.01)
+
+
 def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResolver) -> None:
     owner, other = make(), make()
     owner.add("a", "x", lease_s=LEASE_S)
@@ -390,7 +418,7 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
         threading.Event().wait(3.0)
         assert not any(look.done() for look in [*looks, adding])
         if forgets:
-            shutil.rmtree(etcd_server.data_dir)
+            shutil.rmtree(etcd_server.data_dir())
         etcd_server.start()
         adding.result(PATIENCE_S)
         owner.add("published", "z")

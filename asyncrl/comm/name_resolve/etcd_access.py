@@ -35,20 +35,23 @@ class EtcdAccess:
 
     @classmethod
     def at(cls, addresses: str, **others: str) -> Self:
-        """Of the members in `addresses`, `host:port` separated by commas."""
-        return cls(tuple(address.strip() for address in addresses.split(",") if address.strip()), **others)
+        """Of the members in `addresses`, `host:port` separated by spaces."""
+        return cls(tuple(addresses.split()), **others)
 
     def faults(self) -> Iterator[str]:
         """What is wrong, each as `setting=value: what is wrong; what to do`."""
         if not self.members:
             yield (
-                f"{ADDRESS}='': name_resolve=etcd3 needs the server's address; give host:port, of a cluster all of its "
-                "members' separated by commas"
+                f"{ADDRESS}='': name_resolve=etcd3 needs the server's address; give host:port, of a cluster all "
+                "members' separated by spaces"
             )
         for member in self.members:
             host, _, port = member.rpartition(":")
             if not host or not port.isdecimal() or int(port) not in _PORTS:
-                yield f"{ADDRESS}={member!r}: not valid; use host:port, for example 127.0.0.1:2379"
+                yield (
+                    f"{ADDRESS}={member!r}: not valid; use host:port, for example 127.0.0.1:2379, of several members "
+                    "separated by spaces"
+                )
         for name, other in (("user", "password_file"), ("certificate_file", "key_file")):
             for given, missing in ((name, other), (other, name)):
                 if getattr(self, given) and not getattr(self, missing):

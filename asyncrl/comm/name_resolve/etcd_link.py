@@ -57,8 +57,8 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel to the member gets the old one's broken connection
 )
 _REFUSALS = {
-    grpc.StatusCode.PERMISSION_DENIED: f"{SETTINGS}.user={{user!r}} may not use these names; grant its role readwrite "
-    "of the prefix {prefix}",
+    grpc.StatusCode.PERMISSION_DENIED: f"{SETTINGS}.user={{user!r}} may not use these names (without a user it is who "
+    f"{SETTINGS}.certificate_file names); grant its role readwrite of the prefix {{prefix}}",
     grpc.StatusCode.UNIMPLEMENTED: f"{ADDRESS}={{member!r}} is no etcd that speaks version 3 of its protocol",
 }
 _WRONG_LOGINS = {

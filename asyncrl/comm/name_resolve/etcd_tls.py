@@ -10,30 +10,47 @@ from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess
 _LIMIT_S = 2.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How an HTTP/2 client begins: the preface and empty settings. A server answers with its own."""
-_TLS_ALERT = 0x15
-"""First byte of what a TLS server answers to what is no TLS."""
+_FRAME_HEADER_BYTES = 9
+_SETTINGS_FRAME = 4
+"""Type of the frame that an HTTP/2 server answers with; the header's fourth byte."""
 
 
 def tls_fault(member: str, access: EtcdAccess) -> str | None:
     """What is wrong between this member and the settings; None where it is not about TLS, or cannot be told now."""
     host, _, port = member.rpartition(":")
-    host = host.strip("[]")
+    address = (host.strip("[]"), int(port))
     try:
-        with socket.create_connection((host, int(port)), _LIMIT_S) as plain:
-            plain.settimeout(_LIMIT_S)
-            if not access.ca_file:
-                return _plain_fault(plain, member)
-            return _encrypted_fault(plain, host, member, access)
+        if not access.ca_file:
+            if _speaks_tls(address):
+                return f"{SETTINGS}.ca_file='': etcd at {member} speaks TLS; give the authority of its certificate"
+            return None
+        if _speaks_plain(address):
+            return f"{SETTINGS}.ca_file={access.ca_file!r}: etcd at {member} speaks no TLS ({ADDRESS}); leave it empty"
+        with socket.create_connection(address, _LIMIT_S) as plain:
+            return _encrypted_fault(plain, address[0], member, access)
     except OSError:  # nobody listens, or it broke: a matter of time
         return None
 
 
-def _plain_fault(plain: socket.socket, member: str) -> str | None:
-    plain.sendall(_PREFACE)
-    answer = plain.recv(1)
-    if answer and answer[0] == _TLS_ALERT:
-        return f"{SETTINGS}.ca_file='': etcd at {member} speaks TLS; give the authority that signed its certificate"
-    return None
+def _speaks_tls(address: tuple[str, int]) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only to see; nothing is told or believed
+    with socket.create_connection(address, _LIMIT_S) as plain:
+        try:
+            context.wrap_socket(plain).close()
+        except ssl.SSLError:
+            return False
+    return True
+
+
+def _speaks_plain(address: tuple[str, int]) -> bool:
+    with socket.create_connection(address, _LIMIT_S) as plain:
+        try:
+            plain.sendall(_PREFACE)
+            answer = plain.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+        except OSError:
+            return False
+    return len(answer) == _FRAME_HEADER_BYTES and answer[3] == _SETTINGS_FRAME
 
 
 def _encrypted_fault(plain: socket.socket, host: str, member: str, access: EtcdAccess) -> str | None:
@@ -61,8 +78,6 @@ def _encrypted_fault(plain: socket.socket, host: str, member: str, access: EtcdA
         )
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")
-        if "wrong version" in reason or "record layer" in reason:
-            return f"{SETTINGS}.ca_file={access.ca_file!r}: etcd at {member} speaks no TLS ({ADDRESS}); leave it empty"
         if "alert" not in reason:
             return None
         given = f"{access.certificate_file!r}: etcd at {member} refuses it"

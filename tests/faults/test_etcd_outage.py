@@ -1,0 +1,139 @@
+"""A real run with its names in etcd goes on through what happens to etcd, and to the way there; no process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.comm.name_resolve import make_resolver
+
+from ..conftest import Run
+from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
+
+pytestmark = [pytest.mark.etcd, pytest.mark.slow]
+
+OUTAGE_S = 30.0
+CUT_S = 20.0
+LIMIT_S = 60.0
+KINDS = ("master_worker", "model_worker", "gserver_manager", "generation_server", "rollout_worker")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., EtcdCluster]]:
+    """`cluster(members, tls=...)` starts one, which ends with the test."""
+    needs_etcd()
+    started: list[EtcdCluster] = []
+
+    def start(members: int = 1, **how: Any) -> EtcdCluster:
+        started.append(EtcdCluster(tmp_path / f"etcd{len(started)}", members, **how))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+class Watched:
+    """A run whose processes are to stay the same, and to make steps."""
+
+    def __init__(self, run: Run, etcd: EtcdCluster, **login: str) -> None:
+        self.run, self._login = run, login
+        self.etcd = etcd
+        run.wait_for_step(2)
+        self._processes = {psutil.Process(run.worker(f"{kind}/0").pid) for kind in KINDS}
+        self.entries = self._names()
+        assert {f"status/{kind}/0" for kind in KINDS} < self.entries
+
+    def goes_on(self) -> None:
+        """Two more steps are made, by the same processes, which find each other by the same names."""
+        made = int(self.run.rows()[-1]["step"])
+        self.run.wait_for_step(made + 2, LIMIT_S)
+        assert all(process.is_running() for process in self._processes), self.run.output + self.run.logs()
+        assert not (self.run.run_dir / "restarts.jsonl").exists(), self.run.output
+        pause = threading.Event()
+        for _ in range(int(LIMIT_S / 0.2)):
+            if self._names() >= self.entries:
+                return
+            pause.wait(0.2)
+        raise AssertionError(f"not put back: {self.entries - self._names()}\n{self.run.logs()}")
+
+    def _names(self) -> set[str]:
+        access = self.etcd.access(**self._login)
+        with make_resolver("etcd3", "/asyncrl/tiny/trial0", etcd=access) as resolver:
+            return {name for name in resolver.get_subtree() if not name.startswith("model_version")}
+
+
+def silence(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def test_a_run_outlives_a_silent_cluster_a_lost_leader_and_compaction(
+    start_run: Any, ctrl_c: Any, cluster: Callable[..., EtcdCluster]
+) -> None:
+    etcd = cluster(3)
+    run = start_run(system__name_resolve="etcd3", system__name_resolve_root=etcd.address, total_train_steps=100_000)
+    watched = Watched(run, etcd)
+
+    etcd.pause()
+    silence(OUTAGE_S)  # three times as long as a lease
+    etcd.resume()
+    watched.goes_on()
+
+    etcd.compact()
+    etcd.kill(etcd.leader())
+    watched.goes_on()
+
+    ctrl_c(run)
+    assert run.wait(90) == 130, run.output + run.logs()
+    assert "is gone or silent" not in (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+
+
+def test_a_run_with_tls_and_a_login_outlives_an_etcd_that_is_killed_and_a_trainer_that_is_cut_off(
+    start_run: Any, ctrl_c: Any, cluster: Callable[..., EtcdCluster], tmp_path: Path
+) -> None:
+    etcd = cluster(tls=True)
+    etcd.switch_authentication_on()
+    (tmp_path / "password").touch(0o600)
+    (tmp_path / "password").write_text(f"{PASSWORD}\n")
+    login = {"user": USER, "password_file": str(tmp_path / "password")}
+    settings = {f"system__etcd__{name}": value for name, value in (etcd.files() | login).items()}
+    run = start_run(
+        system__name_resolve="etcd3",
+        system__name_resolve_root=etcd.address,
+        total_train_steps=100_000,
+        **settings,
+    )
+    watched = Watched(run, etcd, **login)
+    assert not [line for line in command_lines(run) if PASSWORD in line]
+
+    etcd.kill()
+    silence(OUTAGE_S)
+    etcd.start()
+    watched.goes_on()
+
+    trainer = [run.worker(f"{kind}/0").pid for kind in ("master_worker", "model_worker")]
+    for pid in trainer:
+        os.kill(pid, signal.SIGSTOP)
+    silence(CUT_S)  # its leases run out meanwhile
+    for pid in trainer:
+        os.kill(pid, signal.SIGCONT)
+    watched.goes_on()
+
+    ctrl_c(run)
+    assert run.wait(90) == 130, run.output + run.logs()
+
+
+def command_lines(run: Run) -> list[str]:
+    """Of every process of the run, with its environment."""
+    lines = []
+    for process in [psutil.Process(run.process.pid), *run.remember_processes().values()]:
+        lines.append(" ".join([*process.cmdline(), *process.environ().values()]))
+    return lines
