@@ -131,7 +131,15 @@ class EtcdCluster:
         self._ask("AuthStub", "UserGrantRole", "AuthUserGrantRoleRequest", user=USER, role="runs")
         self._ask("AuthStub", "AuthEnable", "AuthEnableRequest")
 
-    def _ask(self, stub: str, verb: str, request: str, *, member: int | None = None, **fields: Any) -> Any:
+    def forget_logins(self) -> None:
+        """No token that USER was given is valid any more, as once it has expired."""
+        root = self._ask("AuthStub", "Authenticate", "AuthenticateRequest", name="root", password="of-root").token
+        change = {"name": USER, "password": PASSWORD}
+        self._ask("AuthStub", "UserChangePassword", "AuthUserChangePasswordRequest", token=root, **change)
+
+    def _ask(
+        self, stub: str, verb: str, request: str, *, member: int | None = None, token: str = "", **fields: Any
+    ) -> Any:
         """etcd's answer to an administrator, from `member` or the first that runs."""
         import grpc  # type: ignore[import-untyped]
 
@@ -145,7 +153,9 @@ class EtcdCluster:
             channel = grpc.insecure_channel(address)
         with channel:
             call = getattr(getattr(protocol, stub)(channel), verb)
-            return call(getattr(protocol, request)(**fields), timeout=_CALL_LIMIT_S, wait_for_ready=True)
+            login = (("token", token),) if token else ()
+            asked = getattr(protocol, request)(**fields)
+            return call(asked, timeout=_CALL_LIMIT_S, wait_for_ready=True, metadata=login)
 
     def requests(self) -> Counter[str]:
         """Messages that clients have sent so far, by method."""

@@ -88,6 +88,9 @@ class SystemConfig:
         minimum=0.0,
     )
     encrypt: bool = setting(True, "CURVE on every ZMQ socket; TLS and a bearer token on every HTTP request")
+    unencrypted_network: bool = setting(
+        False, "asks a second time for encrypt=false where processes listen on a network: everybody on it is trusted"
+    )
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
     heartbeat_s: float = setting(
@@ -118,6 +121,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
+    if not system.encrypt and system.host not in LOOPBACK and not system.unencrypted_network:
+        yield (
+            f"system.encrypt=false: anybody on the network of system.host={system.host} could read and change what the "
+            "processes tell each other; leave it true, or ask twice with system.unencrypted_network=true"
+        )
     try:
         interface_of(system.host)
     except ValueError as error:
@@ -150,10 +158,11 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
     names = [host.name for host in system.hosts]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"system.hosts: {name or 'the launcher`s own host'} is there {names.count(name)} times; join the entries"
-    if not system.encrypt and {host.address for host in system.hosts} - LOOPBACK:
+    addresses = {host.address for host in system.hosts}
+    if not system.encrypt and addresses - LOOPBACK and not system.unencrypted_network:
         yield (
             "system.encrypt=false: between hosts anybody on their network could read and change what the processes "
-            "tell each other; leave it true"
+            "tell each other; leave it true, or ask twice with system.unencrypted_network=true"
         )
     placed = [kind for host in system.hosts for kind in host.runs]
     for kind in PLACED:

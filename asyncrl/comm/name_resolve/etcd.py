@@ -324,7 +324,8 @@ class EtcdResolver(NameResolver):
             if not over.is_set():
                 raise self._link.failed(stubs, error) from error
         else:
-            raise NameResolveUnavailable(f"etcd at {stubs.member} ended a watch")
+            if not over.is_set():
+                raise NameResolveUnavailable(f"etcd at {stubs.member} ended a watch")
         finally:
             limit.cancel()
             done.set()

@@ -137,3 +137,14 @@ def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], Non
     assert list(check(config)) == []
     change(config.system)
     assert any(told in problem for problem in check(config)), list(check(config))
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker"]) if hosts else ExperimentConfig()
+    if not hosts:
+        config.system.host = "0.0.0.0"
+    config.system.encrypt = False
+    assert [told for told in check(config) if "ask twice with system.unencrypted_network=true" in told]
+    config.system.unencrypted_network = True
+    assert not [told for told in check(config) if "encrypt" in told]
