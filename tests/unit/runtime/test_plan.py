@@ -145,3 +145,14 @@ def test_ranks_may_be_on_several_hosts_and_the_last_step_is_kept_there() -> None
     assert list(check(config)) == []
     assert trains_elsewhere(config)
     assert not trains_elsewhere(several_hosts(b=["generation_server", "rollout_worker"]))
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker"]) if hosts else ExperimentConfig()
+    if not hosts:
+        config.system.host = "0.0.0.0"
+    config.system.encrypt = False
+    assert [told for told in check(config) if "ask twice with system.unencrypted_network=true" in told]
+    config.system.unencrypted_network = True
+    assert not [told for told in check(config) if "encrypt" in told]
