@@ -34,6 +34,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.settings import etcd_access
@@ -120,7 +121,8 @@ class Worker(ABC):
             self.log.warning("%s cannot go on alone: %s", self.name, error)
             return EXIT_TOGETHER
         except BaseException as error:
-            self.log.exception("%s failed", self.name)
+            told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
+            self.log.error("%s failed: %s", self.name, error, exc_info=not told)
             self.set_status("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         finally:

@@ -105,6 +105,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ([{"role": "assistant", "content": "a"}], "ends with the role 'assistant'"),
         ([{"role": "user"}], "message 0 has no text under 'content'"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "images and sounds are not supported"),
         (["a"], "message 0 is no object with a role"),
     ],
 )

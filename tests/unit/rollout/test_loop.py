@@ -618,7 +618,7 @@ async def test_what_user_code_raises_of_asyncio_is_a_failure_whose_place_is_free
     gate = FakeGate(admit=4)
     await run(gate, Raising(fail), config=RolloutConfig(max_concurrent=1))
     (failed,) = gate.outcome_of(gate.asked[0])
-    assert (failed.accepted, failed.reason, failed.return_prompt) == (False, "failed", True)
+    assert (failed.accepted, failed.reason, failed.return_prompt) == (False, "failed: agent Raising", True)
     assert sum(ended.accepted for ended in gate.finished.values()) == 3
     assert gate.running == set()
 
@@ -649,7 +649,7 @@ async def test_a_group_with_a_number_that_is_none_fails_before_it_is_pushed(
 
     gate = FakeGate(admit=2)
     assert await run(gate, always(*rewards), generate=respond) == []
-    assert {ended.reason for ended in gate.finished.values()} == {"failed"}
+    assert {ended.reason for ended in gate.finished.values()} == {"failed: agent EchoAgent"}
 
 
 async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filters() -> None:
@@ -705,7 +705,7 @@ async def test_a_group_with_too_few_episodes_left_fails_as_a_whole_and_its_promp
     pushed = await run(gate, agent, least_episodes=2)
     assert sorted(each.order for each in pushed) == [0, 2]
     (failed,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (failed.reason, failed.return_prompt) == ("failed", True)
+    assert (failed.reason, failed.return_prompt) == ("failed: agent Playing", True)
 
 
 async def test_what_was_lost_of_groups_that_are_not_pushed_is_counted_with_the_next_one_that_is() -> None:
