@@ -16,8 +16,8 @@ counted by name in the metrics of the next trajectory that is pushed.
 A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
 agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
 (`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
-makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything fails the
-loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the last error.
+makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`; `overlong_prompt`, which is
+no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the last error.
 Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
 """
 
@@ -275,7 +275,7 @@ class RolloutLoop:
         prompt_id = candidate.ref.prompt_id
         if isinstance(error, OverlongPrompt):  # said at the start, with how many there are; no sign of a defect
             _log.debug("prompt %s is left out: %s", prompt_id, error)
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.bad_prompt)
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.overlong_prompt)
         self._attempts[prompt_id] += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):

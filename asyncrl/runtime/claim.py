@@ -33,13 +33,14 @@ from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNot
 from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
-from asyncrl.runtime.launchers import SAVE_LIMIT_S
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
 LEASE_S = 60.0
 """Of the claim in name resolution: a launcher may be paused for so long without losing it."""
+SAVE_LIMIT_S = 120.0
+"""So long the leading process may take to finish its step, save and end, once it was asked to stop."""
 SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
 """So long a launch that was killed may keep its lock."""
 _POLL_S = 0.1

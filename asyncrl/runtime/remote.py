@@ -19,16 +19,13 @@ import os
 import signal
 import sys
 from abc import abstractmethod
-from collections import deque
 from pathlib import Path
 
 import psutil
 
 from asyncrl.runtime import keeper
-from asyncrl.runtime.claim import read_holder
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.process_tree import mark_of
-from asyncrl.runtime.run_dir import log_file, read_run_config
+from asyncrl.runtime.run_dir import read_run_config
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 SILENCE_S = 120.0
@@ -38,7 +35,6 @@ _END_LIMIT_S = 20.0
 """So long the other end may take to end what runs there, the keeper's own limits included."""
 _PIPE_BYTES = 60 << 10
 """So much a pipe holds in any case."""
-_LAST_LINES = 12
 _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
@@ -67,8 +63,6 @@ class RemoteBackend(LauncherBackend):
         self.arguments = read_run_config(run_dir).system.launcher_args
         """Of the command, as the user adds them."""
         self._local = open_backend("local", run_dir)
-        holder = read_holder(run_dir)
-        self._mark = {} if holder is None else mark_of(holder.launch)
         self._remote: list[_RemoteWorker] = []
         self._beating: asyncio.Task[None] | None = None
 
@@ -78,15 +72,14 @@ class RemoteBackend(LauncherBackend):
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """Environment of the process, on top of that of the login on its host."""
-        return carried_environment(plan) | self._mark
+        return carried_environment(plan) | self.mark
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """See the base class; `plan.host` says where."""
         if not plan.host.name:
             self._local.lock = self.lock
             return await self._local.start(plan)
-        file = log_file(self.run_dir, plan.kind, plan.index)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = self.make_log(plan)
         command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
         asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
         order = json.dumps(asked._asdict()).encode() + b"\n"
@@ -130,8 +123,8 @@ class RemoteBackend(LauncherBackend):
 
 class _RemoteWorker(WorkerHandle):
     def __init__(self, plan: WorkerPlan, process: asyncio.subprocess.Process, pipe: int, log: Path) -> None:
-        super().__init__(plan, f"on {plan.host.name}", str(log))
-        self._process, self._pipe, self._log = process, pipe, log
+        super().__init__(plan, f"on {plan.host.name}", log)
+        self._process, self._pipe = process, pipe
         os.set_blocking(pipe, False)
 
     @property
@@ -151,10 +144,6 @@ class _RemoteWorker(WorkerHandle):
 
     def kill_process(self) -> None:
         self.tell(keeper.KILL)
-
-    def last_lines(self) -> list[str]:
-        with self._log.open(errors="replace") as log:
-            return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
 
     def tell(self, what: bytes) -> None:
         """Write to the keeper; nothing where it has ended, or the connection is stuck."""

@@ -137,9 +137,9 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
                 process.wait(LIMIT_S)
 
 
-def await_that(so: Callable[[], bool], what: str) -> None:
+def await_that(so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
     """Wait until `so`, within a limit."""
-    deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
+    deadline, pause = time.monotonic() + limit_s, threading.Event()
     while not so():
         assert time.monotonic() < deadline, f"did not come up: {what}"
         pause.wait(0.05)

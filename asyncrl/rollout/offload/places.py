@@ -8,6 +8,7 @@ places of the whole group, and waits for these while it holds none; the last one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 
@@ -31,7 +32,8 @@ class Places:
             if turn.done() and not turn.cancelled():
                 self.give(number)
             else:
-                self._waiting.remove((number, turn))
+                with contextlib.suppress(ValueError):  # `give` has come across it already
+                    self._waiting.remove((number, turn))
                 self.give(0)  # those behind may fit
             raise
 

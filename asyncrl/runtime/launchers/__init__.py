@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
+from collections import deque
 from pathlib import Path
 
+from asyncrl.runtime.claim import read_holder
+from asyncrl.runtime.process_tree import mark_of
+from asyncrl.runtime.run_dir import log_file
 from asyncrl.runtime.worker_plan import WorkerPlan
 
-SAVE_LIMIT_S = 120.0
-"""So long the leading process may take to finish its step, save and end, once it was asked to stop."""
+_LAST_LINES = 12
 
 
 class WorkerHandle(ABC):
     """A started process: wait for it, ask it to stop, kill it, read the end of its log."""
 
-    def __init__(self, plan: WorkerPlan, description: str, log: str) -> None:
+    def __init__(self, plan: WorkerPlan, description: str, log: Path) -> None:
         self.plan = plan
         self.description = description
         """Which process it is, in the back end's own terms, for example `pid 17`."""
         self.log = log
-        """Where a person finds its output."""
+        """Where its output is, here."""
 
     @property
     @abstractmethod
@@ -46,9 +49,10 @@ class WorkerHandle(ABC):
         """End it at once, and leave it to what watches over it, if anything does, to clean up and end too."""
         self.kill()
 
-    @abstractmethod
     def last_lines(self) -> list[str]:
         """The end of its log."""
+        with self.log.open(errors="replace") as log:
+            return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
 
 
 class LauncherBackend(ABC):
@@ -59,11 +63,20 @@ class LauncherBackend(ABC):
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        holder = read_holder(run_dir)
+        self.mark = {} if holder is None else mark_of(holder.launch)
+        """Environment by which the processes of this launch are known."""
+
+    def make_log(self, plan: WorkerPlan) -> Path:
+        """The file that the process writes to; its folder is there."""
+        file = log_file(self.run_dir, plan.kind, plan.index)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
 
     @abstractmethod
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """Start a process. When the launcher ends, however that comes about, the leading one is asked to stop and gets
-        `SAVE_LIMIT_S`; the others end with it.
+        `asyncrl.runtime.claim.SAVE_LIMIT_S`; the others end with it.
         """
 
     @abstractmethod

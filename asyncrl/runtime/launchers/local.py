@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import deque
 from pathlib import Path
 
-from asyncrl.runtime.claim import read_holder
-from asyncrl.runtime.launchers import SAVE_LIMIT_S, LauncherBackend, WorkerHandle
-from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants, mark_of
-from asyncrl.runtime.run_dir import log_file
+from asyncrl.runtime.claim import SAVE_LIMIT_S
+from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants
 from asyncrl.runtime.worker_plan import WorkerPlan
 
-_LAST_LINES = 12
 _GONE_LIMIT_S = 3.0
 """So long killed processes may take to be gone; the kernel frees what they had."""
 
@@ -24,14 +21,11 @@ class Backend(LauncherBackend):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        holder = read_holder(run_dir)
-        self._mark: dict[str, str] = {} if holder is None else mark_of(holder.launch)
         self._launched, self._launches = os.pipe()  # broken once launcher and leading process are gone
         adopt_orphans()
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        file = log_file(self.run_dir, plan.kind, plan.index)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = self.make_log(plan)
         with file.open("ab") as log:
             held = [self._launches, *([] if self.lock is None else [self.lock])] if plan.leads else []
             process = await asyncio.create_subprocess_exec(
@@ -41,7 +35,7 @@ class Backend(LauncherBackend):
                 pass_fds=held,
                 stdout=log,
                 stderr=log,
-                env=os.environ | plan.environment() | self._mark,
+                env=os.environ | plan.environment() | self.mark,
             )
         return _Child(plan, process, file)
 
@@ -53,9 +47,8 @@ class Backend(LauncherBackend):
 
 class _Child(WorkerHandle):
     def __init__(self, plan: WorkerPlan, process: asyncio.subprocess.Process, log: Path) -> None:
-        super().__init__(plan, f"pid {process.pid}", str(log))
+        super().__init__(plan, f"pid {process.pid}", log)
         self._process = process
-        self._log = log
 
     @property
     def exit_code(self) -> int | None:
@@ -76,7 +69,3 @@ class _Child(WorkerHandle):
     def kill_process(self) -> None:
         if self.exit_code is None:
             kill_descendants(self._process.pid)
-
-    def last_lines(self) -> list[str]:
-        with self._log.open(errors="replace") as log:
-            return [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]

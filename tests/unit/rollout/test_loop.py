@@ -27,11 +27,11 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.generation import Completion
-from asyncrl.comm.drop_reasons import is_filter_reason
+from asyncrl.comm.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt, PromptFormat, make_prompt
+from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -385,6 +385,21 @@ async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
     await run(gate, always(1.0, 0.0), train_prompt=too_long)
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
     assert (dropped.reason, dropped.return_prompt) == ("bad_prompt", False)
+
+
+async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
+    gate = FakeGate(admit=3)
+
+    def too_long(ref: PromptRef) -> Prompt:
+        if ref.order == 1:
+            raise OverlongPrompt("row 7 is too long")
+        return FakePlugins(always()).train_prompt(ref)
+
+    await run(gate, always(1.0, 0.0), train_prompt=too_long)
+    (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
+    assert (dropped.reason, dropped.return_prompt) == ("overlong_prompt", False)
+    assert failure("overlong_prompt") is None, "nobody has to look into what the settings ask for"
+    assert failure("bad_prompt") is not None
 
 
 async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:

@@ -116,6 +116,18 @@ async def test_places_are_given_in_the_order_of_asking_and_none_are_lost() -> No
     await asyncio.wait_for(places.take(3), 1)
 
 
+async def test_who_gives_up_at_the_moment_of_its_turn_is_cancelled_and_takes_nothing() -> None:
+    places = Places(1)
+    await places.take(1)
+    waiting = asyncio.create_task(places.take(1))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    places.give(1)
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    await asyncio.wait_for(places.take(1), 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_is_given_up_meanwhile_every_group_gets_its_places(seed: int) -> None:
     chance, places, held = random.Random(seed), Places(4), 0

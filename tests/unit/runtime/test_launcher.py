@@ -30,7 +30,7 @@ class Played(WorkerHandle):
     """A process that ends when the test says so, or when it is asked to."""
 
     def __init__(self, plan: WorkerPlan, stopped: list[str]) -> None:
-        super().__init__(plan, "played", "its log")
+        super().__init__(plan, "played", Path("its log"))
         self._code: int | None = None
         self._ended = asyncio.Event()
         self._stopped = stopped
