@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Placed
-from asyncrl.datasets.demonstrations import conversation_of, load_demonstrations
+from asyncrl.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import Overlong
 from asyncrl.datasets.survey import Survey, survey
@@ -184,8 +184,14 @@ def _check_demonstrations(path: str, args: Mapping[str, Any], fields: Mapping[st
     """Load demonstrations; a file is looked through, of a class's rows one is asked for.
 
     Raises:
-        ValueError: they cannot be loaded, or there is nothing to imitate.
+        ValueError: they cannot be loaded, or there is nothing to imitate; names file and line.
     """
     dataset = load_demonstrations(path, args, fields, split, seed)
     for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        conversation_of(dataset, dataset.row(index))
+        place = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}"
+        try:
+            wrong = wrong_conversation(conversation_of(dataset, dataset.row(index)))
+        except ValueError as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise ValueError(f"{place}: {wrong}")

@@ -88,7 +88,7 @@ class DemonstrationFormat:
         return [Demonstration(before + after, [False] * len(before) + [True] * len(after))]
 
     def _conversation(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Demonstration]:
-        if (wrong := _wrong(messages)) is not None:
+        if (wrong := wrong_conversation(messages)) is not None:
             raise BadDemonstration(wrong)
         assert self.prompts.chat is not None
         whole = self.prompts.chat.messages(messages)
@@ -174,7 +174,7 @@ def _tools_of(row: Mapping[str, Any]) -> list[Message]:
     return tools
 
 
-def _wrong(messages: Sequence[Any]) -> str | None:
+def wrong_conversation(messages: Sequence[Any]) -> str | None:
     """Why there is nothing to imitate in `messages`; None where there is."""
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):

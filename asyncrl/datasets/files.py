@@ -99,14 +99,16 @@ class FileDataset:
         """The completion that supervised training imitates: text, or messages.
 
         Raises:
-            ValueError: the row has none of `COMPLETION_FIELDS`.
+            ValueError: the row has none of `COMPLETION_FIELDS`, or nothing in it.
         """
         for name in COMPLETION_FIELDS:
             if name in row:
                 found = row[name]
+                if found is None or found == []:
+                    raise ValueError(f"its {name!r} is {found!r}: give each row an answer, or leave the row out")
                 return [_without_none(turn) for turn in found] if isinstance(found, list) else str(found)
         names = ", ".join(COMPLETION_FIELDS)
-        raise ValueError(f"{self.path}: the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
+        raise ValueError(f"the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
     def _row(self, record: Record, template: str) -> dict[str, Any]:
         fields, place = dict(record.fields), record.place

@@ -15,6 +15,7 @@ _BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTAL
 WALL_BY_CPU = 3.0
 """A busy machine must not make a right program wrong."""
 _CASES, _ASSERTS = "tests", "test_code"
+_CASE_FORM = '{"input": ..., "output": ...}'
 
 
 class CodeTestsReward:
@@ -36,11 +37,19 @@ class CodeTestsReward:
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
+        ValueError: a limit that no program could keep.
     """
 
     def __init__(
         self, *, all_or_nothing: bool = True, timeout_s: float = 5.0, memory_mb: int = 512, processes: int = 16
     ) -> None:
+        for name, limit, least in (
+            ("timeout_s", timeout_s, 0.1),
+            ("memory_mb", memory_mb, 64),
+            ("processes", processes, 3),
+        ):
+            if not limit >= least:
+                raise ValueError(f"{name} is {limit}; give {least} or more")
         cpu_s = max(1, math.ceil(timeout_s))
         self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes))
         self._all_or_nothing = all_or_nothing
@@ -51,20 +60,20 @@ class CodeTestsReward:
         """The reward of the program in `completion`.
 
         Raises:
-            ValueError: the row has neither kind of tests.
+            ValueError: the row has neither kind of tests, or cases of another form.
         """
         program = program_in(completion)
         if data.get(_CASES):
-            return self._cases(program, data[_CASES])
+            return self._cases(program, [_case(each) for each in _listed(data[_CASES])])
         if data.get(_ASSERTS):
             return self._asserts(program, str(data[_ASSERTS]))
         raise ValueError(f"the row has neither {_CASES!r} nor {_ASSERTS!r}; it has {', '.join(map(str, data))}")
 
-    def _cases(self, program: str, cases: Sequence[Mapping[str, Any]]) -> float:
+    def _cases(self, program: str, cases: Sequence[tuple[str, str]]) -> float:
         passed = 0
-        for case in cases:
-            ended = self._sandbox.run({"program.py": program}, ["program.py"], str(case["input"]))
-            right = _passed(ended) and _lines(ended.stdout) == _lines(str(case["output"]))
+        for given, wanted in cases:
+            ended = self._sandbox.run({"program.py": program}, ["program.py"], given)
+            right = _passed(ended) and _lines(ended.stdout) == _lines(wanted)
             if self._all_or_nothing and not right:
                 return 0.0
             passed += right
@@ -81,6 +90,20 @@ def program_in(text: str) -> str:
     """The last block between ``` in `text`, closed or not; all of `text` where there is none."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
+
+
+def _listed(cases: Any) -> Sequence[Any]:
+    if not isinstance(cases, list | tuple):
+        raise ValueError(f"the row's {_CASES!r} is a {type(cases).__name__}: give a list of {_CASE_FORM}")
+    return cases
+
+
+def _case(case: Any) -> tuple[str, str]:
+    """Input and output of a test, as texts."""
+    sides = [case.get(side) for side in ("input", "output")] if isinstance(case, Mapping) else [None]
+    if not all(isinstance(side, str | int | float) for side in sides):
+        raise ValueError(f"a test among the row's {_CASES!r} is {str(case)[:80]!r}: give {_CASE_FORM}, both text")
+    return str(sides[0]), str(sides[1])
 
 
 def _passed(ended: Ended) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,26 @@ def test_demonstrations_are_looked_through_too(write: Write) -> None:
         "sft", f"dataset.path={write(GOOD, json.dumps({'prompt': 'x'}))}", "phases=[{steps: 1}]"
     )
     assert "give at least 1" in message_of("sft", "phases=[{steps: 1, args: {num_rows: 0}}]")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x"}, "none of the fields completion, response, answer"),
+        ({"prompt": "x", "completion": None}, "its 'completion' is None: give each row an answer"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]},
+            "message 1 has no text",
+        ),
+        ({"prompt": "x", "completion": [{"role": "user", "content": "y"}]}, "do not end with an assistant's"),
+    ],
+)
+def test_a_demonstration_with_nothing_to_imitate_is_named_with_its_line(
+    write: Write, row: dict[str, Any], message: str
+) -> None:
+    good = json.dumps({"prompt": "x", "completion": "y"})
+    found = message_of("sft", f"dataset.path={write(good, json.dumps(row))}", "phases=[{steps: 1}]")
+    assert re.search(rf"\.jsonl:2: .*{re.escape(message)}", found), found
 
 
 def test_a_base_models_recipe_is_checked_before_it_is_followed(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def code_tests() -> CodeTestsReward:
         "import os; print(3, flush=True); os._exit(1)",
         "import os; os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)",
         "import socket; socket.create_connection(('127.0.0.1', 80)); print(3)",
+        "open('/etc/asyncrl', 'w'); print(3)",
         "print(3) if",
         "\x00",
         "print('\ud800')",
@@ -108,6 +109,29 @@ def test_a_program_that_ends_before_its_asserts_has_not_passed(code_tests: CodeT
         assert code_tests(row, cheat) == 0.0
     with pytest.raises(ValueError, match="the row has neither 'tests' nor 'test_code'; it has answer"):
         code_tests({"answer": 3}, "print(3)")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": ["1"], "outputs": ["3"]},
+        '[{"input": "", "output": "3"}]',
+        [{"input": "1"}],
+        [{"input": ["1", "2"], "output": "3"}],
+        ["assert True"],
+        [{"input": "", "output": None}],
+    ],
+)
+def test_cases_of_another_form_are_an_error_and_no_wrong_answer(code_tests: CodeTestsReward, tests: Any) -> None:
+    with pytest.raises(ValueError, match=r"the row's 'tests' is .*give (a list of )?\{\"input\": \.\.\., \"output\""):
+        code_tests({"tests": tests}, "print(3)")
+    assert code_tests({"tests": [{"input": 1, "output": 3}]}, "print(3)") == 1.0
+
+
+@pytest.mark.parametrize("limit", [{"timeout_s": 0}, {"memory_mb": 0}, {"processes": 1}, {"timeout_s": float("nan")}])
+def test_a_limit_that_no_program_could_keep_is_named(limit: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(limit))} is .*; give .* or more"):
+        CodeTestsReward(**limit)
 
 
 def test_the_last_block_of_an_answer_is_its_program() -> None:
