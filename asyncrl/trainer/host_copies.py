@@ -91,8 +91,9 @@ class HostCopies:
     def _keepers(self) -> list[int | None]:
         return keepers(self.hosts)
 
-    def exchange(self, file: Path) -> None:
-        """Send this rank's `file` to its keeper, and write those that this rank keeps beside it. Called by all ranks.
+    def exchange(self, directory: Path, file: Path | None) -> None:
+        """Send this rank's `file` to its keeper, and write those that this rank keeps into `directory`. Called by all
+        ranks; one that could not write its own has None, which arrives as an empty file.
 
         Raises:
             CopyInterrupted: another rank is gone.
@@ -101,14 +102,14 @@ class HostCopies:
         keeper = self._keepers[self.ranks.rank]
         kept = [rank for rank, by in enumerate(self._keepers) if by == self.ranks.rank]
         try:
-            files = {rank: file.with_name(shard_name(rank, self.ranks.world)) for rank in kept}
+            files = {rank: directory / shard_name(rank, self.ranks.world) for rank in kept}
             self._move({} if keeper is None else {keeper: file}, files)
         except RuntimeError as error:  # torch's, of a connection that broke
-            raise CopyInterrupted(f"copying {file.name} to or from another host: {error}") from error
+            raise CopyInterrupted(f"copying {directory.name} to and from other hosts: {error}") from error
 
-    def _move(self, leaving: Mapping[int, Path], arriving: Mapping[int, Path]) -> None:
+    def _move(self, leaving: Mapping[int, Path | None], arriving: Mapping[int, Path]) -> None:
         """Send files to ranks and receive files from ranks, all at once, a piece of each at a time."""
-        mapped = {rank: _mapped(path) for rank, path in leaving.items()}
+        mapped = {rank: _nothing() if path is None else _mapped(path) for rank, path in leaving.items()}
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in arriving}
         works = [self.ranks.receive(size, rank) for rank, size in sizes.items()]
         told = {rank: torch.tensor([data.numel()]) for rank, data in mapped.items()}
@@ -269,6 +270,10 @@ def _holdings(root: Path) -> tuple[Holding, ...]:
             continue
         found.append(Holding(version, checksum(folder / MANIFEST_FILE), tuple(manifest.files), tuple(whole)))
     return tuple(found)
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _mapped(path: Path) -> Tensor:

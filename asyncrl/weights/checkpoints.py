@@ -62,8 +62,10 @@ class Hosts(Protocol):
     def leads(self) -> bool:
         """Whether this rank makes and commits the folder on its host."""
 
-    def exchange(self, file: Path) -> None:
-        """Called in the thread that writes, by all ranks, with the file that each has written."""
+    def exchange(self, directory: Path, file: Path | None) -> None:
+        """Called in the thread that writes, by all ranks, with the file that each has written into `directory`; None:
+        it could not.
+        """
 
     def forget(self, root: Path, *, but: Collection[str]) -> None:
         """Remove the versions in `root` but those named."""
@@ -203,9 +205,14 @@ class CheckpointWriter:
 
     def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
         with at_once(not self._patient):
-            file = write_shard(directory, parts, self._ranks)
+            try:
+                file = write_shard(directory, parts, self._ranks)
+            except Exception:
+                if self._hosts is not None:  # the others wait for it
+                    self._hosts.exchange(directory, None)
+                raise
             if self._hosts is not None:
-                self._hosts.exchange(file.path)
+                self._hosts.exchange(directory, file.path)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}
 

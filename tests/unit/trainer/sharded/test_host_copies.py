@@ -151,15 +151,19 @@ def test_without_room_for_a_copy_the_others_get_theirs_and_a_death_is_told_apart
         if world.worker == 1:
             other.symlink_to("/dev/full")
         try:
-            copies.exchange(own)
+            copies.exchange(folder, own)
             told = "kept"
             assert other.read_bytes() == content[(world.worker - 1) % 3 :]
         except OSError as error:
             told = os.strerror(error.errno or 0)
         world.everyone.together(lambda: None, "copying")
+        other.unlink()
+        copies.exchange(folder, None if world.worker == 0 else own)
+        assert (other.stat().st_size == 0) == (world.worker == 1), "0 could not write its own"
+        world.everyone.together(lambda: None, "copying")
         if world.worker != 2:  # which ends
             with pytest.raises(CopyInterrupted):
-                copies.exchange(own)
+                copies.exchange(folder, own)
         return told
 
     assert on_ranks(config, exchange) == ["kept", "No space left on device", "kept"]
