@@ -392,11 +392,13 @@ class RolloutClient:
         fork: GenerateItem | None,
     ) -> list[Completion]:
         """What the server generates for `items`, once it has `fork` in its cache, within the time limit for both."""
-        now = asyncio.get_running_loop().time
-        ends_at = now() + self._timeout_s
+        left_s = self._timeout_s
         if fork is not None:  # aborted or not, what it was for is to be sent
-            await server.generate([fork], sampling, timeout_s=self._timeout_s)
-        return await server.generate(items, sampling, timeout_s=max(ends_at - now(), 0.001), routing=routing)
+            now = asyncio.get_running_loop().time
+            begun = now()
+            await server.generate([fork], sampling, timeout_s=left_s)
+            left_s = max(left_s - (now() - begun), 0.001)
+        return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
 
     async def _call(
         self,
