@@ -1,7 +1,7 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--modes interrupt in_place] [--steps 40] [--rounds 3] [--quick] [--cost] [--json PATH]
-                                 [setting=value ...]
+    python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3] [--quick] [--cost]
+                                 [--json PATH] [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
 alone). So that run gives both times; those with η = 4, one for each `manager.update_mode` asked for, give the step.
@@ -112,11 +112,13 @@ def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
         time.sleep(0.05)  # a benchmark looks; it synchronises nothing
     seconds: Counter[str] = Counter()
-    for child in psutil.Process(process.pid).children():
+    for child in psutil.Process(process.pid).children(recursive=True):  # each is a child of its keeper
         with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
             if named := TITLE.search(" ".join(child.cmdline())):
                 times = child.cpu_times()
                 seconds[named[1]] += times.user + times.system
+    if process.poll() is None and (missing := set(CONTROL) - set(seconds)):
+        raise SystemExit(f"{', '.join(sorted(missing))} cannot be seen among the run's processes")
     return time.monotonic(), seconds
 
 
@@ -210,7 +212,9 @@ def cost_table(rounds: list[tuple[Measured, Measured]]) -> str:
 def main() -> None:
     """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=["interrupt", "in_place"], help="values of manager.update_mode")
+    parser.add_argument(
+        "--modes", nargs="+", default=["interrupt", "retract", "in_place"], help="values of manager.update_mode"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of 20 steps")

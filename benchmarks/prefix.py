@@ -14,8 +14,10 @@ here by its base model and its reward, share far more, and only groups with a si
 Generation is the embedded engine, one thread, on the same groups, all asked for at once; answers of the shapes are of
 their full length. Without sharing every sample has a row of the model to itself (a prompt is prefilled once all the
 same). `rows` is the part of the decoded rows that are computed. `interrupted`: every 16 tokens all samples go back to
-the queue, as at a weight update, and are prefilled again. `equal` is the part of the samples whose tokens are those
-without sharing, `log-probs` the largest difference in them.
+the queue, as at a weight update, and are prefilled again. `prefilled` is the part of their distinct prefixes' tokens
+that is computed then, prompts at the start included; `by that` what it makes of `interrupted`: the speed-up over an
+engine whose samples share rows, and are prefilled by themselves once they have parted. `equal` is the part of the
+samples whose tokens are those without sharing, `log-probs` the largest difference in them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +172,19 @@ def compare(name: str, folder: str, groups: Sequence[Sequence[Sample]], rounds: 
     }
 
 
+class Sharing(Enum):
+    """What samples have in common in the engine."""
+
+    nothing = auto()
+    """But a prompt that several ask for at once, which is prefilled once all the same."""
+    rows = auto()
+    """Rows of the model for as long as they are alike; each that has parted is prefilled by itself."""
+    all = auto()
+    """Rows, and prefixes that are prefilled: as the engine is."""
+
+
 @contextlib.contextmanager
-def each_alone() -> Iterator[None]:
+def rows_of_their_own() -> Iterator[None]:
     """Meanwhile no two samples have a row of the model in common."""
     shared = Running.context
     Running.context = property(lambda self: (self.arrival, -1))  # type: ignore[assignment,method-assign]
@@ -180,47 +194,62 @@ def each_alone() -> Iterator[None]:
         Running.context = shared  # type: ignore[method-assign]
 
 
-def generate(model: Any, inputs: list[GenerationInput], interrupt: bool) -> tuple[list[GenerationOutput], float, float]:
-    """The answers, CPU seconds without the engine's making, and the part of the decoded rows that were computed."""
+@dataclass(frozen=True)
+class Generated:
+    """The answers, CPU seconds without the engine's making, the part of the decoded rows that were computed, and the
+    tokens that were prefilled."""
+
+    outputs: list[GenerationOutput]
+    seconds: float
+    rows: float
+    prefilled: int
+
+
+def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing: Sharing) -> Generated:
+    """Have everything generated."""
     engine = GenerationEngine(model, max_running_requests=len(inputs))
-    begun = time.process_time()
-    answers = engine.submit(Job(tuple(inputs)))
-    steps = 0
-    while engine.step():
-        steps += 1
-        if interrupt and steps % 16 == 0:
-            engine.pause(PauseMode.retract)
-            engine.resume()
     batch = engine._batch
-    return answers.result(timeout=0), time.process_time() - begun, batch.decoded_rows / max(1, batch.generated_tokens)
+    if sharing != Sharing.all:
+        batch.runner.pairs_per_token = None
+    with rows_of_their_own() if sharing == Sharing.nothing else contextlib.nullcontext():
+        before, begun = batch.runner.prefilled_tokens, time.process_time()
+        answers = engine.submit(Job(tuple(inputs)))
+        steps = 0
+        while engine.step():
+            steps += 1
+            if interrupt and steps % 16 == 0:
+                engine.pause(PauseMode.retract)
+                engine.resume()
+        seconds = time.process_time() - begun
+    prefilled = batch.runner.prefilled_tokens - before
+    return Generated(answers.result(timeout=0), seconds, batch.decoded_rows / max(1, batch.generated_tokens), prefilled)
 
 
 def compare_generation(name: str, model: Any, inputs: list[GenerationInput], rounds: int) -> dict[str, Any]:
     """One row of the table."""
-    ratios: dict[bool, list[float]] = {False: [], True: []}
+    ratios: dict[str, list[float]] = {"speed_up": [], "interrupted": [], "prefill": []}
     for number in range(rounds):
-        for interrupt, found in ratios.items():
-            seconds = {}
-            for alone in (False, True) if number % 2 else (True, False):
-                with each_alone() if alone else contextlib.nullcontext():
-                    outputs, seconds[alone], rows = generate(model, inputs, interrupt)
-                if alone:
-                    expected = outputs
-                else:
-                    shared, computed = outputs, rows
-            found.append(seconds[True] / seconds[False])
-            if not interrupt:
-                plain = shared, expected, computed
-    shared, expected, computed = plain
-    same = [(a, b) for a, b in zip(shared, expected, strict=True) if a.output_ids == b.output_ids]
+        for interrupt in (False, True):
+            kinds = list(Sharing) if interrupt else [Sharing.nothing, Sharing.all]
+            found = {kind: generate(model, inputs, interrupt, kind) for kind in kinds[:: 1 if number % 2 else -1]}
+            alone, shared = found[Sharing.nothing], found[Sharing.all]
+            ratios["interrupted" if interrupt else "speed_up"].append(alone.seconds / shared.seconds)
+            if interrupt:
+                ratios["prefill"].append(found[Sharing.rows].seconds / shared.seconds)
+                again = shared.prefilled / found[Sharing.rows].prefilled
+            else:
+                plain = alone, shared
+    expected, shared = plain
+    pairs = zip(shared.outputs, expected.outputs, strict=True)
+    same = [(a, b) for a, b in pairs if a.output_ids == b.output_ids]
     differences = [abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True)]
     return {
         "batch": name,
         "samples": len(inputs),
-        "tokens": sum(len(output.output_ids) for output in shared),
-        "rows": computed,
-        "speed_up": statistics.median(ratios[False]),
-        "interrupted": statistics.median(ratios[True]),
+        "tokens": sum(len(output.output_ids) for output in shared.outputs),
+        "rows": shared.rows,
+        "prefilled": again,
+        **{key: statistics.median(values) for key, values in ratios.items()},
         "equal": len(same) / len(inputs),
         "logprobs": max(differences),
     }
@@ -240,8 +269,9 @@ def asked_of(groups: Sequence[Sequence[Sample]], sampling: SamplingSpec) -> list
 HEADINGS = {
     "training": "| batch | samples | tokens | stream | speed-up | log-probs | gradients |\n"
     "|---|--:|--:|--:|--:|--:|--:|",
-    "generation": "| batch | samples | tokens | rows | speed-up | interrupted | equal | log-probs |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|",
+    "generation": "| batch | samples | tokens | rows | speed-up | interrupted | prefilled | by that | equal "
+    "| log-probs |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
 }
 
 
@@ -255,7 +285,7 @@ def line(made: dict[str, Any]) -> str:
         )
     return (
         f"{begin} | {made['rows']:.2f} | {made['speed_up']:.2f} x | {made['interrupted']:.2f} x "
-        f"| {made['equal']:.3f} | {made['logprobs']:.1e} |"
+        f"| {made['prefilled']:.2f} | {made['prefill']:.2f} x | {made['equal']:.3f} | {made['logprobs']:.1e} |"
     )
 
 

@@ -81,8 +81,18 @@ def finds_stop_strings(generation: GenerationConfig) -> bool:
     """Whether the servers have tokenizers, to look for stop strings with: of SGLang's, only those started with one."""
     if generation.backend == GenerationBackend.embedded:
         return True
-    flags = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
-    return not generation.sglang.urls and flags.get("skip_tokenizer_init") is False
+    return not generation.sglang.urls and _sglang_flags(generation).get("skip_tokenizer_init") is False
+
+
+def caches_prefixes(generation: GenerationConfig) -> bool:
+    """Whether the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
+    if generation.backend == GenerationBackend.embedded:
+        return False
+    return not _sglang_flags(generation).get("disable_radix_cache")
+
+
+def _sglang_flags(generation: GenerationConfig) -> dict[str, Any]:
+    return {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -28,9 +28,6 @@ from typing import Protocol, TypeVar
 
 from asyncrl.manager.messages import RouteRequest
 
-CONVERSATIONS_KEPT = 65_536
-"""Conversations whose server `prefix_affine` remembers at least; the one unused for longest goes first. About 200 bytes
-each."""
 _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
@@ -63,11 +60,11 @@ class _Placement:
 class Policy(Protocol):
     """Chooses among the servers that take requests and are at `min_version` or newer; None where there is none.
 
-    It is made with all servers, by index, and with how many conversations it may remember; it is told of each server
+    It is made with all servers, by index, and with how many `conversations` it may remember; it is told of each server
     whose counts, version or place in service changed.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int) -> None: ...
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
 
     def changed(self, view: ServerView) -> None: ...
 
@@ -77,7 +74,7 @@ class Policy(Protocol):
 class RoundRobin:
     """Each server in turn."""
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
         self._servers = servers
         self._indices: list[int] = []
         self._last = -1
@@ -137,27 +134,28 @@ class _LeastLoaded:
 class LeastRequests(_LeastLoaded):
     """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
         super().__init__(servers, lambda view: (view.sequences, view.tokens))
 
 
 class LeastTokens(_LeastLoaded):
     """The server with the fewest outstanding tokens."""
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int = 0) -> None:
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
         super().__init__(servers, lambda view: (view.tokens, view.sequences))
 
 
 class PrefixAffine:
     """A conversation stays on the server that holds its cache; a new one goes where the fewest tokens are outstanding.
 
-    It moves when its server takes no requests, and stays where it went.
+    It moves when its server takes no requests, and stays where it went. Of more than `conversations` the one unused for
+    longest is forgotten; each takes about 200 bytes.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView], kept: int = CONVERSATIONS_KEPT) -> None:
-        self._servers, self._kept = servers, kept
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
+        self._servers, self._conversations = servers, conversations
         self._home: OrderedDict[str, int] = OrderedDict()
-        self._new = LeastTokens(servers)
+        self._new = LeastTokens(servers, conversations)
 
     def changed(self, view: ServerView) -> None:
         self._new.changed(view)
@@ -169,7 +167,7 @@ class PrefixAffine:
         if chosen is not None and request.affinity:
             self._home[request.affinity] = chosen.index
             self._home.move_to_end(request.affinity)
-            if len(self._home) > self._kept:
+            if len(self._home) > self._conversations:
                 self._home.popitem(last=False)
         return chosen
 
@@ -190,7 +188,7 @@ class Router:
         conversations: how many of them it may remember, where it does.
     """
 
-    def __init__(self, policy: str, conversations: int = CONVERSATIONS_KEPT) -> None:
+    def __init__(self, policy: str, conversations: int) -> None:
         self._servers: dict[int, ServerView] = {}
         self._policy = POLICIES[policy](self._servers, conversations)
         self._placements: dict[str, _Placement] = {}

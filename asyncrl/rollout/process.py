@@ -17,8 +17,9 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
-from asyncrl.inference.settings import finds_stop_strings
+from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import least_episodes
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
@@ -51,7 +52,7 @@ class RolloutWorker(AsyncWorker):
         if self._plugins.chat_format is not None:
             for line in self._plugins.chat_format.findings.lines():
                 self.log.info("chat template: %s", line)
-        rollout = self.config.rollout
+        rollout, mode = self.config.rollout, self.config.manager.update_mode
         url, incarnation = await self.registered(names.MANAGER_KEY), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
@@ -68,6 +69,7 @@ class RolloutWorker(AsyncWorker):
                     vocab_size=self._plugins.vocab_size,
                     decode=self._plugins.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
+                    servers_cache=caches_prefixes(self.config.generation) and mode != UpdateMode.in_place,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):

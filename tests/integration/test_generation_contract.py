@@ -31,12 +31,20 @@ from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode, UpdateFailed, wire_rid
+from asyncrl.inference import client as inference_client
+from asyncrl.inference.client import (
+    GenerateItem,
+    GenerationServerClient,
+    PauseMode,
+    UpdateFailed,
+    parse_completion,
+    wire_rid,
+)
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation_client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
@@ -515,6 +523,32 @@ class OneServer:
 
     async def lost_servers(self, after: int, timeout_s: float) -> LostServersReply:
         return await asyncio.get_running_loop().create_future()
+
+
+async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
+    server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, cached = parse_completion, []
+
+    def noted(reply: Mapping[str, Any], *args: Any) -> Completion:
+        cached.append(reply["meta_info"]["cached_tokens"])
+        return parse(reply, *args)
+
+    monkeypatch.setattr(inference_client, "parse_completion", noted)
+    prompt = tuple(3 + number * number % (VOCAB - 3) for number in range(FORK_SAVES // (RUNNING - 1) + 1))
+    sampling = SamplingParams(max_new_tokens=5)
+    manager = cast("ManagerClient", OneServer(server.backend.url))
+    settings: Json = {"security": server.backend.security, "max_concurrent": 1, "request_timeout_s": LIMIT_S}
+    async with RolloutClient(manager, servers_cache=True, **settings) as client:
+        result = await client.generate(GenerationRequest("q", prompt, RUNNING, sampling))
+    first, *group = cached
+    assert first < len(prompt) // 2
+    assert len(group) == RUNNING
+    if server.backend.kind == "sglang":  # the embedded engine shares within a call, and is not asked so
+        assert min(group) >= len(prompt) - 1
+    for completion in result.completions:
+        expected = reference(models, "base", completion.token_ids, sampling, prompt=list(prompt))
+        assert_close(completion.logprobs, expected)
 
 
 async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(

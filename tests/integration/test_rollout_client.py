@@ -19,10 +19,12 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.architectures.routers import RoutingShape
 from asyncrl.architectures.routing import Routers
+from asyncrl.inference.client import GenerateItem
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.rollout import generation_client
 from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient, _Draft
 
 
@@ -106,6 +108,70 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
     assert [params["max_new_tokens"] for params in again["sampling_params"]] == [4, 4]
     assert not set(again["rid"]) & set(server.requests[0]["rid"])
     assert manager.scheduled[0].request_id == manager.scheduled[1].request_id
+
+
+@pytest.fixture
+def forks_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 6 tokens on, which is 2 prompts of `request_of`."""
+    monkeypatch.setattr(generation_client, "FORK_SAVES", 6)
+
+
+async def test_what_a_group_shares_is_sent_before_it_where_servers_cache(
+    start_fake_server: Any, forks_pay: None
+) -> None:
+    server = await start_fake_server()
+    expected = await answers(server, request_of(n=3))
+    server.requests.clear()
+    server.generated_tokens, server.hold_after = 0, 2
+    manager = FixedManager(server)
+    async with client_of(manager, servers_cache=True) as client:
+        call = asyncio.create_task(client.generate(request_of(n=3)))
+        await server.until(lambda: server.generated_tokens == 1 + 6)
+        await server.interrupt()
+        await server.until(lambda: not server.running)
+        await server.go_on("1")
+        result = await call
+    assert [completion.token_ids for completion in result.completions] == expected
+    first, group, again, rest = server.requests
+    assert first["input_ids"] == again["input_ids"] == [[1, 2, 3]]
+    assert [params["max_new_tokens"] for body in (first, again) for params in body["sampling_params"]] == [1, 1]
+    assert group["input_ids"] == [[1, 2, 3]] * 3
+    assert rest["input_ids"] == [[1, 2, 3, *tokens[:2]] for tokens in expected]
+    rids = [rid for body in server.requests for rid in body["rid"]]
+    assert len(set(rids)) == len(rids) == 8
+    assert len(manager.scheduled) == 2, "the samples are routed with what they share"
+
+
+async def test_what_samples_have_answered_alike_is_shared_too(start_fake_server: Any, forks_pay: None) -> None:
+    server = await start_fake_server()
+    async with client_of(FixedManager(server), servers_cache=True) as client:
+        items = [GenerateItem(str(i), tokens, 9) for i, tokens in enumerate([(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3)])]
+        fork = client._fork(items, "f")
+    assert fork == GenerateItem("f", [1, 2, 3], 1)
+
+
+@pytest.mark.parametrize(("n", "caches"), [(1, True), (2, True), (3, False)])
+async def test_nothing_is_sent_before_a_group_where_it_does_not_pay(
+    start_fake_server: Any, forks_pay: None, n: int, caches: bool
+) -> None:
+    server = await start_fake_server()
+    async with client_of(FixedManager(server), servers_cache=caches) as client:
+        await client.generate(request_of(n=n))
+    assert [len(body["rid"]) for body in server.requests] == [n]
+
+
+async def test_what_is_sent_before_a_group_ends_with_it(start_fake_server: Any, forks_pay: None) -> None:
+    server = await start_fake_server()
+    server.hold_after = 0
+    async with client_of(FixedManager(server), servers_cache=True) as client:
+        call = asyncio.create_task(client.generate(request_of(n=3)))
+        await server.until(lambda: len(server.running) == 1)
+        (rid,) = server.running
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await server.until(lambda: server.calls.count("abort_request") == 4 and not server.running)
+    assert server.requests[0]["rid"] == [rid]
 
 
 async def test_a_route_that_came_with_the_admission_is_taken_once(start_fake_server: Any) -> None:

@@ -1,7 +1,7 @@
 """Continuous batching: samples join and leave between any two steps.
 
 A step is: every few steps, or at once where much has changed, fill the holes that finished samples left with waiting
-ones (prefilling each distinct prompt once), close the remaining holes so that rows stay packed, decode one token for
+ones (prefilling each distinct prefix once), close the remaining holes so that rows stay packed, decode one token for
 every slot, draw from it for every sample in it, hand out what finished, part those that went different ways. A sample
 is prefilled up to its last prompt token but one; that last token is decoded with everyone else's, so that there is one
 sampling path and a prompt already in the cache is joined by a copy.
@@ -22,6 +22,7 @@ from asyncrl.chat.stop_strings import Decode, completed_by_last
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.model_io import ModelRunner
+from asyncrl.inference.embedded.prefix_rows import Prefix
 from asyncrl.inference.embedded.sequence import Sequence
 from asyncrl.inference.embedded.slots import Slots
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
@@ -224,9 +225,9 @@ class DecodeBatch:
         return len(sequence.prefix) + self.steps - sequence.joined_at
 
     def _fill_slots(self, admitted: list[Sequence], running: list[Sequence]) -> None:
-        """Copy the prefix from a running sample that has it, else prefill it; one of a kind is prefilled once."""
+        """Copy the prefix from a running sample that has it, else prefill it; what several share is prefilled once."""
         donors = {s.prefix_hash: s for s in running if s.weights_epoch == self.weights_epoch}
-        fresh: dict[tuple[int, ...], list[Sequence]] = {}
+        fresh: dict[Prefix, list[Sequence]] = {}
         copies: dict[int, int] = {}
         longest = 0
         for sequence in admitted:
@@ -237,31 +238,23 @@ class DecodeBatch:
             if donor is not None and donor.prefix == sequence.prefix:
                 copies[sequence.slot] = donor.slot
                 longest = max(longest, len(sequence.prefix))
-                self._count_cached(sequence)
+                self._count_cached(sequence, len(sequence.prefix))
             else:
                 fresh.setdefault(sequence.prefix, []).append(sequence)
         self._copy(copies, longest)
-        self._prefill(sorted(fresh.items(), key=lambda item: len(item[0])))
+        if not fresh:
+            return
+        slots_of = {prefix: sorted({sequence.slot for sequence in alike}) for prefix, alike in fresh.items()}
+        for prefix, shared in self.runner.prefill(slots_of).items():
+            first, *others = fresh[prefix]
+            self._count_cached(first, shared)
+            for sequence in others:
+                self._count_cached(sequence, len(prefix))
 
-    def _count_cached(self, sequence: Sequence) -> None:
-        sequence.cached_tokens = len(sequence.prefix)
-        self.cached_tokens += len(sequence.prefix)
-
-    def _prefill(self, groups: list[tuple[tuple[int, ...], list[Sequence]]]) -> None:
-        """Prefill distinct prefixes, shortest first, as many at a time as `prefill_tokens` allows."""
-        while groups:
-            count = 1
-            while count < len(groups) and (count + 1) * len(groups[count][0]) <= self.runner.prefill_tokens:
-                count += 1
-            now, groups = groups[:count], groups[count:]
-            slots, members = [], []
-            for member, (_, sequences) in enumerate(now):
-                own = sorted({sequence.slot for sequence in sequences})
-                slots += own
-                members += [member] * len(own)
-                for sequence in sequences[1:]:
-                    self._count_cached(sequence)
-            self.runner.prefill([prefix for prefix, _ in now], slots, members)
+    def _count_cached(self, sequence: Sequence, tokens: int) -> None:
+        """Note that so many positions of the sample's prefix were not computed for it alone."""
+        sequence.cached_tokens = tokens
+        self.cached_tokens += tokens
 
     def _copy(self, sources: dict[int, int], length: int) -> None:
         """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""

@@ -49,11 +49,22 @@ def plan_length(current: int, needed: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The next forward writes prompts: prompt `members[i]` of the batch to slot `slots[i]`, `length` positions each."""
+    """The next forward is of rows of prefixes (`prefix_rows`): slot `slots_N[i]` takes what row `rows_N[i]` has at the
+    places `paths_NL[i]`. `width`: tokens of a row."""
 
-    slots: Tensor
-    members: Tensor
-    length: int
+    slots_N: Tensor
+    rows_N: Tensor
+    paths_NL: Tensor
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Positions that are written to every slot."""
+        return self.paths_NL.shape[1]
+
+    def along_paths(self, states_BU: Tensor) -> Tensor:
+        """Of `[B, U, ...]` what the slots take, `[N, L, ...]`."""
+        return states_BU[self.rows_N[:, None], self.paths_NL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.values is not None
         plan = self._owner.plan
         if isinstance(plan, PrefillPlan):
-            self.keys[plan.slots, :, : plan.length] = key_states.index_select(0, plan.members)
-            self.values[plan.slots, :, : plan.length] = value_states.index_select(0, plan.members)
+            for slots, states in ((self.keys, key_states), (self.values, value_states)):
+                slots[plan.slots_N, :, : plan.length] = plan.along_paths(states.transpose(1, 2)).transpose(1, 2)
             return key_states, value_states
         index = self._owner.write_index(self.keys.shape[1])
         for slots, states in ((self.keys, key_states), (self.values, value_states)):

@@ -127,6 +127,16 @@ def causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
     return _additive(allowed, like)[None, None]
 
 
+def tree_bias(ends_BU: Tensor, depths_BU: Tensor, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree it is, the
+    last `window` where one is given."""
+    places = torch.arange(ends_BU.shape[1], device=like.device)
+    allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
+    if window is not None:
+        allowed &= depths_BU[:, None, :] > depths_BU[:, :, None] - window
+    return _additive(allowed, like)[:, None]
+
+
 def decode_bias(position_R: Tensor, length: int, window: int | None, like: Tensor) -> Tensor:
     """Additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, the last `window` where one is
     given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,19 @@ from asyncrl.architectures.transformers_internals import (
     text_settings,
 )
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
-from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention
+from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention, tree_bias
 from asyncrl.inference.embedded.linears import PackedLinears
+from asyncrl.inference.embedded.prefix_rows import Prefix, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.routing import RoutingSlots
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
 caches, and prompts of one forward are of nearly one length: ragged ones take half the time of forwards of 8192."""
+
+
+PAIRS_PER_WIDTH = 6
+"""A layer of width d does about 24 d² operations for a token beside attention, and 4 d for a query and a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class ModelRunner:
         self._linears = PackedLinears.of(model)
         self._program = DecodeProgram(model, self._linears.weights)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
+        self.pairs_per_token: int | None = PAIRS_PER_WIDTH * _width(model)
+        """What sharing between prefixes is weighed with, see `PrefixRow.pays`; None: they do not share."""
+        self.prefilled_tokens = 0
+        """Distinct tokens of prefixes that were computed."""
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
 
     def new_cache(self, max_total_tokens: int) -> SlotCache:
@@ -109,19 +119,37 @@ class ModelRunner:
         self.routing.record(recorded)
         return logits
 
-    def prefill(self, prompts: list[tuple[int, ...]], slots: list[int], members: list[int]) -> None:
-        """Compute the prompts' keys and values and store prompt `members[i]` in slot `slots[i]`."""
-        length = max(len(prompt) for prompt in prompts)
-        padded = torch.tensor([(*prompt, *[0] * (length - len(prompt))) for prompt in prompts], device=self.device)
-        self.cache.plan = PrefillPlan(
-            torch.tensor(slots, device=self.device), torch.tensor(members, device=self.device), length
-        )
+    def prefill(self, slots_of: Mapping[Prefix, Sequence[int]]) -> dict[Prefix, int]:
+        """Compute keys and values of the prefixes and store each in its slots.
+
+        Returns:
+            How much of each prefix was computed for another one anyway.
+        """
+        rows = rows_of(slots_of, self.pairs_per_token)
+        for batch in batches_of(rows, self.prefill_tokens):
+            self._prefill(RowTensors.of(batch, slots_of, self.device))
+        self.prefilled_tokens += sum(row.size for row in rows)
+        return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
+
+    def _prefill(self, rows: RowTensors) -> None:
+        width = rows.tokens_BU.shape[1]
+        self.cache.plan = PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width)
         self._logits_with_slots(
-            padded,
-            attention_mask=self._prefill_mask(length),
-            position_ids=torch.arange(length, device=self.device)[None].expand(len(prompts), -1),
+            rows.tokens_BU,
+            attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
+            position_ids=rows.depths_BU,
             logits_to_keep=1,
         )
+
+    def _tree_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
+        """What each token sees of its row, where prefixes branch."""
+        assert rows.ends_BU is not None
+        window = self._pattern.window
+        full, windowed = (
+            tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like) if wanted else None
+            for reach, wanted in ((None, window is None or self._pattern.mixed), (window, window is not None))
+        )
+        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool) -> Tensor:
         """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
@@ -165,3 +193,10 @@ class ModelRunner:
         logits = self._logits(ids, attention_mask=self._prefill_mask(length), use_cache=False)[0, :-1].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
         return [None, *chosen][start:]
+
+
+def _width(model: PreTrainedModel) -> int:
+    """Of its embeddings."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[1]

@@ -1,4 +1,4 @@
-"""The engine against transformers at load: prompts into slots, steps of decoding, a prompt scored.
+"""The engine against transformers at load: prompts that branch into slots, steps of decoding, a prompt scored.
 
 A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
 in longer sequences than the proof has (`asyncrl.architectures.proof`) is refused by the types of the model's layers.
@@ -6,6 +6,7 @@ in longer sequences than the proof has (`asyncrl.architectures.proof`) is refuse
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from asyncrl.architectures.proof import (
     Tokens,
     UnsupportedModelError,
     find_difference,
+    forks,
     plain_logprobs,
     probe_for,
     told,
@@ -31,11 +33,13 @@ from asyncrl.architectures.transformers_internals import (
 from asyncrl.inference.embedded.cache import LENGTH_STEP
 from asyncrl.inference.embedded.model_io import ModelRunner
 
+_log = logging.getLogger(__name__)
+
 STEPS = 5
 """Tokens of each sequence that are decoded one by one; what is before goes into its slot as a prompt."""
 _LATE = 2
 """The second half of the sequences joins so many steps after the first, while those go on."""
-_POSITIONS = len(LENGTHS) * (max(LENGTHS) + 2 * LENGTH_STEP)
+_POSITIONS = 2 * len(LENGTHS) * (max(LENGTHS) + 2 * LENGTH_STEP)
 
 
 def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
@@ -65,7 +69,9 @@ def prove(runner: ModelRunner) -> None:
     Raises:
         UnsupportedModelError: they differ by more than rounding, or the model cannot be computed so.
     """
-    model, sequences = runner.model, probe_for(runner.model)
+    model, probes = runner.model, probe_for(runner.model)
+    forked = forks(probes)
+    sequences = [*probes[:2], *forked[:2], *probes[2:], *forked[2:]]  # the first ones join as branches of one row
     try:
         plain = [plain_logprobs(model, tokens) for tokens in sequences]
     except torch.OutOfMemoryError:
@@ -74,17 +80,27 @@ def prove(runner: ModelRunner) -> None:
         dtype = str(model.dtype).removeprefix("torch.")
         raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
     own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
+    fault = _fault(runner, sequences, plain)
+    if fault is not None:  # such an attention may go by places in a row, not by positions, as MPT's does
+        runner.pairs_per_token = None
+        fault = _fault(runner, sequences, plain)
+        if fault is None:
+            _log.info("%s: %sprefixes in common are prefilled for each sample", type(model).__name__, own)
+    if fault is not None:
+        raise _refusal(model, f"{own}{fault}")
+
+
+def _fault(runner: ModelRunner, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> str | None:
+    """What is wrong with what `runner` makes of `sequences`, of which transformers makes `plain`; None for nothing."""
     try:
         decoded = _decoded(runner, sequences)
         scored = [_scored(runner, tokens) for tokens in sequences]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise _refusal(model, f"{own}its forward with slots fails: {told(error)}") from error
+        return f"its forward with slots fails: {told(error)}"
     tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
-    fault = find_difference([*tails, *plain], [*decoded, *scored], model.dtype)
-    if fault is not None:
-        raise _refusal(model, f"{own}{fault}")
+    return find_difference([*tails, *plain], [*decoded, *scored], runner.model.dtype)
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
@@ -121,11 +137,13 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
 
 
 def _join(runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, live: int) -> None:
-    """Prefill the prompts of `rows`, last first, while the rows before them hold up to `live` positions."""
+    """Prefill the prompts of `rows`, while the rows before them hold up to `live` positions."""
     longest = max(live, max(len(prompts[row]) for row in rows))
     runner.cache.reserve(rows.stop, longest + 1, rows.start, live)
-    joining = list(reversed(rows))
-    runner.prefill([prompts[row] for row in joining], joining, list(range(len(joining))))
+    slots_of: dict[tuple[int, ...], list[int]] = {}
+    for row in rows:
+        slots_of.setdefault(prompts[row], []).append(row)
+    runner.prefill(slots_of)
 
 
 @torch.inference_mode()

@@ -36,8 +36,7 @@ class RoutingSlots:
         tokens = max(len(part) for part in parts)
         choices = torch.cat([part.expand(tokens, -1) for part in parts], dim=1)
         if isinstance(plan, PrefillPlan):
-            by_prompt = choices.view(-1, plan.length, self._width)
-            self._slots[plan.slots, : plan.length] = by_prompt.index_select(0, plan.members)
+            self._slots[plan.slots_N, : plan.length] = plan.along_paths(choices.view(-1, plan.width, self._width))
         else:
             self._slots[torch.arange(plan.rows, device=self._device), plan.positions] = choices
 

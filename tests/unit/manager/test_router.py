@@ -14,7 +14,7 @@ from asyncrl.manager.router import POLICIES, PrefixAffine, Router, ServerView
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
-    router = Router(policy)
+    router = Router(policy, conversations=100)
     for index in range(servers):
         router.update(index, f"http://{index}", version, True)
     return router
@@ -76,7 +76,7 @@ def test_a_conversation_moves_when_its_server_takes_no_requests_and_stays_there(
 
 
 def test_affinities_are_bounded() -> None:
-    policy = PrefixAffine({view.index: view for view in router_of("prefix_affine").servers}, kept=4)
+    policy = PrefixAffine({view.index: view for view in router_of("prefix_affine").servers}, conversations=4)
     for view in policy._servers.values():
         policy.changed(view)
     for index in range(100):
@@ -94,7 +94,7 @@ def test_only_servers_at_the_wanted_version_get_a_request() -> None:
 
 
 def test_nothing_is_placed_while_no_server_takes_requests() -> None:
-    router = Router("least_requests")
+    router = Router("least_requests", conversations=100)
     assert router.schedule(request_of("a"), "w0") is None
     assert router.placed == 0
 
@@ -165,7 +165,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, policy: str) -> None:
-        self.policy, self.router = policy, Router(policy)
+        self.policy, self.router = policy, Router(policy, conversations=100)
 
     LOADS: ClassVar = {"least_requests": ("sequences", "tokens"), "least_tokens": ("tokens", "sequences")}
 
