@@ -15,7 +15,7 @@ counted by name in the metrics of the next trajectory that is pushed.
 
 A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
 agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
-(`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
+(`failed: reward my.py:score`, `failed: agent run`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
 makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`; `overlong_prompt`, which is
 no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than
 rollouts are running, raise the last error. Fewer than those running may be a few bad rows, which fail at once while the
