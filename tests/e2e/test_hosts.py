@@ -18,7 +18,7 @@ from asyncrl.runtime.last_step import LastStep
 
 from .clusters import await_that, slurm, ssh_hosts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HOSTS = (
     "system.hosts=[{address: 127.0.0.1, runs: [master_worker, model_worker, gserver_manager]},"
