@@ -26,7 +26,7 @@ import psutil
 from asyncrl.runtime import keeper
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.run_dir import read_run_config
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""
@@ -39,7 +39,7 @@ _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
         *("PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
-        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", HOST_VARIABLE),
     }
 )
 _OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI")
@@ -60,7 +60,8 @@ class RemoteBackend(LauncherBackend):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self.arguments = read_run_config(run_dir).system.launcher_args
+        self.config = read_run_config(run_dir)
+        self.arguments = self.config.system.launcher_args
         """Of the command, as the user adds them."""
         self._local = open_backend("local", run_dir)
         self._remote: list[_RemoteWorker] = []
@@ -111,14 +112,18 @@ class RemoteBackend(LauncherBackend):
                 worker.tell(keeper.ALIVE)
 
     def close(self) -> None:
-        """See the base class. The other ends are told by the end of their standard input."""
+        """See the base class."""
+        self.end_remote()
+        self._local.close()
+
+    def end_remote(self) -> None:
+        """End what runs on other hosts, which is told by the end of its standard input."""
         for worker in self._remote:
             worker.kill()
         _, left = psutil.wait_procs([p for w in self._remote for p in w.carriers()], timeout=_END_LIMIT_S)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._local.close()
 
 
 class _RemoteWorker(WorkerHandle):

@@ -13,6 +13,7 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
 from asyncrl.config.setting import modules_in, not_a_choice, setting
 from asyncrl.runtime.hardware import LOOPBACK, interface_of
+from asyncrl.runtime.ray_requests import address_of
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
 _LAUNCHERS = Path(__file__).parent / "launchers"
-_LOCAL = "local"
+_LOCAL, _RAY, _KUBERNETES = "local", "ray", "kubernetes"
+_FINDS_ADDRESSES = (_RAY, _KUBERNETES)
+"""Launchers that place hosts themselves, whose addresses are known there only."""
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that a host of several may run."""
 
@@ -41,11 +44,18 @@ class HostConfig:
     """One host of a run on several."""
 
     name: str = setting(
-        "", "as system.launcher reaches it: what is given to ssh, or the Slurm node; empty: the launcher's own host"
+        "",
+        "as system.launcher reaches it: what is given to ssh, the Slurm node, or for ray and kubernetes any name; "
+        "empty: the launcher's own host",
     )
-    address: str = setting("", "its IPv4 address, or a name of it, on which the other hosts reach it")
+    address: str = setting(
+        "",
+        "its IPv4 address, or a name of it, on which the other hosts reach it; ray: of the node that it must be, empty "
+        "for any that has its cpus and gpus free; kubernetes: leave it empty",
+    )
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACED)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
+    cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
     python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
 
 
@@ -55,12 +65,14 @@ class SystemConfig:
 
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
-        help="ssh, slurm: the hosts, each with name, address, runs, gpus and python; all of them see the run folder, "
-        "the model and the data under the same paths",
+        help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
+        "see the run folder, the model and the data under the same paths",
         factory=list,
     )
     launcher_args: list[str] = setting(
-        help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']", factory=list
+        help="further arguments of ssh, srun or kubectl, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
+        "['--address=HOST:PORT'], auto or local",
+        factory=list,
     )
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
@@ -100,6 +112,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve_root='': name_resolve=etcd3 needs the server's address; give host:port"
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
+    if system.launcher == _RAY:
+        yield from _ray(system)
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
@@ -109,6 +123,16 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _ray(system: SystemConfig) -> Iterator[str]:
+    """What is missing for `system.launcher=ray`."""
+    if importlib.util.find_spec("ray") is None:
+        yield "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"
+    try:
+        address_of(system.launcher_args)
+    except ValueError as error:
+        yield f"system.launcher_args={system.launcher_args}: {error}"
+
+
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with `system.hosts`."""
     system = config.system
@@ -116,10 +140,10 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
         yield f"system.hosts=[]: system.launcher={system.launcher} needs to know the hosts and what runs on each"
         return
     if system.launcher == _LOCAL:
-        yield "system.launcher='local': starts processes on this host only; with system.hosts use ssh or slurm"
+        yield "system.launcher='local': starts processes on this host only; with system.hosts use another"
     for number, host in enumerate(system.hosts):
         setting_name = f"system.hosts[{number}]"
-        if not host.address:
+        if not host.address and not (host.name and system.launcher in _FINDS_ADDRESSES):
             yield f"{setting_name}.address='': the other hosts need one to reach {host.name or 'this host'} at"
         for kind in host.runs:
             if kind not in PLACED:

@@ -1,18 +1,22 @@
-"""Real ssh servers and a real Slurm on this machine, for tests: in folders of their own, ended by their process ids."""
+"""Real ssh servers, Slurm and Ray on this machine, for tests: in folders of their own, ended by their process ids."""
 
 from __future__ import annotations
 
 import getpass
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 LIMIT_S = 60.0
@@ -135,6 +139,47 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(LIMIT_S)
+
+
+RAY_NODES = r"""
+import sys, time
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 4, "object_store_memory": 80 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False, "temp_dir": sys.argv[1]})
+for number in range(2, 2 + int(sys.argv[2])):
+    cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@contextmanager
+def ray_cluster(nodes: int) -> Iterator[str]:
+    """A Ray of a head and so many other nodes, at 127.0.0.2, 127.0.0.3, ...; gives its address."""
+    pytest.importorskip("ray", reason="no Ray: pip install 'asyncrl[ray]'")
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
+    with (Path(folder) / "log").open("wb") as log:
+        command = [sys.executable, "-c", RAY_NODES, folder, str(nodes)]
+        cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    started = [psutil.Process(cluster.pid)]
+    try:
+        lines = iter(cluster.stdout.readline, "")
+        address = next((line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line)), None)
+        assert address is not None, (Path(folder) / "log").read_text()
+        started += started[0].children(recursive=True)
+        yield address
+    finally:
+        cluster.stdin.close()
+        _, left = psutil.wait_procs(started, timeout=LIMIT_S)
+        for process in left:
+            process.kill()
+        cluster.wait(LIMIT_S)
+        cluster.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def await_that(so: Callable[[], bool], what: str) -> None:

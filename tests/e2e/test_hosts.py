@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from asyncrl.commands.audit import audit
 
-from .clusters import await_that, slurm, ssh_hosts
+from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, A
     """Settings of a run over three hosts."""
     setting, _, hosts = (HOSTS % (first, second)).partition("=")
     return {"system__launcher": launcher, setting.replace(".", "__"): hosts} | (
-        {"system__launcher_args": f"[{','.join(arguments)}]"} if arguments else {}
+        {"system__launcher_args": str(list(arguments))} if arguments else {}
     )
 
 
@@ -77,7 +78,7 @@ def test_a_server_that_dies_on_another_host_is_started_again(start_run: Any, ssh
 
 
 def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:
-    nowhere = over("ssh", "nowhere.invalid", "box3", *ssh["system__launcher_args"].strip("[]").split(","))
+    nowhere = over("ssh", "nowhere.invalid", "box3", *ast.literal_eval(ssh["system__launcher_args"]))
     run = start_run(**nowhere, system__restarts_per_process=0)
     assert run.wait(90) == 1
     assert "generation_server/0 (on nowhere.invalid)" in run.output
@@ -103,6 +104,81 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
         assert audit(second.run_dir).findings == ()
         assert_gone(second)
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two nodes beside the launcher's own: one asked for by its address, one that Ray chooses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        with ray_cluster(nodes=2) as address:
+            settings = over("ray", "box2", "box3", f"--address={address}")
+            hosts = settings["system__hosts"].replace(", address: 127.0.0.3", "")
+            assert hosts != settings["system__hosts"]
+            yield settings | {"system__hosts": hosts}
+
+
+def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray: dict[str, Any]) -> None:
+    first = start_run(total_train_steps=100_000, **ray)
+    first.wait_for_step(3)
+    (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in " ".join(process.cmdline())]
+    assert rollouts.environ()["ASYNCRL_HOST"] == "127.0.0.3"  # no two hosts on one node
+    ctrl_c(first)
+    assert first.wait(90) == 130, first.output + first.logs()
+    assert_gone(first)
+
+    goal = int(first.rows()[-1]["step"]) + 3
+    second = start_run(total_train_steps=goal, **ray)
+    assert second.wait() == 0, second.output + second.logs()
+    assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
+    assert audit(second.run_dir).findings == ()
+    assert_gone(second)
+    assert ray_actors() == []
+
+
+def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launcher_leaves_nothing(
+    start_run: Any, ray: dict[str, Any]
+) -> None:
+    run = start_run(total_train_steps=100_000, **ray)
+    run.wait_for_step(2)
+    (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
+    server.kill()
+    run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    run.wait_for_line("generation_server/0 went on after")
+
+    (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(process.parent())]  # that node's raylet
+    (before,) = [process for process in workers_of(run) if "rollout_worker/0" in " ".join(process.cmdline())]
+    actor.kill()
+    run.wait_for_line("rollout_worker/0 (on box3) exited with 255; it is started again")
+    run.wait_for_line("rollout_worker/0 went on after")
+    await_that(lambda: not before.is_running(), "the end of what the dead actor had started")
+
+    assert len(workers_of(run)) == 5
+    run.process.kill()
+    await_that(lambda: not workers_of(run), f"the end of {workers_of(run)}")
+    await_that(lambda: not ray_actors(), f"the end of {ray_actors()}")
+
+
+def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any]) -> None:
+    (port,) = free_ports(1)
+    run = start_run(**ray | {"system__launcher_args": f"['--address=127.0.0.1:{port}']"})
+    assert run.wait(90) == 1
+    assert f"no cluster at address '127.0.0.1:{port}'" in run.output
+    assert_gone(run)
+
+
+def ray_actors() -> list[psutil.Process]:
+    """The actors of runs that are left on this machine."""
+    return [process for process in psutil.process_iter() if titled(process).startswith("ray::HostActor")]
+
+
+def titled(process: psutil.Process | None) -> str:
+    assert process is not None
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
 
 
 def workers_of(run: Any) -> list[psutil.Process]:
