@@ -20,7 +20,8 @@ On another host there is no process of the launcher to send signals to, and what
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
 time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
 its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
-code 128 + n, since ssh and srun tell no signals. There is no grace there.
+code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end with
+1 when they fail themselves. There is no grace there.
 
 Ray kills what it finds below an actor that ends, and nothing else: this process, while what had left it would live on.
 So `--detached` makes it no child of the actor's. Its exit code goes to the descriptor FD, and it begins as a process of
@@ -58,6 +59,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
+TOLD_FAILED = 101
 _LONGEST_ORDER = 1 << 20
 
 
@@ -261,6 +263,12 @@ def _cleans_up(pid: int) -> bool:
     return False
 
 
+def _as_told(status: int) -> int:
+    """The exit code by which another host is told of an end."""
+    code = os.waitstatus_to_exitcode(status)
+    return TOLD_FAILED if code == 1 else code if code >= 0 else 128 - code
+
+
 def _end_as(status: int) -> None:
     """End this process as that one did."""
     if os.WIFSIGNALED(status):
@@ -276,12 +284,10 @@ if __name__ == "__main__":
         told = int(sys.argv[2])
         os.set_inheritable(told, False)
         _detach()
-        code = os.waitstatus_to_exitcode(main([]))
-        os.write(told, b"%d" % (code if code >= 0 else 128 - code))
+        os.write(told, b"%d" % _as_told(main([])))
         os._exit(0)
     if sys.argv[1:]:
         grace, descriptors, *worker = sys.argv[1:]
         numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
         _end_as(main(worker, float(grace), numbers))
-    code = os.waitstatus_to_exitcode(main([]))
-    os._exit(code if code >= 0 else 128 - code)
+    os._exit(_as_told(main([])))

@@ -3,7 +3,7 @@
     python -I -S ray_carrier.py SOCKET REQUEST
 
 SOCKET is where the driver listens (`asyncrl.runtime.ray_driver`), REQUEST its `Request` as JSON. Ends with the code
-that the driver tells; with `LOST` where the driver ends first. Run by path: it imports the standard library only, so
+that the driver tells; with 255 where the driver ends first. Run by path: it imports the standard library only, so
 that a thousand of it are small.
 """
 
@@ -13,8 +13,7 @@ import os
 import socket
 import sys
 
-LOST = 255
-"""Exit code where nobody can tell how the process ended; the same as ssh's."""
+_LOST = 255  # asyncrl.runtime.exit_codes.EXIT_LOST; nothing of asyncrl can be imported here
 
 
 def main(path: str, request: str) -> int:
@@ -26,10 +25,10 @@ def main(path: str, request: str) -> int:
             told = driver.recv(16)
         except OSError as error:
             print(f"the Ray driver cannot be reached: {error}", flush=True)
-            return LOST
+            return _LOST
     if not told:
         print("the Ray driver has ended", flush=True)
-    return int(told) if told else LOST
+    return int(told) if told else _LOST
 
 
 if __name__ == "__main__":

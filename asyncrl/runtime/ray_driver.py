@@ -42,12 +42,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.runtime.ray_carrier import LOST
+from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.keeper import TOLD_FAILED
 from asyncrl.runtime.ray_requests import HostRequest, Request, Task
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
-_CANNOT = 1
-"""Exit code of what cannot be started, and would not be if tried again."""
 _CHUNK = 64 << 10
 _LONGEST_ORDER = 1 << 20
 _HANDOVER_LIMIT_S = 20.0
@@ -197,7 +196,7 @@ class Driver:
         except RayActorError as error:
             host.lost(actor)
             os.write(output, f"Ray lost the actor of {request.host}: {error}\n".encode())
-            return LOST
+            return EXIT_LOST
 
     def close(self) -> None:
         """Give the nodes back."""
@@ -266,7 +265,7 @@ async def _serve_one(driver: Driver | CannotStart, connection: socket.socket) ->
             if isinstance(driver, CannotStart):
                 os.write(output, f"{driver}\n".encode())
                 os.close(from_launcher)
-                code = _CANNOT
+                code = TOLD_FAILED  # and it would not start if tried again
             else:
                 code = await driver.carry(Request(*json.loads(asked)), from_launcher, output)
         finally:

@@ -7,6 +7,9 @@ standard input. Logs come back over the connection into the run's folder.
 The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
 So a host that is cut off for longer runs nothing that the launcher has given up; until then the incarnation in every
 message tells the lost process from the one that took its place.
+
+A connection that ends counts as the death of its process at once (`EXIT_LOST`): there is nothing to come back to, as
+the keeper has ended it, or will by itself. Bridging a short cut is the new connection's part: ssh tries for 20 s.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.runtime import keeper
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.run_dir import read_run_config
 from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
@@ -135,7 +139,9 @@ class _RemoteWorker(WorkerHandle):
     @property
     def exit_code(self) -> int | None:
         code = self._process.returncode
-        return code if code is None or not 128 < code <= 128 + signal.NSIG else 128 - code
+        if code is not None and 128 < code <= 128 + signal.NSIG:
+            return 128 - code
+        return {keeper.TOLD_FAILED: EXIT_FAILED, EXIT_FAILED: EXIT_LOST}.get(code, code) if code else code
 
     async def wait(self) -> None:
         await self._process.wait()

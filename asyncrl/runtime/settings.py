@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
-from asyncrl.config.setting import modules_in, not_a_choice, setting
+from asyncrl.config.setting import ConfigError, modules_in, not_a_choice, setting
 from asyncrl.runtime.hardware import LOOPBACK, interface_of
+from asyncrl.runtime.pod_names import name_faults
 from asyncrl.runtime.ray_requests import address_of
+from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -22,8 +25,6 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = Path(__file__).parent / "launchers"
 _LOCAL, _RAY, _KUBERNETES = "local", "ray", "kubernetes"
-_FINDS_ADDRESSES = (_RAY, _KUBERNETES)
-"""Launchers that place hosts themselves, whose addresses are known there only."""
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that a host of several may run."""
 
@@ -56,7 +57,26 @@ class HostConfig:
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACED)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
     cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
+    memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
     python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
+
+
+@dataclass
+class KubernetesConfig:
+    """Pods of a run over several hosts (system.launcher=kubernetes)."""
+
+    image: str = setting("", "their image, with python, asyncrl and, for the launcher's own, kubectl")
+    namespace: str = setting("default", "where they and what they need are")
+    claims: dict[str, str] = setting(
+        help="persistent volume claims and where they are mounted in every pod, e.g. {shared: /data}; fileroot, the "
+        "model and the data lie there",
+        factory=dict,
+    )
+    secrets: list[str] = setting(
+        help="Secrets whose entries are environment variables of every process, e.g. API keys and HF_TOKEN",
+        factory=list,
+    )
+    folder: str = setting("", "the working directory there, from which your code is imported; empty: the image's")
 
 
 @dataclass
@@ -74,6 +94,7 @@ class SystemConfig:
         "['--address=HOST:PORT'], auto or local",
         factory=list,
     )
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
         "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"
@@ -114,6 +135,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
     if system.launcher == _RAY:
         yield from _ray(system)
+    if system.launcher == _KUBERNETES:
+        yield from _kubernetes(config)
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
@@ -121,6 +144,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         interface_of(system.host)
     except ValueError as error:
         yield str(error)
+
+
+def _finds_address(host: HostConfig, launcher: str) -> bool:
+    """Whether the host's address is known on the host only."""
+    return launcher == _KUBERNETES or (launcher == _RAY and bool(host.name))
 
 
 def _ray(system: SystemConfig) -> Iterator[str]:
@@ -133,6 +161,37 @@ def _ray(system: SystemConfig) -> Iterator[str]:
         yield f"system.launcher_args={system.launcher_args}: {error}"
 
 
+def _kubernetes(config: ExperimentConfig) -> Iterator[str]:
+    """What is missing for `system.launcher=kubernetes`."""
+    settings = config.system.kubernetes
+    if not settings.image:
+        yield "system.kubernetes.image='': the pods need one; give an image with python, asyncrl and kubectl"
+    if not any(Path(config.fileroot).is_relative_to(path) for path in settings.claims.values()):
+        yield (
+            f"fileroot={config.fileroot!r}: the pods share what a persistent volume claim holds, and none of "
+            f"system.kubernetes.claims={dict(settings.claims)} is mounted there; give {{CLAIM: FOLDER}}"
+        )
+    if config.system.hosts and all(host.name for host in config.system.hosts):
+        yield "system.hosts: with kubernetes the launcher needs a pod of its own; add a host without a name"
+    for host in config.system.hosts:
+        if host.address:
+            yield f"system.hosts: {host.address!r}: a pod's address is the cluster's to choose; leave address out"
+    yield from name_faults(config)
+
+
+def check_place(config: ExperimentConfig) -> None:
+    """Refuse to start processes where the launcher cannot.
+
+    Raises:
+        ConfigError: it has to run in a pod.
+    """
+    if config.system.launcher == _KUBERNETES and HOST_VARIABLE not in os.environ:
+        raise ConfigError(
+            "system.launcher='kubernetes': the launcher runs in a pod; --dry-run prints what makes that, for `kubectl "
+            "apply -f -`"
+        )
+
+
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with `system.hosts`."""
     system = config.system
@@ -143,7 +202,7 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
         yield "system.launcher='local': starts processes on this host only; with system.hosts use another"
     for number, host in enumerate(system.hosts):
         setting_name = f"system.hosts[{number}]"
-        if not host.address and not (host.name and system.launcher in _FINDS_ADDRESSES):
+        if not host.address and not _finds_address(host, system.launcher):
             yield f"{setting_name}.address='': the other hosts need one to reach {host.name or 'this host'} at"
         for kind in host.runs:
             if kind not in PLACED:

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.commands.audit import audit
 
-from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts
+from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray: dict[str, Any]) -> None:
     first = start_run(total_train_steps=100_000, **ray)
     first.wait_for_step(3)
-    (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in " ".join(process.cmdline())]
+    (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in titled(process)]
     assert rollouts.environ()["ASYNCRL_HOST"] == "127.0.0.3"  # no two hosts on one node
     ctrl_c(first)
     assert first.wait(90) == 130, first.output + first.logs()
@@ -148,9 +148,9 @@ def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launche
     run.wait_for_line("generation_server/0 went on after")
 
     (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(process.parent())]  # that node's raylet
-    (before,) = [process for process in workers_of(run) if "rollout_worker/0" in " ".join(process.cmdline())]
+    (before,) = [process for process in workers_of(run) if "rollout_worker/0" in titled(process)]
     actor.kill()
-    run.wait_for_line("rollout_worker/0 (on box3) exited with 255; it is started again")
+    run.wait_for_line("rollout_worker/0 (on box3) was lost with the connection to its host; it is started again")
     run.wait_for_line("rollout_worker/0 went on after")
     await_that(lambda: not before.is_running(), "the end of what the dead actor had started")
 
@@ -166,6 +166,40 @@ def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any
     assert run.wait(90) == 1
     assert f"no cluster at address '127.0.0.1:{port}'" in run.output
     assert_gone(run)
+
+
+def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
+    start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `kubectl` does in a cluster is not shown by this: there is none to be had here."""
+    monkeypatch.setenv("PATH", f"{stand_in_kubectl(tmp_path / 'kubectl')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ASYNCRL_HOST", "127.0.0.1")  # as in the launcher's pod
+    monkeypatch.setenv("MY_API_KEY", "a secret of the launcher")
+    hosts = over("kubernetes", "box2", "box3")
+    hosts["system__hosts"] = re.sub(r", address: [\d.]+|address: [\d.]+, ", "", hosts["system__hosts"])
+    hosts |= {"system__kubernetes__image": "asyncrl", "system__kubernetes__namespace": "training"}
+    hosts["system__kubernetes__claims"] = f"{{shared: '{tmp_path}'}}"
+    first = start_run(total_train_steps=100_000, **hosts)
+    first.wait_for_step(2)
+    (server,) = [process for process in workers_of(first) if "generation_server" in titled(process)]
+    assert server.environ()["ASYNCRL_HOST"] == "127.0.0.2"
+    assert server.environ()["MY_API_KEY"] == "a secret of the launcher"
+    server.kill()
+    first.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    first.wait_for_line("generation_server/0 went on after")
+    ctrl_c(first)
+    assert first.wait(90) == 130, first.output + first.logs()
+    assert_gone(first)
+
+    goal = int(first.rows()[-1]["step"]) + 3
+    second = start_run(total_train_steps=goal, **hosts)
+    assert second.wait() == 0, second.output + second.logs()
+    assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
+    assert audit(second.run_dir).findings == ()
+    assert_gone(second)
+    asked = (tmp_path / "kubectl" / "asked").read_text()
+    assert asked.count('"exec"') == 5  # two processes in pods, twice, and a server that was started again
+    assert "a secret" not in asked
 
 
 def ray_actors() -> list[psutil.Process]:
