@@ -44,7 +44,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.keeper import TOLD_FAILED
-from asyncrl.runtime.ray_requests import HostRequest, Request, Task
+from asyncrl.runtime.ray_requests import HostRequest, Request, Task, ambiguous_gpus
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 _CHUNK = 64 << 10
@@ -166,6 +166,11 @@ class Driver:
                 "host alone"
             ) from error
         here = ray.util.get_node_ip_address()
+        mine = next(
+            node["Resources"] for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()
+        )
+        if (fault := ambiguous_gpus(task.hosts, int(mine.get("GPU", 0)))) is not None:
+            raise CannotStart(fault)
         bundles = [_bundle(host, here) for host in task.hosts]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(task.limit_s):

@@ -49,3 +49,16 @@ def address_of(arguments: list[str]) -> str:
     if any(not argument.startswith(_ADDRESS) for argument in arguments) or len(arguments) > 1:
         raise ValueError("ray takes --address=HOST:PORT, --address=auto or --address=local, and nothing else")
     return arguments[0].removeprefix(_ADDRESS) if arguments else "auto"
+
+
+def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
+    """What is wrong where the launcher's own host uses some of the GPUs that Ray has `there`; Ray reserves a number of
+    them, and tells nobody but its own actors which.
+    """
+    for host in hosts:
+        if not host.name and 0 < host.gpus < there:
+            return (
+                f"system.hosts: the launcher's own host would use {host.gpus} of the {there} GPUs that Ray has there, "
+                "and others might get the same ones; use all, or give the host a name, so that Ray starts its processes"
+            )
+    return None

@@ -184,8 +184,9 @@ RAY_NODES = r"""
 import sys, time
 from ray.cluster_utils import Cluster
 
-node = {"num_cpus": 4, "object_store_memory": 80 << 20}
-cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False, "temp_dir": sys.argv[1]})
+node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once
+head = node | {"num_cpus": 0, "include_dashboard": False, "temp_dir": sys.argv[1]}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 for number in range(2, 2 + int(sys.argv[2])):
     cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")
 print(cluster.address, flush=True)

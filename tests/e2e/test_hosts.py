@@ -106,6 +106,10 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         assert_gone(second)
 
 
+RAY_LIMIT_S = 240.0
+"""So long a busy machine may take to start a driver, two actors and a run."""
+
+
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two nodes beside the launcher's own: one asked for by its address, one that Ray chooses."""
@@ -114,14 +118,17 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         with ray_cluster(nodes=2) as address:
             settings = over("ray", "box2", "box3", f"--address={address}")
-            hosts = settings["system__hosts"].replace(", address: 127.0.0.3", "")
-            assert hosts != settings["system__hosts"]
-            yield settings | {"system__hosts": hosts}
+            hosts = (
+                settings["system__hosts"].replace("address: 127.0.0.3", "cpus: 1").replace("box2,", "box2, cpus: 1,")
+            )
+            assert hosts.count("cpus: 1") == 2
+            yield settings | {"system__hosts": hosts, "system__start_timeout_s": 300}
 
 
+@pytest.mark.timeout(480)  # with Ray's own start
 def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray: dict[str, Any]) -> None:
     first = start_run(total_train_steps=100_000, **ray)
-    first.wait_for_step(3)
+    first.wait_for_step(3, RAY_LIMIT_S)
     (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in titled(process)]
     assert rollouts.environ()["ASYNCRL_HOST"] == "127.0.0.3"  # no two hosts on one node
     ctrl_c(first)
@@ -137,21 +144,22 @@ def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray:
     assert ray_actors() == []
 
 
+@pytest.mark.timeout(480)
 def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launcher_leaves_nothing(
     start_run: Any, ray: dict[str, Any]
 ) -> None:
     run = start_run(total_train_steps=100_000, **ray)
-    run.wait_for_step(2)
+    run.wait_for_step(2, RAY_LIMIT_S)
     (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
     server.kill()
     run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
-    run.wait_for_line("generation_server/0 went on after")
+    run.wait_for_line("generation_server/0 went on after", RAY_LIMIT_S)
 
     (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(process.parent())]  # that node's raylet
     (before,) = [process for process in workers_of(run) if "rollout_worker/0" in titled(process)]
     actor.kill()
     run.wait_for_line("rollout_worker/0 (on box3) was lost with the connection to its host; it is started again")
-    run.wait_for_line("rollout_worker/0 went on after")
+    run.wait_for_line("rollout_worker/0 went on after", RAY_LIMIT_S)
     await_that(lambda: not before.is_running(), "the end of what the dead actor had started")
 
     assert len(workers_of(run)) == 5

@@ -82,7 +82,9 @@ class Backend(RemoteBackend):
     def _start_driver(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-ray-"))  # a socket's path is short, and the folder private
         self._socket = str(folder / "driver")
-        task = Task(address_of(self.arguments), self._hosts(), self.config.system.start_timeout_s * _PLACEMENT_SHARE)
+        task = Task(
+            address_of(self.arguments), self.host_requests(), self.config.system.start_timeout_s * _PLACEMENT_SHARE
+        )
         with socket.socket(socket.AF_UNIX) as listening, (self.run_dir / LOGS_DIR / _DRIVER_LOG).open("ab") as log:
             listening.bind(self._socket)
             listening.listen(_BACKLOG)  # carriers connect at once, and wait there for the driver
@@ -98,7 +100,8 @@ class Backend(RemoteBackend):
         self._driver.stdin.write(json.dumps(task).encode() + b"\n")
         self._driver.stdin.flush()
 
-    def _hosts(self) -> list[HostRequest]:
+    def host_requests(self) -> list[HostRequest]:
+        """What each of `system.hosts` asks of Ray."""
         threads = Counter[str]()
         for plan in plan_workers(self.config):
             threads[plan.host.name] += plan.resources.threads
