@@ -3,7 +3,8 @@
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
 one and does to it what can go wrong; `show RUN` prints samples that it kept; `rollout` generates and keeps without
-training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`.
+training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`; `join RUN`
+adds a GenerationServer to one that goes on.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
-COMMANDS = ("attach", "audit", "chaos", "eval", "export", "replay", "rollout", "show")
+COMMANDS = ("attach", "audit", "chaos", "eval", "export", "join", "replay", "rollout", "show")
 """What is no experiment: modules of `asyncrl.commands`, each with a `main` of its own."""
 
 

@@ -23,7 +23,14 @@ Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
 """What an episode gives: its samples, or its reward, which all that its client recorded then has; None rejects it."""
 
 FORMS = ("roll_out", "run_group", "run", "collect_trajectory")
-"""Of what one class implements, that which comes first here is called. `roll_out` is for agents around agents."""
+"""Of what one class implements, that which comes first here is called: `roll_out` is for agents around agents, and a
+class with `run_group` may have `run` for its subclasses.
+"""
+
+
+def ambiguous(forms: Sequence[str]) -> bool:
+    """Whether of a class that implements these `FORMS` nobody can say which one is meant."""
+    return "collect_trajectory" in forms and len(forms) > 1 and FORMS[0] not in forms
 
 
 class EpisodeError(RuntimeError):
@@ -115,19 +122,28 @@ class Agent:
     its worker, many at the same time: keep the state of an episode in local variables.
 
     Raises:
-        TypeError: when an instance is made: its class implements none of the forms.
+        TypeError: when an instance is made: its class implements none of the forms, or queues and another one.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if cls.form() is None:
-            raise TypeError(f"agent {cls.__name__} implements neither `run` nor `collect_trajectory`: implement `run`")
+        forms = cls._forms()
+        if not forms:
+            raise TypeError(f"agent {cls.__name__} implements none of {', '.join(FORMS[1:])}: implement `run`")
+        if ambiguous(forms):
+            both = " and ".join(f"`{form}`" for form in forms)
+            raise TypeError(f"agent {cls.__name__} implements {both}, of which only one would be called: keep one")
         return super().__new__(cls)
 
     @classmethod
-    def form(cls) -> str | None:
-        """Which of `FORMS` is called: of those that the class or its nearest base implements the first; None: none."""
+    def form(cls) -> str:
+        """Which of `FORMS` is called: that which the class or its nearest base implements."""
+        return cls._forms()[0]
+
+    @classmethod
+    def _forms(cls) -> list[str]:
+        """Those of `FORMS` that the class implements, or else its nearest base that implements any."""
         derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
-        return next((form for own in derived for form in FORMS if form in own), None)
+        return next((forms for own in derived if (forms := [form for form in FORMS if form in own])), [])
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         """Roll out one episode, number `prompt.member` of the prompt's group.
@@ -140,7 +156,7 @@ class Agent:
             The episode's samples, one or several; or its reward, a number, which each conversation that `client`
             recorded is then given as a sample of its own; None or nothing rejects the episode.
         """
-        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+        raise self._not_above("run")
 
     async def run_group(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
@@ -153,7 +169,7 @@ class Agent:
             The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1; where there are
             `prompt.group_size` of them they need no number. An empty sequence rejects the prompt.
         """
-        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+        raise self._not_above("run_group")
 
     async def collect_trajectory(
         self,
@@ -167,7 +183,7 @@ class Agent:
         Put a `GenerationRequest` on `obs_queue`; its `GenerationResult` arrives on `act_queue`. Several requests may be
         outstanding; their results arrive as they finish and carry the request's id.
         """
-        raise NotImplementedError(f"agent {type(self).__name__} implements `{self.form()}`")
+        raise self._not_above("collect_trajectory")
 
     async def roll_out(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
@@ -274,6 +290,12 @@ class Agent:
                 prompt, f"returned a sample of episode {strays[0]}; a group of {size} has episodes 0 to {size - 1}"
             )
         return numbered
+
+    def _not_above(self, form: str) -> NotImplementedError:
+        name = type(self).__name__
+        return NotImplementedError(
+            f"agent {name}: asyncrl.api.Agent has no `{form}` to call; {name} has `{self.form()}`"
+        )
 
     def _error(self, prompt: Prompt, what: str) -> EpisodeError:
         return EpisodeError(f"agent {type(self).__name__} {what} (prompt {prompt.prompt_id})")

@@ -194,6 +194,14 @@ class EpisodeClient:
         """
         return self._context([_in_text(message) for message in messages], tools).ids
 
+    def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """The ids that the template makes of `messages`, whoever speaks last, without the beginning of an answer.
+
+        Raises:
+            ChatError: these messages cannot be rendered.
+        """
+        return tuple(self._chat().shown([_in_text(message) for message in messages], tools))
+
     def forget(self, answer: Completion) -> None:
         """Take `answer`, which nobody was given, out of the records."""
         self._recorder.forget(answer)

@@ -133,6 +133,22 @@ class ChatFormat:
         except ValueError as error:  # a character that an alphabet of few does not have
             raise ChatError(str(error)) from None
 
+    def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """Token ids of messages, whoever speaks last, without the beginning of another answer.
+
+        Raises:
+            ChatError: these are no messages, or the template refuses them.
+        """
+        if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
+            raise ChatError(f"these messages are no conversation: {wrong}")
+        turns = self._template.messages(messages)
+        places = StandIns(self.tokenizer, turns, tools)
+        text = self._template.render_turns(places.put(turns), places.put(tools), to_answer=False)
+        try:
+            return places.encode(text)
+        except ValueError as error:
+            raise ChatError(str(error)) from None
+
     def bridge(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int] | None:
         """Token ids of what follows the end-of-turn token of the answer `reply`, up to where the next answer begins.
 

@@ -17,7 +17,9 @@ class DropReason(StrEnum):
     failed = auto()
     """The agent, the environment, the dataset or a server raised; see `failed_in`."""
     bad_prompt = auto()
-    """The row makes no prompt: it is empty, or longer than `dataset.max_prompt_tokens`."""
+    """The row makes no prompt: it is empty, or the chat template refuses it."""
+    overlong_prompt = auto()
+    """It is longer than `dataset.max_prompt_tokens`: left out as the settings say, and counted at the start."""
     timeout = auto()
     """It took longer than `rollout.rollout_timeout_s`."""
     agent_rejected = auto()

@@ -8,6 +8,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
     generation_servers/<index>      a generation server: `GenerationServerEntry`
+    joined/<kind>/<index>           who added a worker to the run that goes on
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
@@ -152,6 +153,11 @@ def pusher_key(index: int) -> str:
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
+
+
+def joined_key(kind: str, index: int) -> str:
+    """Who added worker `index` of `kind` to the run that goes on."""
+    return f"joined/{kind}/{index}"
 
 
 def model_version_key(role: str) -> str:

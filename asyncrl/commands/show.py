@@ -23,8 +23,8 @@ from asyncrl.runtime.run_dir import SAMPLES_DIR
 EXIT_USAGE = 2
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
 """Of generated text, by version in turn: versions that meet in one sample follow each other."""
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)}
-"""Control characters, but for tab and line feed: a model's text must not drive the terminal."""
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""Control characters but for tab and line feed, C1 too: a model's text must not drive the terminal."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -35,6 +35,9 @@ def main(argv: Sequence[str], program: str) -> int:
     files = sample_files(folder)
     if importlib.util.find_spec("pyarrow") is None:
         print("error: show reads Parquet: pip install 'asyncrl[data]'", file=sys.stderr)
+        return EXIT_USAGE
+    if not folder.is_dir():
+        print(f"error: {args.run}: no such folder", file=sys.stderr)
         return EXIT_USAGE
     if not files:
         print(
@@ -131,7 +134,15 @@ def _range(text: str) -> tuple[float, float]:
         last = (float(high) if high else float("inf")) if colon else first
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 2:5, 2: or :5") from None
+    if not first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r} is empty: the first number is to be the smaller one")
     return first, last
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples; 0 is all of them")
+    return int(text)
 
 
 def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -146,6 +157,6 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--staleness", type=_range, default=everything, metavar="RANGE", help="ages of oldest tokens")
     parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>")
     parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
-    parser.add_argument("-n", "--number", type=int, default=10, help="at most so many (default: 10; 0: all)")
+    parser.add_argument("-n", "--number", type=_count, default=10, help="at most so many (default: 10; 0: all)")
     parser.add_argument("--newest-first", action="store_true", help="the last step first")
     return parser.parse_args(argv)

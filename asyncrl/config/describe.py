@@ -15,7 +15,17 @@ from asyncrl.config.setting import SettingInfo, setting_info
 
 USAGE = """\
 {program} <experiment> [setting=value ...] [options]
-{program} export RUN [--step N] OUT    write a run's policy as a Hugging Face folder
+{program} COMMAND --help
+
+commands:
+  eval MODEL                          evaluate a run's policy, a Hugging Face folder or a model on the hub
+  show RUN                            print samples that a run kept
+  export RUN [--step N] OUT           write a run's policy as a Hugging Face folder
+  rollout EXPERIMENT                  generate and keep samples, train nothing
+  replay EXPERIMENT samples=FOLDER    train on kept samples, without servers
+  audit RUN                           check what a run left on the disk
+  attach RUN                          show a run that was started with --detach
+  chaos EXPERIMENT                    run one under kills, pauses and broken connections
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:

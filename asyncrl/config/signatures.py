@@ -23,10 +23,8 @@ DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_":
 
 _MARKS = ("run_in(", "verdict")
 """What decorators begin with that leave a function as it is."""
-OFFERED_TO_AGENTS = ("tokenizer", "chat", "tools")
-"""Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
-_BASES_WITHOUT_CONSTRUCTOR = ("object", "ABC", "Generic", "Protocol")
+_BASES_WITHOUT_METHODS = ("object", "ABC", "Generic", "Protocol")
 
 
 @dataclass(frozen=True)
@@ -143,26 +141,6 @@ def problems(
         yield f"{group}.args={dict(args)}: {error}"
 
 
-def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """As `problems`, for an agent: a class, or a function `run(prompt, env, client)`, which need take no more."""
-    try:
-        found = definition(path)
-        match found:
-            case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
-                positional, required = 3, tuple[str, ...]()
-                if len([*taken.posonlyargs, *taken.args]) < positional and taken.vararg is None:
-                    yield f"{group}.path={path!r}: an episode is run(prompt, env, client); have it take these three"
-                    return
-            case _:
-                positional, required = 0, OFFERED_TO_AGENTS[:1]
-        params = _params_at(path, positional) or {}
-    except PluginError as error:
-        yield f"{group}.path={error}"
-        return
-    named = [name for name in OFFERED_TO_AGENTS if name in params]
-    yield from problems(group, path, args, tuple(dict.fromkeys((*required, *named))), positional)
-
-
 def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
     """As `problems`, for a reward: how many arguments come by position is told by the name of its first parameter."""
     try:
@@ -200,6 +178,22 @@ def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[st
             yield from problems(group, path, args)
 
 
+def names(path: str, positional: int = 0) -> Collection[str]:
+    """What the class or function at `path` takes by name beside its first `positional` arguments, as far as its source
+    says.
+
+    Raises:
+        PluginError: the path names nothing.
+    """
+    return (_params_at(path, positional) or {}).keys()
+
+
+def named_bases(class_: ast.ClassDef) -> list[str]:
+    """The bases of a class that may have methods, as they are written."""
+    bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
+    return [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_METHODS]
+
+
 def takes(path: str, name: str) -> bool:
     """Whether the class or function at `path` takes an argument `name`, as far as its source says."""
     try:
@@ -234,8 +228,7 @@ def _params_at(path: str, positional: int) -> Params | None:
             for member in class_.body:
                 if isinstance(member, ast.FunctionDef) and member.name == "__init__":
                     return _params(member, 1 + positional)
-            bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
-            named = [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_CONSTRUCTOR]
+            named = named_bases(class_)
             if class_.keywords or len(named) > 1 or not all(base.isidentifier() for base in named):
                 return None
             try:

@@ -8,7 +8,6 @@ files work as they are.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from asyncrl.datasets.readers import Record, read
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
 COMPLETION_FIELDS = ("completion", "response", "answer")
-_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
-"""JSON can escape what no encoding can hold, and so no tokenizer can take."""
 _UNCHANGED = "{prompt}"
 
 
@@ -134,12 +131,6 @@ class FileDataset:
                 raise ValueError(f"{place} has no messages under {found!r}: {wrong}")
             if template != _UNCHANGED:
                 raise ValueError(f"{place} has messages, where prompt_template={template!r} wants text: leave it out")
-        text = prompt if isinstance(prompt, str) else "".join(str(turn.get("content") or "") for turn in prompt)
-        if (half := _HALF_OF_A_PAIR.search(text)) is not None:
-            raise ValueError(
-                f"{place} is no text: its prompt has {half[0]!a}, half of a pair of surrogates, after "
-                f"{text[: half.start()][-20:]!a}; write the whole character"
-            )
         if not isinstance(prompt, str):
             return {**fields, "prompt": prompt}
         try:

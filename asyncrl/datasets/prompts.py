@@ -40,6 +40,9 @@ class Overlong(StrEnum):
     """The run does not start."""
 
 
+SHORTENED = (Overlong.left, Overlong.right, Overlong.middle)
+
+
 @dataclass(frozen=True)
 class PromptFormat:
     """How rows become token ids.
@@ -105,7 +108,7 @@ class PromptFormat:
             "the setting, have such prompts shortened (dataset.overlong=left, right or middle), or leave them out of "
             "the dataset"
         )
-        if self.overlong in (Overlong.filter, Overlong.refuse):
+        if self.overlong not in SHORTENED:
             raise too_long
         text, shortened = _last_text(prompt)
         shortest, longest = 0, len(text) - 1

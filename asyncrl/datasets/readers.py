@@ -6,7 +6,9 @@ Parquet and Arrow are read by pyarrow, of the extra `data`; columns become plain
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,11 @@ JSONL, PARQUET = ".jsonl", ".parquet"
 """What the names of such files end in."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """What `datasets` writes beside a saved dataset's Arrow files, and above the folders of several splits."""
+
+
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+"""JSON can escape what no encoding can hold, and so no tokenizer can take and no message carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,10 @@ def read(path: Path, files: str = "") -> list[Record]:
 def _files_of(folder: Path, pattern: str) -> list[Path]:
     """The data files of `folder`, sorted."""
     if not pattern and (folder / _SPLITS).is_file():
-        splits = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        splits = _saved(folder / _SPLITS, "splits")["splits"]
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one, {folder / splits[0]}")
     if not pattern and (folder / _STATE).is_file():
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        state = _saved(folder / _STATE, "_data_files")
         if state.get("_indices_files") or state.get("_indices_data_files"):
             raise ValueError(f"{folder} keeps its order apart from its rows: save it after flatten_indices()")
         return [folder / file["filename"] for file in state["_data_files"]]
@@ -67,12 +74,25 @@ def _files_of(folder: Path, pattern: str) -> list[Path]:
     return chosen
 
 
+def _saved(path: Path, key: str) -> dict[str, Any]:
+    """What `datasets` wrote to `path`: a map that has `key`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): save the dataset with save_to_disk again") from None
+    if not isinstance(found, dict) or not isinstance(found.get(key), list) or not found[key]:
+        raise ValueError(f"{path} is not what save_to_disk writes, it has no {key}: save the dataset again")
+    return found
+
+
 def _read_file(path: Path) -> Iterator[Record]:
     return _json_lines(path) if path.suffix == JSONL else _table(path)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(errno.EINVAL, "it is a pipe or a device")  # which might never end
         data = path.read_bytes()
     except OSError as error:
         reason = f"{path} cannot be read ({error.strerror})"
@@ -91,6 +111,13 @@ def _json_lines(path: Path) -> Iterator[Record]:
             raise ValueError(f"{path}:{number} is not JSON ({error}): write one object per line") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{path}:{number} is a JSON {type(fields).__name__}: write one object per line")
+        if _ESCAPED_HALF.search(line) and (
+            half := _HALF_OF_A_PAIR.search(whole := json.dumps(fields, ensure_ascii=False))
+        ):
+            raise ValueError(
+                f"{path}:{number} is no text: it has {half[0]!a}, half of a pair of surrogates, after "
+                f"{whole[: half.start()][-20:]!a}; write the whole character"
+            )
         yield Record(fields, f"{path}:{number}", crc32(line.encode()))
 
 
@@ -112,7 +139,13 @@ def _table(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path} cannot be read ({error}): give a whole Parquet or Arrow file") from None
     number = 0
     for batch in table.to_batches():
-        for fields in batch.to_pylist():
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} has text that is not UTF-8 ({error.reason}), after row {number}: save it anew"
+            ) from None
+        for fields in rows:
             number += 1
             content = json.dumps(fields, sort_keys=True, default=str).encode()
             yield Record(fields, f"{path}:{number}", crc32(content))

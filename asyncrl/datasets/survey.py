@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl.datasets import Dataset
-from asyncrl.datasets.prompts import BadPrompt, Overlong, PromptFormat
+from asyncrl.datasets.prompts import SHORTENED, BadPrompt, Overlong, OverlongPrompt, PromptFormat
 
 SHOWN_CHARACTERS = 2000
 """So much of the first prompt is shown; its beginning and end matter, which a template makes."""
@@ -16,7 +16,8 @@ class Survey:
     """What was found in the `looked_at` rows of a dataset's `rows`.
 
     `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
-    make no prompt for another reason than their length, `first_bad` says why the first of them does not. `first` is the
+    make no prompt for another reason than their length, and those up to the first prompt that is used which even
+    shortened are too long; `first_bad` says why the first of them does not. `first` is the
     first prompt as it is used: its text and its number of tokens. `tools` of each prompt's tokens are what the template
     says of the tools; `mcp`: those of MCP servers come on top, whom nobody has asked yet.
     """
@@ -41,7 +42,7 @@ class Survey:
         if self.mcp:
             found.append("the tools of MCP servers come on top, and are counted once these are connected")
         if self.overlong:
-            fate = "left out" if overlong in (Overlong.filter, Overlong.refuse) else f"cut ({overlong})"
+            fate = f"cut ({overlong})" if overlong in SHORTENED else "left out"
             found.append(f"{self.overlong} are longer than dataset.max_prompt_tokens={max_tokens}: {fate}{of}")
         if self.bad:
             found.append(f"{self.bad} make no prompt and are left out{of}; {self.first_bad}")
@@ -65,11 +66,19 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
             first_bad = first_bad or f"row {number}: {error}"
             continue
         longest = max(longest, length)
-        if prompt_format.max_tokens is not None and length > prompt_format.max_tokens:
+        too_long = prompt_format.max_tokens is not None and length > prompt_format.max_tokens
+        if first is None and (not too_long or prompt_format.overlong in SHORTENED):
+            try:
+                prompt, ids = prompt_format.fitted(row)
+            except OverlongPrompt:
+                bad += 1
+                most = f"dataset.max_prompt_tokens={prompt_format.max_tokens}"
+                first_bad = first_bad or f"row {number}: even without the user's text it is longer than {most}"
+                continue
+            first = prompt_format.rendered(prompt), len(ids)
+        if too_long:
             overlong += 1
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
-        elif first is None:
-            first = prompt_format.rendered(row["prompt"]), length
     return Survey(
         rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first, prompt_format.tool_tokens()
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
-from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
@@ -39,7 +39,7 @@ from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.transports import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
-"""How often name resolution is read for servers and workers; a server's death is noticed within this plus its lease."""
+"""How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""
 _WATCH_S = 0.5
 """How long a thread waits for a new version at a time; at most this long it outlives a stop."""
 
@@ -183,24 +183,13 @@ class GserverManager(AsyncWorker):
 
     async def _watch_registrations(self) -> None:
         """Follow which generation servers and RolloutWorkers there are."""
+        registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
+        statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         while True:
-            servers, workers = await asyncio.to_thread(self._read_registrations)
+            servers, workers = _servers(registered), _incarnations(statuses)
             self._fleet_runner.registered(servers)
             self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
-
-    def _read_registrations(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
-        """Servers by index with URL and version, workers by name with their incarnation."""
-        servers = {}
-        for key, value in self.resolver.get_subtree(names.GENERATION_SERVERS).items():
-            entry = names.GenerationServerEntry.decode(value)
-            servers[names.index_of(key)] = (entry.url, entry.version)
-        statuses = self.resolver.get_subtree(f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
-        workers = {
-            f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": names.WorkerStatus.decode(value).incarnation
-            for key, value in statuses.items()
-        }
-        return servers, workers
 
     def _give_up_workers(self, workers: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
@@ -213,3 +202,17 @@ class GserverManager(AsyncWorker):
             self.log.warning(
                 "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
             )
+
+
+def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
+    """Generation servers by index, with URL and version."""
+    entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
+    return {names.index_of(key): (entry.url, entry.version) for key, entry in entries.items()}
+
+
+def _incarnations(statuses: Subtree) -> dict[str, int]:
+    """RolloutWorkers by name, with their incarnation."""
+    return {
+        f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": names.WorkerStatus.decode(value).incarnation
+        for key, value in statuses.entries().items()
+    }

@@ -106,12 +106,10 @@ class ReplaceableWorker:
 
     async def _moved(self) -> str:
         """What is registered, once it is another process."""
+        kind = await asyncio.to_thread(self._resolver.follow, self._key.rpartition("/")[0])
         while True:
-            try:
-                registered = await asyncio.to_thread(self._resolver.get, self._key)
-            except NameEntryNotFound:  # its lease has run out, and there is no other yet
-                registered = self._registered
-            if registered != self._registered:
+            registered = kind.get(self._key)
+            if registered not in (None, self._registered):  # None: its lease has run out, and there is no other yet
                 return registered
             await asyncio.sleep(LOOK_UP_S)
 

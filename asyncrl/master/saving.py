@@ -20,7 +20,16 @@ from asyncrl.master.ranks import Ranks
 from asyncrl.master.run_files import checkpoint_root
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import versions_in
-from asyncrl.trainer.messages import CommitCheckpoint, FinishShare, SaveCheckpoint, WrittenShare
+from asyncrl.runtime.worker import RestartTogether
+from asyncrl.trainer.messages import (
+    COPY_INTERRUPTED,
+    KEPT_STEP_LOST,
+    CommitCheckpoint,
+    FinishShare,
+    LoadLastStep,
+    SaveCheckpoint,
+    WrittenShare,
+)
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
 from asyncrl.weights.checkpoint_dir import which_to_keep
 from asyncrl.weights.manifest import FileEntry
@@ -105,10 +114,10 @@ class Checkpoints:
 
 
 class KeptSteps:
-    """The state of the last step, on the host.
+    """The state of the last step, in the memory of the ranks' hosts.
 
     Args:
-        last_step: where; None where none is kept.
+        last_step: None where none is kept.
     """
 
     def __init__(self, last_step: LastStep | None, ranks: Ranks) -> None:
@@ -124,7 +133,7 @@ class KeptSteps:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
         if self._last_step is None:
             return
-        self._path = str(self._last_step.state_root / f"v{version}")
+        self._path = f"v{version}"
         try:
             await self._ranks.all(SaveCheckpoint(self._path, version, state, of_last_step=True))
         except RemoteError as error:
@@ -132,9 +141,32 @@ class KeptSteps:
 
     async def take_up(self, version: int) -> bool:
         """As `finish`, of what a master before this one had begun for `version`."""
-        if self._last_step is not None:
-            self._path = str(self._last_step.state_root / f"v{version}")
+        self._path = f"v{version}"
         return await self.finish()
+
+    async def load(self, announced: int) -> dict[str, Any] | None:
+        """Have the ranks restore what is kept; the master's state in it, None where there is nothing.
+
+        Args:
+            announced: the version that others know.
+
+        Raises:
+            RestartTogether: what others know of is not there any more, so that only a checkpoint is left to go on from.
+        """
+        if self._last_step is None:
+            return None
+        try:
+            state = (await self._ranks.all(LoadLastStep()))[0].master_state
+            version = 0 if state is None else state["version"]
+            if version >= announced:
+                return state
+            lost = f"version {announced} was announced, version {version} is what is kept"
+        except RemoteError as error:
+            if error.kind != KEPT_STEP_LOST:
+                raise
+            lost = error.message
+        self._last_step.tear()
+        raise RestartTogether(f"the last step is lost, only a checkpoint is left to go on from: {lost}")
 
     async def finish(self) -> bool:
         """Wait until the state that was begun is whole, so that others may hear of the step; False: it will not be."""
@@ -142,13 +174,19 @@ class KeptSteps:
             return False
         try:
             shares = await self._ranks.all(FinishShare(self._path, of_last_step=True))
-            await self._ranks.publisher(CommitCheckpoint(self._path, _files_of(shares), keep=1, of_last_step=True))
+            await self._ranks.all(CommitCheckpoint(self._path, _files_of(shares), keep=1, of_last_step=True))
         except RemoteError as error:
             self._keep_no_more(error)
         return self.on
 
     def _keep_no_more(self, error: RemoteError) -> None:
-        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it."""
+        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it.
+
+        Raises:
+            RemoteError: a rank is gone, and with it the run's way on: what is kept is to be gone on from.
+        """
+        if error.kind == COPY_INTERRUPTED:
+            raise error
         _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
         self._last_step = None
 

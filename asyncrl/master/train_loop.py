@@ -4,8 +4,7 @@ The loop holds metadata only and asks everything of its peers, so the tests run 
 
 What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
 (`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
-failure, or a stall: no train step for `system.stall_timeout_s` in which this process ran, which raises `Stalled` with
-who waits for what, on which counter.
+failure, or a stall (`asyncrl.master.stall`).
 
 Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
 for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
@@ -13,13 +12,9 @@ version, in one folder that appears at once, so after a restart all forget the s
 alone: the data state is a copy of them for RolloutWorkers that begin. It is written before each report to the manager,
 so that what the manager has forgotten of a worker's prompts stands there (`asyncrl.manager.service`).
 
-A master that follows one that died asks the ranks first where they stand. Each has the master's state of the step whose
-end was kept last. Where all are between two steps, after the same one, this loop goes on there, and nothing is loaded.
-Else all of the trainer's side has to begin again (`RestartTogether`).
-
-The last step. Where `last_step` is given, the state of each step is kept on the host before anyone outside the
-trainer's side hears of it (`asyncrl.master.saving`): the checkpoint's content, and what was about to be told
-(`_KeptStep`). A loop that finds one there goes on from it instead of from the newest checkpoint.
+Where the run stands at the beginning is found by `asyncrl.master.standing`: with the ranks, in the last step, in a
+checkpoint. Where steps are kept, the state of each is there before anyone outside the trainer's side hears of it
+(`asyncrl.master.saving`): the checkpoint's content, and what was about to be told (`_KeptStep`).
 
 The books. The manager keeps them (`staleness_gate`), from the checkpoint's on. Each report of a step brings them here
 and they are written down, so that every end can tell them: `summary.json` where the run ended well, else `books.json`
@@ -31,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -39,13 +34,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.comm.awake import AwakeClock, awake_wait
+from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.request_reply.client import PeerGone, RequestClient
+from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
+from asyncrl.master import standing
 from asyncrl.master.assignment import assign
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.buffer_order import BufferOrder
@@ -56,7 +52,7 @@ from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
 from asyncrl.master.ledger import Ledger, ToldSince
 from asyncrl.master.metric_rows import Row
-from asyncrl.master.ranks import Ranks, Stalled
+from asyncrl.master.ranks import Ranks
 from asyncrl.master.records import Drop
 from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import (
@@ -69,6 +65,8 @@ from asyncrl.master.run_files import (
 )
 from asyncrl.master.saving import Checkpoints, KeptSteps, Progress
 from asyncrl.master.settings import OnStale
+from asyncrl.master.stall import StallWatch
+from asyncrl.master.standing import Source
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.settings import evaluation_sets
@@ -81,10 +79,7 @@ from asyncrl.trainer.messages import (
     CollectWeights,
     Discard,
     EndStep,
-    LoadCheckpoint,
-    LookIntoStep,
     Publish,
-    TakeUp,
 )
 from asyncrl.trainer.settings import Placement, worker_grid
 from asyncrl.weights.transports import weight_transport
@@ -92,16 +87,12 @@ from asyncrl.weights.transports import weight_transport
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-STATUS_LIMIT_S = 5.0
-"""Limit of a question whose answer only goes into a message."""
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
 LAST_BOOKS_LIMIT_S = 30.0
 """The same at the end of a complete run: a manager that died is started again."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
-TAKE_UP_LIMIT_S = 60.0
-"""So long what a master before this one had asked for between two steps may take the ranks: copies of their state."""
 HOLD_S = 10.0
 """How long the manager holds one question about expiring rollouts."""
 
@@ -166,7 +157,6 @@ class TrainLoop:
         self._incarnation, self._begun = incarnation, begun
         self._last_step = last_step
         self._clock = clock or AwakeClock()
-        self._progress_at = self._clock()
         self.config, self.run_dir, self.peers, self.stop = config, run_dir, peers, stop
         self.version = 0
         self.buffer = SampleBuffer(
@@ -191,6 +181,15 @@ class TrainLoop:
             self._journal.evaluations_due,
             self._journal.evaluated,
             self._clock,
+        )
+        self._stall = StallWatch(
+            self._limit_s,
+            self._clock,
+            stop,
+            lambda: self._announcer.free_since,
+            peers.manager,
+            self.buffer,
+            self._collector,
         )
         self._status = GateStatus(0.0, frozenset(), "")
         self._unreported_trained: list[str] = []
@@ -278,7 +277,7 @@ class TrainLoop:
         self._owes_checkpoint = step is not None and self._checkpoints.newest() < due
         self.peers.board.announce_data_state(self._write_data_state(), self._books.dropped)
         self._collector.start()
-        self._progress_at = self._clock()
+        self._stall.progressed()
         self._begun()
         if evaluating is not None:
             self._announcer.evaluate_if_due()
@@ -324,7 +323,7 @@ class TrainLoop:
             self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
             self._ledger.step(batch, self._reported_books)
             write_books(self.run_dir, self.version, self._books)
-            self._progress_at = self._clock()
+            self._stall.progressed()
         if self._checkpoint_is_due:
             await self._save()
 
@@ -344,14 +343,16 @@ class TrainLoop:
             await self._report()  # what expired leaves the gate's count, which makes room for what the batch lacks
             if len(self.buffer) >= self.config.train_batch_size:
                 return
-            await self._wait(self._collector.changed(), "trajectories from the RolloutWorkers")
+            await self._stall.wait(self._collector.changed(), self.version, "trajectories from the RolloutWorkers")
 
     async def _nothing_would_expire(self) -> None:
         """Hold the step until every rollout that a later step could not train is in the buffer."""
         what = "the end of rollouts that would expire (on_stale=wait)"
-        while running := await self._wait(self.peers.manager.wait_expiring(self.version, HOLD_S), what):
+        while running := await self._stall.wait(
+            self.peers.manager.wait_expiring(self.version, HOLD_S), self.version, what
+        ):
             _log.info("step %d is held for %d rollouts that would expire", self.version, len(running))
-        await self._wait(self._collector.refresh(), "the ModelWorkers to tell what they received")
+        await self._stall.wait(self._collector.refresh(), self.version, "the ModelWorkers to tell what they received")
 
     async def _train(self, batch: TrainBatch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
@@ -493,51 +494,26 @@ class TrainLoop:
             await self._announcer.close()
 
     async def _restore(self) -> dict[str, Any] | None:
-        """The master's state where the ranks stand; where they begin too, that of the last step or the newest
-        checkpoint, which they load. None where there is none.
-        """
-        state = await self._where_ranks_stand()
-        if found := state is not None:
-            _log.info("the ranks stand between two steps, and keep what they have")
-        last_step = self._last_step if self._last_step is not None and self._last_step.version is not None else None
+        """The master's state as the ranks have it now, and this loop; None at the beginning of the run."""
+        announced = self.peers.board.announced_version()
+        checkpoints = checkpoint_root(self.run_dir)
+        state, source = await standing.find(self._ranks, self._steps, checkpoints, self._incarnation, announced)
         if state is None:
-            root = checkpoint_root(self.run_dir) if last_step is None else last_step.state_root
-            state = (await self._ranks.all(LoadCheckpoint(str(root))))[0].master_state
-            if last_step is not None and (state is None or state["version"] != last_step.version):
-                last_step.tear()
-                raise RestartTogether(f"{root} is not whole: only a checkpoint is left to go on from")
-        if state is not None:
-            self.version = state["version"]
-            self.buffer.restore(state["buffer"])
-            self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
-            kept = await self._steps.take_up(self.version) if found else last_step is not None
-            self._checkpoints.saved, self._kept_version = None if found or kept else self._progress, self.version
-            # The gate counts B per version, whatever B was when they were trained.
-            trained = self.version * self.config.train_batch_size
-            self._trained_before = trained - self.buffer.trained
-            dropped = state.get("dropped", {})  # a checkpoint of an earlier version of asyncrl has none
-            self._books = GateBooks(trained + sum(dropped.values()), trained, dropped, abandoned=0)
-            _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
+            return None
+        self.version = state["version"]
+        self.buffer.restore(state["buffer"])
+        self._curriculum = self._new_curriculum(state.get("curriculum", ()))  # as for `dropped` below
+        if source is Source.ranks:
+            await self._steps.take_up(self.version)
+        self._checkpoints.saved = self._progress if source is Source.checkpoint else None
+        self._kept_version = self.version
+        # The gate counts B per version, whatever B was when they were trained.
+        trained = self.version * self.config.train_batch_size
+        self._trained_before = trained - self.buffer.trained
+        dropped = state.get("dropped", {})  # a checkpoint of an earlier version of asyncrl has none
+        self._books = GateBooks(trained + sum(dropped.values()), trained, dropped, abandoned=0)
+        _log.info("continuing at version %d with %d prompts used", self.version, len(self.buffer.used))
         return state
-
-    async def _where_ranks_stand(self) -> dict[str, Any] | None:
-        """The state that a master before this one left with every rank; None where all of them begin too.
-
-        Raises:
-            RestartTogether: they are in a step, stand after different ones, or one does not answer.
-        """
-        try:
-            async with asyncio.timeout(TAKE_UP_LIMIT_S):
-                if any(rank.in_step for rank in await self._ranks.all(LookIntoStep())):
-                    raise RestartTogether("the ranks are in a step that has not ended")
-                standing = await self._ranks.all(TakeUp(self._incarnation))
-        except (TimeoutError, Stalled, PeerGone) as error:
-            raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
-        states = [rank.master_state for rank in standing]
-        versions = {None if state is None else state["version"] for state in states}
-        if len(versions) > 1 or any(rank.in_step for rank in standing):
-            raise RestartTogether(f"the ranks are in a step, or not after the same one: {versions}")
-        return states[0]
 
     async def _save(self) -> None:
         """Begin a checkpoint of the current version, once the one before it is there."""
@@ -607,36 +583,3 @@ class TrainLoop:
     @property
     def _complete(self) -> bool:
         return self.version >= self.config.total_train_steps
-
-    async def _wait(self, waiting: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Await `waiting` for as long as a step may take; `what` names what is waited for.
-
-        An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come.
-        """
-        task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
-        try:
-            while (left_s := self._stalls_at() - self._clock()) > 0:
-                await awake_wait(task, stopping, limit_s=left_s)
-                if task.done():
-                    return task.result()
-                if stopping.done():
-                    raise StopRequested
-            raise Stalled(await self._diagnosis(what))
-        finally:
-            await cancel(task, stopping)
-
-    def _stalls_at(self) -> float:
-        """When it is too long ago that a step was complete or an evaluation ended; one under way ends now."""
-        return max(self._progress_at, self._announcer.free_since) + self._limit_s
-
-    async def _diagnosis(self, what: str) -> str:
-        try:
-            async with asyncio.timeout(STATUS_LIMIT_S):
-                gate = (await self.peers.manager.status()).description
-        except Exception as error:
-            gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
-        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
-        return (
-            f"no train step for {self._limit_s:g} s (system.stall_timeout_s): step {self.version} waits for {what}; "
-            f"{self.buffer.describe()}; {gate}{silent}"
-        )

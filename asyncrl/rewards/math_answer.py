@@ -2,8 +2,9 @@ r"""Reward for maths with a final answer: is it the right one, whatever the way 
 
 The final answer of a text is the content of its last `\boxed{...}`, else what follows its last `####` (the GSM8K form).
 
-1. What does not change the answer goes: `$`, `\$` and other currencies, `\(...\)`, `\left`, a final full stop, units,
-   `x =` where only one of the two has it.
+1. What does not change the answer goes: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`, a final
+   full stop, units, `x =` where only one of the two has it. Words that change a number (`18 and a half`, `18 minus
+   two`) are no unit, and where two known units differ (`3 am`, `3 pm`), so do the answers.
 2. Two plain numbers (`1,200`, `1{,}200`, `1200.0`, `\frac{2400}{2}`, `7\frac12`, `12 thousand`) are compared exactly;
    commas count only between groups of three digits. A percentage may be given with its sign, without, or as a fraction.
 3. The same text without spaces is the same answer.
@@ -15,39 +16,39 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import threading
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from asyncrl.api import run_in, verdict
+from asyncrl.rewards.answers import right_answers
+from asyncrl.rewards.units import says_more, units_differ, without_unit
 
 MAX_ANSWER_CHARS = 200
 """A longer "answer" is rambling; parsing it would only cost time (and an endless digit string much of it)."""
-VERIFY_LIMIT_S = 1
-"""For math-verify to parse an answer, and again to compare: in whole seconds. Beyond it the answer is wrong."""
+VERIFY_LIMIT_S = 2.0
+"""CPU time for math-verify to parse two answers and to compare them. Beyond it the answer is wrong."""
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.,])[-+]?(?:{_PLAIN})(?![\d])", re.ASCII)
-_VALUE = re.compile(rf"([-+]?)\s*({_PLAIN})", re.ASCII)
-"""No exponents: `Fraction("1e999999999")` would compute for ever."""
+_VALUE = re.compile(rf"([-+]?)\s*((?:{_PLAIN})(?:[eE][-+]?\d{{1,2}})?)", re.ASCII)
+"""No longer exponents: `Fraction("1e999999999")` would compute for ever."""
 _FRACTION = re.compile(
     r"([-+]?)\s*(?:(\d+)\s*(?=\\)|(\d+)\s+(?=\d))?"
     r"(?:\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(-?\d+)\s*/\s*(\d+))",
     re.ASCII,
 )
-_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_SHORT_UNITS = "cm|mm|km|kg|mg|ml|mL|dl|ft|in|yd|mi|lb|lbs|oz|hr|hrs|h|min|mins|sec|secs|ms|mph|km/h|am|pm|USD"
-_UNITS = re.compile(
-    r"(?<=[\d.}%])\s*(?:"
-    r"\^\s*(?:\{\s*)?\\circ(?:\s*\})?"  # degrees
-    r"|(?:\\[ ,;!]|~)*\\(?:text|mathrm|textrm|mbox|textbf|mathbf)\s*\{[^{}\d=<>+*/^]*\}(?:\s*\^\s*\{?\s*\d\s*\}?)?"
-    rf"|(?:{_SHORT_UNITS})\b(?:\s*\^\s*\{{?\s*\d\s*\}}?)?"
-    r"|(?<=[\s])(?:[A-Za-z][A-Za-z'.-]+)(?:\s+(?:per\s+)?[A-Za-z][A-Za-z'.-]*)*"
-    r")\s*$"
-)
 _ASSIGNED = re.compile(r"^\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*=(?!=)\s*")
 _DECORATION = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]]|\\!|\\displaystyle|\\?[$€£¥]|[\n\t]")
+_CURRENCY = re.compile(r"\b(?:USD?|EUR|GBP|Rs\.)\s*(?=\\?[$€£¥]|\d)")
+_GROUP_SPACE = re.compile("(?<=\\d)(?:\\\\,|[\u00a0\u2009\u202f])(?=\\d{3})")
+_VULGAR, _SLASH = re.compile("[\u00bc-\u00be\u2150-\u215e]"), "\u2044"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
 """Not those between digits: `12 00` is not 1200."""
 
@@ -58,21 +59,27 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
     """1 if the final answer of `completion` agrees with that of `data["answer"]`, else 0.
 
     Args:
-        data: its `answer` is the answer itself, or a worked solution that ends in one of the two forms.
+        data: its `answer` is the answer itself, or a worked solution that ends in one of the two forms; or a list of
+            these, of which any is right.
         completion: the answer's text.
         last_number: where the completion has neither form, take its last number. Off by default: with it a model is
             never taught to mark its answer.
+
+    Raises:
+        ValueError: the row has no answer, or an empty one.
     """
-    expected = final_answer(str(data["answer"])) or str(data["answer"])
+    expected = [final_answer(text) or text for text in right_answers(data)]
+    if not all(text.strip() for text in expected):
+        raise ValueError("the row's answer is empty, which nothing can agree with: give it one, or leave the row out")
     given = final_answer(completion)
     if given is None and last_number:
         numbers = _NUMBER_IN_TEXT.findall(completion)
         given = numbers[-1] if numbers else None
-    return 1.0 if given is not None and answers_agree(given, expected) else 0.0
+    return 1.0 if given is not None and any(answers_agree(given, text) for text in expected) else 0.0
 
 
 def final_answer(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, else the rest of the line after the last `####`; None without either."""
+    r"""What the last `\boxed{...}` or `\fbox{...}` holds, else the line after the last `####`; None without either."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed
@@ -89,6 +96,8 @@ def answers_agree(given: str, expected: str) -> bool:
         given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
     if not given or not expected:
         return False
+    if says_more(given) or says_more(expected) or units_differ(given, expected):
+        return _SPACES.sub("", given) == _SPACES.sub("", expected)
     given_value, expected_value = as_number(given), as_number(expected)
     if given_value is not None and expected_value is not None:
         if _is_percent(given) != _is_percent(expected):
@@ -105,7 +114,7 @@ def as_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    plain, scale = _without_unit(_bare(text))
+    plain, scale = without_unit(_bare(text))
     plain = plain.removesuffix("%").removesuffix("\\").strip()
     if match := _VALUE.fullmatch(plain):
         value = Fraction(match[2].replace(",", ""))
@@ -127,27 +136,14 @@ def _halves(parts: list[str | None]) -> tuple[tuple[str | None, ...], tuple[str 
 
 
 def _bare(text: str) -> str:
-    text = _DECORATION.sub("", text).replace("{,}", ",")
-    text = re.sub(r"(?<=\d)\\,(?=\d{3})", ",", text)
-    return text.strip().removesuffix(".").strip()
-
-
-def _without_unit(text: str) -> tuple[str, int]:
-    """`text` without a unit after its number, and the factor that a word such as `thousand` there stands for."""
-    match = _UNITS.search(text)
-    if match is None:
-        return text, 1
-    words = re.findall(r"[a-z]+", match[0].lower())
-    if "percent" in words:
-        return f"{text[: match.start()]}%", 1
-    scale = 1
-    for word in words:
-        scale *= _SCALES.get(word, 1)
-    return text[: match.start()].strip(), scale
+    text = _DECORATION.sub("", _CURRENCY.sub("", text)).replace("{,}", ",")
+    text = _GROUP_SPACE.sub(",", text).strip("*` \u00a0").removesuffix(".").strip()
+    text = f"-{text[1:]}" if text[:1] in ("\u2013", "\u2212") else text  # what typesetting makes of a minus
+    return _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(_SLASH, '/')}", text).strip()
 
 
 def _is_percent(text: str) -> bool:
-    return _without_unit(text)[0].endswith("%")
+    return without_unit(text)[0].endswith("%")
 
 
 def _verified(given: str, expected: str) -> bool:
@@ -160,22 +156,56 @@ def _verified(given: str, expected: str) -> bool:
         raise RuntimeError(
             "math_answer_reward works in a process's main thread; leave reward.run_in at auto or process"
         )
-    import math_verify  # takes 0.4 s and sympy: only the processes of the pool pay for it
+    parse, verify = _math_verify()
+    try:
+        with _at_most(VERIFY_LIMIT_S):
+            parsed = [parse(f"${_for_verify(text)}$", parsing_timeout=None) for text in (expected, given)]
+            return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+    except _OutOfTimeError:
+        return False
+
+
+@cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its `parse` and `verify`, loaded and used once: that takes a second, which no answer is to pay for."""
+    import math_verify  # with sympy; only the processes of the pool pay for it
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # each answer it cannot read would be a traceback
-    parsed = [
-        math_verify.parse(f"${_without_unit(text)[0]}$", parsing_timeout=VERIFY_LIMIT_S) for text in (expected, given)
-    ]
-    if not all(parsed):
-        return False
-    return bool(math_verify.verify(parsed[0], parsed[1], timeout_seconds=VERIFY_LIMIT_S))
+    one = math_verify.parse("$\\frac{1}{2}$", parsing_timeout=None)
+    math_verify.verify(one, one, timeout_seconds=None)
+    return math_verify.parse, math_verify.verify
+
+
+class _OutOfTimeError(BaseException):
+    """No `Exception`, which sympy and math-verify catch on their way."""
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises in what takes more CPU time; by the clock, a busy machine would make right answers wrong."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _for_verify(text: str) -> str:
+    """What it reads as LaTeX does: of `10^-3` that would be `10^{-}3`."""
+    return re.sub(r"\^(-\d+)", r"^{\1}", without_unit(text)[0])
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
         return None
-    start += len("\\boxed{")
+    start = boxes[-1].end()
     depth = 1
     for position in range(start, min(len(text), start + MAX_ANSWER_CHARS)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

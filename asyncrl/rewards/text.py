@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl.api import run_in, verdict
+from asyncrl.rewards.answers import right_answers
 
 MAX_NUMBER_CHARS = 100
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
@@ -22,7 +23,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def exact_match(data: Mapping[str, Any], completion: str, *, ignore_case: bool = False) -> float:
     """1 if the answer is `data["answer"]` (of a list: one of them), blanks at both ends left aside, else 0."""
     given = completion.strip()
-    wanted = [text.strip() for text in _answers(data)]
+    wanted = [text.strip() for text in right_answers(data)]
     if ignore_case:
         given, wanted = given.casefold(), [text.casefold() for text in wanted]
     return 1.0 if given in wanted else 0.0
@@ -36,7 +37,7 @@ def numeric_match(data: Mapping[str, Any], completion: str, *, tolerance: float 
     Commas count between groups of three digits only. Without a number in either the reward is 0.
     """
     given = _last_number(completion)
-    for text in _answers(data):
+    for text in right_answers(data):
         wanted = _last_number(text)
         if given is not None and wanted is not None and abs(given - wanted) <= Fraction(tolerance):
             return 1.0
@@ -50,12 +51,7 @@ def f1(data: Mapping[str, Any], completion: str) -> float:
     The harmonic mean of precision and recall over words, as for SQuAD (arXiv:1606.05250): in lower case, without
     punctuation and English articles. Two texts without a word agree.
     """
-    return max((_f1(_words(completion), _words(text)) for text in _answers(data)), default=0.0)
-
-
-def _answers(data: Mapping[str, Any]) -> list[str]:
-    answer = data["answer"]
-    return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
+    return max((_f1(_words(completion), _words(text)) for text in right_answers(data)), default=0.0)
 
 
 def _last_number(text: str) -> Fraction | None:

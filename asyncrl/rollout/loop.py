@@ -16,8 +16,8 @@ counted by name in the metrics of the next trajectory that is pushed.
 A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
 agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
 (`failed: reward my.py:score`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
-makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`). When everything fails the
-loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the last error.
+makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`; `overlong_prompt`, which is
+no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than rollouts are running, raise the last error.
 Fewer than those running may be a few bad rows, which fail at once while the good ones take their time.
 """
 
@@ -28,7 +28,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
@@ -41,7 +41,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
 from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
-from asyncrl.rollout.offload.errors import failed_label
+from asyncrl.rollout.offload.errors import group_failed_in
 from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
@@ -68,6 +68,8 @@ class _Candidate:
     prompt: Prompt | Exception
     route: Route | None = None
     rests: bool = False
+    failed_in: str | None = None
+    """The code of the user's in which it failed, where that is known."""
 
     @property
     def wanted(self) -> WantedRollout:
@@ -91,11 +93,16 @@ class _RolloutPolicy:
     client: RolloutClient
     rollout_id: str
     route: Route | None
+    failures: list[Exception] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
-        with timed(Activity.generate):
-            return await self.client.generate(request, self.rollout_id, route=route)
+        try:
+            with timed(Activity.generate):
+                return await self.client.generate(request, self.rollout_id, route=route)
+        except Exception as error:
+            self.failures.append(error)
+            raise
 
 
 class RolloutLoop:
@@ -214,15 +221,19 @@ class RolloutLoop:
         if isinstance(candidate.prompt, Exception):
             raise candidate.prompt
         policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
-        with metered() as meter:
-            samples, counted = await run_group(
-                plugins.agent,
-                plugins.make_envs(candidate.prompt.group_size),
-                candidate.prompt,
-                policy,
-                plugins.episode_client,
-                self._tries,
-            )
+        try:
+            with metered() as meter:
+                samples, counted = await run_group(
+                    plugins.agent,
+                    plugins.make_envs(candidate.prompt.group_size),
+                    candidate.prompt,
+                    policy,
+                    plugins.episode_client,
+                    self._tries,
+                )
+        except Exception as error:
+            candidate.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
+            raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         if not samples:
             return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
@@ -264,19 +275,14 @@ class RolloutLoop:
         prompt_id = candidate.ref.prompt_id
         if isinstance(error, OverlongPrompt):  # said at the start, with how many there are; no sign of a defect
             _log.debug("prompt %s is left out: %s", prompt_id, error)
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.bad_prompt)
+            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.overlong_prompt)
         self._attempts[prompt_id] += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):
             _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
             raise error
-        reason = _reason(error)
+        reason = DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(candidate.failed_in)
         again = reason != DropReason.bad_prompt and self._attempts[prompt_id] < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
         return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)
-
-
-def _reason(error: Exception) -> str:
-    """Why a rollout that raised `error` is dropped."""
-    return DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(failed_label(error))

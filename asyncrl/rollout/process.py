@@ -30,7 +30,7 @@ from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
 
 MEMBERSHIP_INTERVAL_S = 1.0
-"""How often the training ranks are looked up again."""
+"""How often it is looked whether there are other training ranks."""
 CLOSE_LIMIT_S = 1.0
 """So long the last trajectories may take to be acknowledged after a stop request."""
 
@@ -171,9 +171,10 @@ class RolloutWorker(AsyncWorker):
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""
         groups: Mapping[str, tuple[str, ...]] = {}
         me = names.pusher_key(self.index)
+        ranks = await asyncio.to_thread(self.resolver.follow, names.PULLERS)
+        workers = await asyncio.to_thread(self.resolver.follow, names.PUSHERS)
         while True:
-            pullers = await asyncio.to_thread(self.resolver.get_subtree, names.PULLERS)
-            pushers = await asyncio.to_thread(self.resolver.get_subtree, names.PUSHERS)
+            pullers, pushers = ranks.entries(), workers.entries()
             groups = group({*pushers, me}, pullers, groups)
             pusher.set_addresses(pullers[key] for key in groups[me])
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)

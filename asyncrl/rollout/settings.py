@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from asyncrl.api.reward import RunIn
 from asyncrl.chat.settings import ChatConfig
 from asyncrl.chat.stop_strings import check_stop_strings
-from asyncrl.config import signatures
+from asyncrl.config import plugin_forms, signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
 from asyncrl.datasets.chat import AUTO, OFF
 from asyncrl.datasets.prompts import Overlong
@@ -410,7 +410,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     elif evaluation.interval:
         yield from _held_out_rows(data, evaluation)
-    yield from signatures.agent_problems("agent", config.agent.path, config.agent.args)
+    yield from plugin_forms.agent_problems("agent", config.agent.path, config.agent.args)
     if config.agent.run_in == RunIn.loop:
         yield "agent.run_in=loop: an agent of yours is never called on the worker's own event loop; use auto"
     yield from _environment(config.env)
@@ -473,7 +473,7 @@ def _environment(env: EnvConfig) -> Iterator[str]:
                 f"env.vectorized=true: env.path={env.path!r} is no environment of gymnasium's; write "
                 f"{GYMNASIUM}<name>, or leave it out"
             )
-        yield from signatures.problems("env", env.path, env.args, supplied=("reward",))
+        yield from plugin_forms.environment_problems("env", env.path, env.args)
         return
     if importlib.util.find_spec("gymnasium") is None:
         yield f"env.path={env.path!r}: the package gymnasium is not installed; pip install 'asyncrl[gymnasium]'"

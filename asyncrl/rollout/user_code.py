@@ -34,6 +34,7 @@ from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment,
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader, Seats, is_async
+from asyncrl.rollout.offload.places import GroupPlaces, Places
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
@@ -86,7 +87,15 @@ class Plugins:
         check_format(config, self._format.chat.source if self._format.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
-        self.agent = self._adapted(_agent(config.agent, self._format, self.tools.toolbox), rewards)
+        agent = _agent(config.agent, self._format, self.tools.toolbox)
+        self._at_once, self._env_places = _plays_at_once(agent), Places(config.env.processes)
+        if self._env_in_process and self._at_once and config.env.processes < config.group_size:
+            raise ConfigError(
+                f"env.processes={config.env.processes}: agent.path={config.agent.path!r} plays its group at once and "
+                f"may open all its environments, group_size={config.group_size} of them; have env.processes at least "
+                "that"
+            )
+        self.agent = self._adapted(agent, rewards)
 
     @property
     def train_set(self) -> Dataset:
@@ -122,6 +131,8 @@ class Plugins:
     def make_envs(self, size: int) -> Callable[[], Environment]:
         """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""
         config = self._config.env
+        if self._env_in_process and self._at_once:
+            return functools.partial(self.make_env, GroupPlaces(self._env_places, size))
         if not config.vectorized:
             return self.make_env
         from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
@@ -135,12 +146,16 @@ class Plugins:
         together, made = games(size), itertools.count()
         return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
 
-    def make_env(self) -> Environment:
-        """A new environment, for one episode. One whose methods block is made when it is first used, where it runs."""
+    def make_env(self, places: GroupPlaces | None = None) -> Environment:
+        """A new environment, for one episode. One whose methods block is made when it is first used, where it runs.
+
+        Args:
+            places: of a group that is played at once, where environments have processes.
+        """
         config = self._config.env
         if self._env_in_process:
-            target = Target(self._env.path, self._env.args)
-            return ProcessEnvironment(target, self._reward, f"env {config.path}", config.timeout_s, self.offloader)
+            target, label = Target(self._env.path, self._env.args), f"env {config.path}"
+            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self.offloader, places)
         make = functools.partial(_built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:
             return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self.offloader)
@@ -311,6 +326,12 @@ def _env_place(config: EnvConfig, found: Any) -> RunIn:
             f"env.run_in=thread: {config.path!r} has an `async def step`, which runs on an event loop; leave it at auto"
         )
     return wanted
+
+
+def _plays_at_once(agent: Agent) -> bool:
+    """Whether an agent of the user's has a whole group in hand."""
+    form = type(agent).form()
+    return form in ("roll_out", "run_group") and not is_built_in(getattr(type(agent), form))
 
 
 def _agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:

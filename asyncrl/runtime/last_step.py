@@ -1,4 +1,4 @@
-"""What outlives the processes of the trainer's side on their host: the state of the last step, and the inboxes.
+"""What outlives the processes of the trainer's side: the state of the last step, and the inboxes.
 
     <folder>/state/v<N>/     a checkpoint of version N, the newest one, whole or not there
     <folder>/inbox-<head>/   the trajectories that the rank has acknowledged, and that are not trained for good
@@ -14,25 +14,50 @@ So nobody outside the trainer's side has ever heard of a version or a trained ro
 and no token of a version that is forgotten can be taken for one of its namesake. Where the folder has not even the
 announced version (it was full, or switched off), the trainer's side cannot be restarted alone: `can_go_on`.
 
-A launcher that was killed leaves its folder; whoever begins one on this host removes those whose launcher is gone.
+Where ranks run on other hosts than the launcher, each of their hosts has a folder of its own, with its ranks' part of
+the state and with copies of another host's (`asyncrl.trainer.kept_copies`). Their inboxes lie in the run's folder,
+which all hosts see, so that they outlive every host: they are small beside a state, and a rank that acknowledges a
+trajectory has no neighbour to wait for. The master then finds out by the ranks whether one can go on.
+
+    <run folder>/last_step         says which folders in memory are of this launch; without it nobody goes on
+    <run folder>/inboxes/<head>/
+
+A launcher that was killed leaves its folder; whoever begins one on this host removes those whose launcher is gone. On
+another host ranks remove theirs when they are asked to stop, and those of launches that are over when they begin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 from pathlib import Path
+from typing import Self
 
+import msgspec
+
+from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import identity_of
-from asyncrl.runtime.run_dir import versions_in
+from asyncrl.runtime.run_dir import INBOXES_DIR, LAST_STEP_FILE, versions_in
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "asyncrl-"
 _STATE = "state"
 _TORN = "torn"
 _OWNER = "owner"
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """Whose folder it is: of the launch that wrote `launch` into `run_dir`, and of process `pid` on this host, if any
+    here ends it."""
+
+    run_dir: str
+    launch: str
+    pid: int = 0
+    started: int = 0
 
 
 def keeps_last_step(config: ExperimentConfig) -> bool:
@@ -42,13 +67,32 @@ def keeps_last_step(config: ExperimentConfig) -> bool:
     return config.checkpoint.keep_last_step and not config.samples.replay
 
 
-class LastStep:
-    """The folder of the run in `run_dir`."""
+def trains_elsewhere(config: ExperimentConfig) -> bool:
+    """Whether a rank runs on another host than the launcher."""
+    return any(host.name and MODEL_WORKER in host.runs for host in config.system.hosts)
 
-    def __init__(self, run_dir: Path) -> None:
-        name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:24]}"
+
+class LastStep:
+    """What is kept of the run in `run_dir`.
+
+    Args:
+        host: whose memory it is, where ranks run on other hosts than the launcher; empty: the launcher's.
+    """
+
+    def __init__(self, run_dir: Path, host: str = "") -> None:
+        self._run_dir, self._mark = run_dir, run_dir / LAST_STEP_FILE
+        self.spread = bool(host)
+        """Whether every host of ranks has a folder of its own."""
+        # Of another launch of the same run a folder may be left on any host but the launcher's.
+        whose = f"{run_dir} {host} {_launch_of(run_dir)}" if host else str(run_dir)
+        name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(whose.encode()).hexdigest()[:24]}"
         in_memory = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
-        self.folder = _MEMORY / name if in_memory else run_dir / "last_step"
+        self.folder = _MEMORY / name if in_memory else run_dir / f"memory-{name}"
+
+    @classmethod
+    def of_rank(cls, config: ExperimentConfig, run_dir: Path) -> Self:
+        """That of a rank at `config.system.host`."""
+        return cls(run_dir, config.system.host if trains_elsewhere(config) else "")
 
     @property
     def state_root(self) -> Path:
@@ -57,55 +101,104 @@ class LastStep:
 
     def inbox(self, head: int) -> Path:
         """Where the data-parallel head keeps its inbox."""
-        return self.folder / f"inbox-{head}"
+        return self._run_dir / INBOXES_DIR / str(head) if self.spread else self.folder / f"inbox-{head}"
 
     @property
     def version(self) -> int | None:
         """The version whose state is there."""
         return max(versions_in(self.state_root), default=None)
 
+    @property
+    def torn(self) -> bool:
+        """Whether something that should be there is missing."""
+        return not self._mark.exists() or (self.folder / _TORN).exists()
+
     def begin(self) -> None:
-        """Make the folder anew, empty.
+        """Make the folder anew, empty, and those of other hosts void. The launcher does.
 
         Raises:
             OSError: it cannot be made, or another user has made it.
         """
         self.remove()
         _remove_orphans()
-        self.folder.mkdir(mode=0o700)
-        (self.folder / _OWNER).write_text(_identity(os.getpid()))
+        launch = secrets.token_hex(8)
+        self._mark.write_text(launch)
+        self._make(_Owner(str(self._run_dir), launch, *_identity(os.getpid())))
+
+    def join(self) -> None:
+        """Make the folder of this host, where it is not the launcher's to make. A rank does.
+
+        Raises:
+            OSError: it cannot be made, or another user has made it.
+        """
+        if self.spread:
+            _remove_orphans()
+            self._make(_Owner(str(self._run_dir), _launch_of(self._run_dir)))
+            (self._run_dir / INBOXES_DIR).mkdir(mode=0o700, exist_ok=True)
+
+    def leave(self) -> None:
+        """Remove this host's folder, if the launcher would not. A rank does, once the run is over."""
+        if self.spread:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the folder with all there is."""
+        """Remove the folder with all there is. The launcher does."""
         if self.folder.is_symlink():
             raise OSError(f"{self.folder} is a link that somebody else made; remove it")
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
+        self._mark.unlink(missing_ok=True)
+        for folder in (self.folder, self._run_dir / INBOXES_DIR):
+            if folder.exists():
+                shutil.rmtree(folder)
+        _remove_orphans()  # of other addresses of this host
 
     def tear(self) -> None:
-        """Something that should be there is missing: who goes on from here would lose it."""
-        (self.folder / _TORN).touch()
+        """Something that should be there is missing: who goes on from here would lose it.
+
+        Raises:
+            OSError: this can be said nowhere.
+        """
+        with contextlib.suppress(OSError):  # the folder itself is gone, or that of another host
+            (self.folder / _TORN).touch()
+        self._mark.unlink(missing_ok=True)
 
     def can_go_on(self, announced: int) -> bool:
         """Whether successors may begin with what is there, where version `announced` is known to others."""
-        if not self.folder.is_dir() or (self.folder / _TORN).exists():
+        if self.torn or not self.folder.is_dir():
             return False
         return (self.version or 0) >= announced
 
+    def _make(self, owner: _Owner) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
+            raise OSError(f"{self.folder} is somebody else's; remove it")
+        (self.folder / _OWNER).write_bytes(msgspec.json.encode(owner))
+
 
 def _remove_orphans() -> None:
-    """Remove this user's folders in memory whose launcher is gone."""
+    """Remove this user's folders in memory whose launch is over: its launcher on this host is gone, or another said so
+    in the run's folder.
+    """
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
-            owner = (folder / _OWNER).read_text()
-        except OSError:  # it is just being made, or is none of these
+            owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
+        except (OSError, msgspec.DecodeError):  # it is just being made, or is none of these
             continue
-        pid = owner.partition(" ")[0]
-        if not pid.isdecimal() or _identity(int(pid)) != owner:
+        here = bool(owner.pid)
+        launch = _launch_of(owner.run_dir)
+        over = _identity(owner.pid) != (owner.pid, owner.started) if here else launch != owner.launch or not launch
+        if over:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _identity(pid: int) -> str:
+def _launch_of(run_dir: str | Path) -> str:
+    """Which launch the run is of; empty where nobody may go on."""
+    try:
+        return (Path(run_dir) / LAST_STEP_FILE).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _identity(pid: int) -> tuple[int, int]:
     """Tells a process from a later one with the same id."""
     identity = identity_of(pid)
-    return f"{pid} {0 if identity is None else identity.started}"
+    return pid, 0 if identity is None else identity.started

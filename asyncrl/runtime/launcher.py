@@ -31,8 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolveError
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameResolveError, Subtree
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
@@ -290,27 +289,27 @@ class Launcher:
         """Say how long it took until what was started again could work, and write it down."""
         incarnations = {plan.name: self._deaths[plan.name] for plan in plans}
 
-        def are_ready() -> bool:
-            with open_resolver(self.config, self.run_dir) as resolver:
-                for plan in plans:
-                    try:
-                        value = resolver.get(names.status_key(plan.kind, plan.index))
-                    except NameEntryNotFound:
-                        return False
-                    status = names.WorkerStatus.decode(value)
-                    if status.incarnation < incarnations[plan.name] or status.state == "starting":
-                        return False
+        def are_ready(statuses: Subtree) -> bool:
+            for plan in plans:
+                value = statuses.get(names.status_key(plan.kind, plan.index))
+                if value is None:
+                    return False
+                status = names.WorkerStatus.decode(value)
+                if status.incarnation < incarnations[plan.name] or status.state == "starting":
+                    return False
             return True
 
-        while time.monotonic() - began < READY_LIMIT_S:
-            if any(self._deaths[name] != number for name, number in incarnations.items()):
-                return  # it died again before it was ready: that one's restart tells it
-            if await asyncio.to_thread(are_ready):
-                seconds = time.monotonic() - began
-                note_went_on(self.run_dir, what, seconds)
-                self._display.note(f"{what} went on after {seconds:.1f} s")
-                return
-            await asyncio.sleep(REFRESH_S)
+        with await asyncio.to_thread(open_resolver, self.config, self.run_dir) as resolver:
+            statuses = await asyncio.to_thread(resolver.follow, names.STATUSES)
+            while time.monotonic() - began < READY_LIMIT_S:
+                if any(self._deaths[name] != number for name, number in incarnations.items()):
+                    return  # it died again before it was ready: that one's restart tells it
+                if are_ready(statuses):
+                    seconds = time.monotonic() - began
+                    note_went_on(self.run_dir, what, seconds)
+                    self._display.note(f"{what} went on after {seconds:.1f} s")
+                    return
+                await asyncio.sleep(REFRESH_S)
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Say what ended and what comes of it, have the rest saved and stopped."""

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.comm.name_resolve import NameBackend
+from asyncrl.comm.name_resolve import EtcdAccess, NameBackend
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
 from asyncrl.config.setting import ConfigError, modules_in, not_a_choice, setting
 from asyncrl.runtime.hardware import LOOPBACK, interface_of
@@ -80,6 +80,17 @@ class KubernetesConfig:
 
 
 @dataclass
+class EtcdConfig:
+    """Who the run is to etcd, and how the connection is encrypted. Secrets are files, the same path on every host."""
+
+    user: str = setting("", "as whom to log in; its role needs readwrite of the prefix /asyncrl/; empty: nobody")
+    password_file: str = setting("", "file with the user's password, which nobody else may read")
+    ca_file: str = setting("", "PEM file of the authority that signed the servers' certificates; empty: no TLS")
+    certificate_file: str = setting("", "PEM file of the run's own certificate, where the servers ask for one")
+    key_file: str = setting("", "PEM file of that certificate's key, which nobody else may read")
+
+
+@dataclass
 class SystemConfig:
     """Processes and how they find each other."""
 
@@ -97,8 +108,11 @@ class SystemConfig:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
-        "", "file: a folder, which trials may share (empty: a private one); etcd3: host:port"
+        "",
+        "file: a folder, which trials may share (empty: a private one); etcd3: host:port, of a cluster all members' "
+        "separated by spaces",
     )
+    etcd: EtcdConfig = field(default_factory=EtcdConfig)
     name_resolve_patience_s: float = setting(
         60.0,
         "name resolution may be away for so long (etcd elects a leader, a file handle is stale, the disk is full): "
@@ -107,6 +121,9 @@ class SystemConfig:
         minimum=0.0,
     )
     encrypt: bool = setting(True, "CURVE on every ZMQ socket; TLS and a bearer token on every HTTP request")
+    unencrypted_network: bool = setting(
+        False, "asks a second time for encrypt=false where processes listen on a network: everybody on it is trusted"
+    )
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
     start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
     heartbeat_s: float = setting(
@@ -129,10 +146,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
     system = config.system
     if system.name_resolve == NameBackend.etcd3:
-        if not system.name_resolve_root:
-            yield "system.name_resolve_root='': name_resolve=etcd3 needs the server's address; give host:port"
+        yield from etcd_access(system).faults()
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
+    elif given := [name for name, value in vars(system.etcd).items() if value]:
+        yield f"system.etcd.{given[0]}: is for system.name_resolve=etcd3, which is {system.name_resolve}; leave it out"
     if system.launcher == _RAY:
         yield from _ray(system)
     if system.launcher == _KUBERNETES:
@@ -140,6 +158,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
+    if not system.encrypt and system.host not in LOOPBACK and not system.unencrypted_network:
+        yield (
+            f"system.encrypt=false: anybody on the network of system.host={system.host} could read and change what the "
+            "processes tell each other; leave it true, or ask twice with system.unencrypted_network=true"
+        )
     try:
         interface_of(system.host)
     except ValueError as error:
@@ -192,6 +215,12 @@ def check_place(config: ExperimentConfig) -> None:
         )
 
 
+def etcd_access(system: SystemConfig) -> EtcdAccess:
+    """How etcd is reached."""
+    files = {name: str(value) for name, value in vars(system.etcd).items()}
+    return EtcdAccess.at(system.name_resolve_root, **files)
+
+
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with `system.hosts`."""
     system = config.system
@@ -212,10 +241,11 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
     names = [host.name for host in system.hosts]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"system.hosts: {name or 'the launcher`s own host'} is there {names.count(name)} times; join the entries"
-    if not system.encrypt and {host.address for host in system.hosts} - LOOPBACK:
+    addresses = {host.address for host in system.hosts}
+    if not system.encrypt and addresses - LOOPBACK and not system.unencrypted_network:
         yield (
             "system.encrypt=false: between hosts anybody on their network could read and change what the processes "
-            "tell each other; leave it true"
+            "tell each other; leave it true, or ask twice with system.unencrypted_network=true"
         )
     placed = [kind for host in system.hosts for kind in host.runs]
     for kind in PLACED:
@@ -223,10 +253,3 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
             yield f"system.hosts: none runs {kind}; add it to the runs of one"
         elif kind in (MASTER_WORKER, GSERVER_MANAGER) and placed.count(kind) > 1:
             yield f"system.hosts: {placed.count(kind)} hosts run {kind}, of which there is one; leave it to one host"
-    away = [host for host in system.hosts if host.name and {MASTER_WORKER, MODEL_WORKER} & set(host.runs)]
-    if away and config.checkpoint.keep_last_step:
-        yield (
-            f"checkpoint.keep_last_step=true: the last step is kept in the memory of the launcher's host, and "
-            f"{away[0].name} is another; set it to false (the trainer then goes on from the newest checkpoint), or run "
-            f"{MASTER_WORKER} and {MODEL_WORKER} on the launcher's own host, whose name is empty"
-        )

@@ -18,7 +18,7 @@ from asyncrl.comm.names import TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.claim import TrialClaim, is_here
-from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
 from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.resume import TrialError, continuation
 from asyncrl.runtime.run_dir import (
@@ -147,7 +147,11 @@ class Trial:
         except NameResolveError as error:
             self._note(f"name resolution does not tell which version the servers have: {error}")
             return False
-        return keeps_last_step(self.config) and self._last_step.can_go_on(announced)
+        if not keeps_last_step(self.config):
+            return False
+        if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
+            return not self._last_step.torn
+        return self._last_step.can_go_on(announced)
 
     def forget_trainer(self) -> None:
         """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""

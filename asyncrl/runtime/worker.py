@@ -34,8 +34,10 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
+from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.waiting import await_name
 
 
@@ -69,12 +71,12 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
     """Name resolution of the run in `run_dir`, as `config.system` says; with `patience_s` less patient."""
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
     patience_s = system.name_resolve_patience_s if patience_s is None else patience_s
-    root, address = str(run_dir / NAMES_DIR), ""
+    root, etcd = str(run_dir / NAMES_DIR), None
     if system.name_resolve == NameBackend.etcd3:
-        root, address = f"/asyncrl/{trial}", system.name_resolve_root
+        root, etcd = f"/asyncrl/{trial}", etcd_access(system)
     elif system.name_resolve_root:  # which other trials may share
         root = str(Path(system.name_resolve_root).expanduser() / trial)
-    return make_resolver(system.name_resolve, root, etcd_address=address, patience_s=patience_s)
+    return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
 
 
 class Worker(ABC):
@@ -119,7 +121,8 @@ class Worker(ABC):
             self.log.warning("%s cannot go on alone: %s", self.name, error)
             return EXIT_TOGETHER
         except BaseException as error:
-            self.log.exception("%s failed", self.name)
+            told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
+            self.log.error("%s failed: %s", self.name, error, exc_info=not told)
             self.set_status("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         finally:

@@ -8,14 +8,18 @@ train it again.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.codec import CodecError
+from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
 _LENGTH = struct.Struct("<Q")
@@ -27,11 +31,12 @@ class KeptInbox:
 
     Args:
         folder: is made where it is missing.
+        durable: it lies on a disk, and what is written outlives the host; a disk that is full is waited for.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder = folder
+        self._folder, self._durable = folder, durable
         self._files: dict[str, Path] = {}
         self._arrived = 0
         self._lock = threading.Lock()
@@ -64,8 +69,14 @@ class KeptInbox:
         """Keep `trajectory`; nothing where it is kept already.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no room, of a disk for ten minutes.
         """
+        if self._durable:
+            patiently_blocking(partial(self._write, trajectory), f"{self._folder}", _log)
+        else:
+            self._write(trajectory)
+
+    def _write(self, trajectory: Trajectory) -> None:
         with self._lock:
             if trajectory.rollout_id in self._files:
                 return
@@ -76,7 +87,9 @@ class KeptInbox:
             with file.open("wb", buffering=0) as opened:
                 data = b"".join((_LENGTH.pack(len(header)), header, payload))
                 if opened.write(data) != len(data):
-                    raise OSError(f"{file} has no room for {len(data)} bytes")
+                    raise OSError(errno.ENOSPC, f"no room for {len(data)} bytes", str(file))
+                if self._durable:
+                    os.fsync(opened.fileno())
         except OSError:
             file.unlink(missing_ok=True)
             raise

@@ -214,8 +214,9 @@ class SaveCheckpoint(Request[Done], frozen=True):
 
     It is there once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
 
-    `of_last_step`, here and there: it is the state that successors of these processes begin with, kept on the host
-    (`asyncrl.runtime.last_step`), beside the checkpoint that may be under way.
+    `of_last_step`, here and there: it is the state that successors of these processes begin with, kept on the ranks'
+    hosts (`asyncrl.runtime.last_step`), beside the checkpoint that may be under way. Each rank knows where: `path` is
+    relative to that.
     """
 
     path: str
@@ -238,7 +239,8 @@ class FinishShare(Request[WrittenShare], frozen=True):
 
 
 class CommitCheckpoint(Request[Done], frozen=True):
-    """Make the checkpoint `path`, which consists of the `files` of all ranks, visible; of the publisher alone.
+    """Make the checkpoint `path`, which consists of the `files` of all ranks, visible; of the publisher alone, and of
+    the last step by all, as it is on every host.
 
     Then all but the newest `keep` beside it are deleted, and the versions `protected`.
     """
@@ -260,3 +262,11 @@ class LoadCheckpoint(Request[LoadedCheckpoint], frozen=True):
     """Restore the newest whole checkpoint in the folder `root`."""
 
     root: str
+
+
+KEPT_STEP_LOST, COPY_INTERRUPTED = "KeptStepLost", "CopyInterrupted"
+"""Kinds of errors that ranks raise, which the master tells from others."""
+
+
+class LoadLastStep(Request[LoadedCheckpoint], frozen=True):
+    """Restore the last step that is kept; it fails with KeptStepLost where others may know of one that is gone."""

@@ -13,7 +13,6 @@ same order on all ranks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -21,7 +20,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -59,6 +60,7 @@ from asyncrl.trainer.messages import (
     InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LoadLastStep,
     LookIntoStep,
     MoveColumns,
     PollBuffer,
@@ -100,6 +102,7 @@ class ModelWorker(Worker):
         self._deals: dict[WorkerGrid, list[Deal]] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
+        self._last_step = LastStep.of_rank(self.config, self.run_dir)
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -130,8 +133,10 @@ class ModelWorker(Worker):
             self._server.serve_one(_SERVE_S)
 
     def close(self) -> None:
-        """Stop the threads, leave the world."""
+        """Stop the threads, leave the world. A run that is asked to stop needs what is kept of it no more."""
         self._open.close()
+        if self.stop_requested.is_set():
+            self._last_step.leave()
 
     def _take_connections(self) -> None:
         system = self.config.system
@@ -169,6 +174,7 @@ class ModelWorker(Worker):
                 CollectWeights: self._collect_weights,
                 SaveCheckpoint: self._save_checkpoint,
                 LoadCheckpoint: self._load_checkpoint,
+                LoadLastStep: self._load_last_step,
             },
         )
         self._open.callback(self._server.close)
@@ -200,11 +206,13 @@ class ModelWorker(Worker):
     def _open_kept_inbox(self, head: int) -> KeptInbox | None:
         """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""
         self._in_step: list[str] = []
-        self._last_step = LastStep(self.run_dir)
-        if not (self._world.takes_trajectories and keeps_last_step(self.config)):
+        if not keeps_last_step(self.config):
             return None
         try:
-            kept = KeptInbox(self._last_step.inbox(head))
+            self._last_step.join()
+            if not self._world.takes_trajectories:
+                return None
+            kept = KeptInbox(self._last_step.inbox(head), durable=self._last_step.spread)
         except OSError as error:
             self._cannot_keep(error)
             return None
@@ -215,8 +223,7 @@ class ModelWorker(Worker):
     def _cannot_keep(self, error: OSError) -> None:
         """Others may go on without; but nobody may go on from what is kept."""
         self.log.warning("a death of this process would now cost the steps since the last checkpoint: %s", error)
-        with contextlib.suppress(OSError):  # the folder itself is gone
-            self._last_step.tear()
+        self._last_step.tear()
 
     # The puller's thread.
 
@@ -280,14 +287,19 @@ class ModelWorker(Worker):
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
-        share = self._rank.writer(request.of_last_step).share(Path(request.path))
+        share = self._rank.writer(request.of_last_step).share(self._path(request))
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
+        if request.of_last_step and not self._rank.copies.leads:
+            return Done()
         writer = self._rank.writer(request.of_last_step)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)
-        await asyncio.to_thread(commit, Path(request.path), request.files)
+        await asyncio.to_thread(commit, self._path(request), request.files)
         return Done()
+
+    def _path(self, request: SaveCheckpoint | FinishShare | CommitCheckpoint) -> Path:
+        return self._last_step.state_root / request.path if request.of_last_step else Path(request.path)
 
     # The main thread.
 
@@ -411,13 +423,18 @@ class ModelWorker(Worker):
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
-        self._rank.save_checkpoint(request)
+        self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
         if request.of_last_step:
             self._standing = Standing(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
-        state = self._rank.load_checkpoint(Path(request.root))
+        return self._loaded(self._rank.load_checkpoint(Path(request.root)))
+
+    def _load_last_step(self, request: LoadLastStep) -> LoadedCheckpoint:
+        return self._loaded(self._rank.load_last_step(self._last_step.state_root, torn=self._last_step.torn))
+
+    def _loaded(self, state: Any) -> LoadedCheckpoint:
         if self._kept is not None:
             self._kept.forget_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)

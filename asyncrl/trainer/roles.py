@@ -6,6 +6,7 @@ loaded from the `path` in the arguments of one of its calls.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEng
 from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
+from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of
@@ -62,9 +64,15 @@ class TrainingRank:
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
 
     @cached_property
+    def copies(self) -> HostCopies:
+        """Of the last step, on other hosts."""
+        return HostCopies.of(self.world)
+
+    @cached_property
     def last_step(self) -> CheckpointWriter:
         """Writes the states of the last step, beside the checkpoint that may be under way."""
-        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False)
+        hosts = self.copies if self.copies.spread else None
+        return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
 
     def writer(self, of_last_step: bool) -> CheckpointWriter:
         """The one of the two."""
@@ -76,8 +84,15 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank could not.
         """
-        state = {"train_state": self.state.state_dict(), "master_state": order.master_state}
+        state = {"train_state": self._train_state(), "master_state": order.master_state}
         self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
+
+    def _train_state(self) -> dict[str, Any]:
+        """What training keeps beside models, as the actor's publisher has it: who writes it, writes the same."""
+        mine = json.dumps(self.state.state_dict()).encode()
+        everyone = self.world.everyone.all_gather_bytes(mine)
+        state: dict[str, Any] = json.loads(everyone[self.world.placement.actor.publisher])
+        return state
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
@@ -88,7 +103,22 @@ class TrainingRank:
         Raises:
             ValueError: the checkpoint is of another model or graph.
         """
-        state = checkpoints.load(self._changing(), root, self.world.everyone)
+        return self._take(checkpoints.load(self._changing(), root, self.world.everyone))
+
+    def load_last_step(self, root: Path, *, torn: bool) -> Any:
+        """As `load_checkpoint`, from the last step that ranks keep in `root` on their hosts.
+
+        Args:
+            torn: something that belongs to it could not be kept on this host.
+
+        Raises:
+            KeptStepLost: something of it is not there any more.
+        """
+        sources, everyone = self.last_step.sources(), self.world.everyone
+        path = self.copies.gather(root, sources, everyone, torn=torn)
+        return None if path is None else self._take(checkpoints.restore(self._changing(), path, everyone))
+
+    def _take(self, state: dict[str, Any] | None) -> Any:
         if state is None:
             return None
         self.state.load_state_dict(state["train_state"])

@@ -292,8 +292,9 @@ class CheckpointConfig:
     )
     keep_last_step: bool = setting(
         True,
-        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), so that a death "
-        "of the MasterWorker or a ModelWorker costs that step at most; false: the steps since the last checkpoint",
+        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), with a copy in "
+        "another host's where there is one, so that a death of the MasterWorker or a ModelWorker costs that step at "
+        "most; false: the steps since the last checkpoint",
     )
     keep_best: Optional[str] = setting(
         None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"

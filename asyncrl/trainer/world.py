@@ -22,7 +22,7 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
-from asyncrl.trainer.parallel import MESH_AXES, Place, Ranks, World
+from asyncrl.trainer.parallel import MESH_AXES, Place, RankHosts, Ranks, World
 from asyncrl.trainer.settings import TrainerEngine, engine_of
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
@@ -65,7 +65,8 @@ def training_world(
     try:
         laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
         places = {grid: place for grid, place in laid_out.items() if place is not None}
-        yield World(worker, placement, Ranks(worker, placement.workers), places)
+        everyone = Ranks(worker, placement.workers)
+        yield World(worker, placement, everyone, places, _located(config.system.host, everyone, timeout))
     finally:
         dist.destroy_process_group()
 
@@ -90,6 +91,15 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
     assert here == grid.coordinates(worker), (coordinates, worker, grid)
     return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
+
+
+def _located(address: str, everyone: Ranks, timeout: timedelta) -> RankHosts:
+    """Where the ranks are; `address` is that of this one's host."""
+    addresses = tuple(told.decode() for told in everyone.all_gather_bytes(address.encode()))
+    if len(set(addresses)) == 1:
+        return RankHosts(addresses)
+    between = dist.new_group(timeout=timeout, backend="gloo")  # what goes between hosts is in host memory
+    return RankHosts(addresses, Ranks(everyone.rank, everyone.world, between))
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -19,13 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from asyncrl.comm.patient_writing import at_once, patiently_blocking
-from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE
+from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import latest, prune
 from asyncrl.weights.distributed_checkpoint import Part, SavePlan, StoredTensors, write_shard
@@ -55,6 +55,20 @@ class _Writing:
     share: Future[dict[str, FileEntry]]
 
 
+class Hosts(Protocol):
+    """The ranks' hosts, where each has a folder of its own: with the files of its ranks, and copies of others'."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and commits the folder on its host."""
+
+    def exchange(self, file: Path) -> None:
+        """Called in the thread that writes, by all ranks, with the file that each has written."""
+
+    def forget(self, root: Path, *, but: Collection[str]) -> None:
+        """Remove the versions in `root` but those named."""
+
+
 class CheckpointWriter:
     """Writes checkpoints of `parts`, one after the other.
 
@@ -64,10 +78,19 @@ class CheckpointWriter:
         parts: those of this rank.
         roles: all whose parts are on some rank; the same on all.
         patient: room for what is written is waited for; else it is an error where there is none.
+        hosts: where each writes into a folder of its own; None: all write into one folder.
     """
 
-    def __init__(self, parts: Parts, roles: Sequence[str], ranks: Ranks, *, patient: bool = True) -> None:
-        self._patient = patient
+    def __init__(
+        self,
+        parts: Parts,
+        roles: Sequence[str],
+        ranks: Ranks,
+        *,
+        patient: bool = True,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._patient, self._hosts = patient, hosts
         self._parts, self._roles, self._ranks = parts, roles, ranks
         self._plan: SavePlan | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -89,19 +112,17 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             self._writing.share.exception()  # whoever asked for it is told
-        if self._plan is None:
-            self._plan = SavePlan(_all_tensors(self._parts), self._ranks)
+        plan = self._made_plan()
         parts: dict[Part, Tensor] = {}
         steps: dict[str, int] = {}
 
         def prepare() -> None:
-            if self._ranks.leads:
+            if self._ranks.leads if self._hosts is None else self._hosts.leads:
                 with at_once(not self._patient):
-                    atomic_dir.begin(path)
-            assert self._plan is not None
+                    self._make_room(path)
             for role, part in self._parts.items():
                 with part.resident():  # one after the other: there may not be room for all
-                    parts.update(self._plan.copy(f"{role}."))
+                    parts.update(plan.copy(f"{role}."))
                     steps[role] = part.state()[1].get("step", -1)
             parts.update({(name, (0,)): value for name, value in _rng_state(self._ranks.rank).items()})
 
@@ -111,6 +132,20 @@ class CheckpointWriter:
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
         share = self._thread.submit(self._write, atomic_dir.aside(path), parts)
         self._writing = _Writing(path, version, document, share)
+
+    def _made_plan(self) -> SavePlan:
+        if self._plan is None:
+            self._plan = SavePlan(_all_tensors(self._parts), self._ranks)
+        return self._plan
+
+    def sources(self) -> list[int]:
+        """The ranks whose files this one reads. Called by all ranks."""
+        return self._made_plan().sources
+
+    def _make_room(self, path: Path) -> None:
+        if self._hosts is not None:  # the version before is kept until here, where all hosts have committed the newest
+            self._hosts.forget(path.parent, but=[f"v{version}" for version in versions_in(path.parent)[-1:]])
+        atomic_dir.begin(path)
 
     def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """What `state` says of each role beside tensors; the leading rank need not host it."""
@@ -142,6 +177,8 @@ class CheckpointWriter:
                 return
             self._commit(path, files, writing)
             self._committed = path
+            if self._hosts is not None:
+                return
             patiently_blocking(
                 lambda: prune(path.parent, keep, protected), f"which checkpoints {path.parent} has", _log
             )
@@ -167,6 +204,8 @@ class CheckpointWriter:
     def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
         with at_once(not self._patient):
             file = write_shard(directory, parts, self._ranks)
+            if self._hosts is not None:
+                self._hosts.exchange(file.path)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}
 
@@ -187,18 +226,34 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
     for role in parts:
         if role not in state["roles"]:
             raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
-    stored = StoredTensors(path)
-    mine = _all_tensors(parts)
-    _check_same_model(path, stored, mine, parts, ranks)
+    _check_same_model(path, StoredTensors(path), _all_tensors(parts), parts, ranks)
+    return restore(parts, path, ranks)
 
-    def restore() -> None:
+
+def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
+    """Restore the checkpoint in the folder `path`, which is of this very model. Called by all ranks.
+
+    Where ranks are on several hosts, the folder on each has what its ranks hold.
+
+    Returns:
+        The state that `CheckpointWriter.begin` was given.
+
+    Raises:
+        PeerFailed: another rank could not.
+        ValueError: the folder lacks something that this rank holds.
+    """
+    state = read_state(path)
+    mine = _all_tensors(parts)
+    stored = StoredTensors(path, {name: tensor.shape for name, tensor in mine.items()})
+
+    def read() -> None:
         for role, part in parts.items():
             with part.resident():
                 stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
                 part.load_state(state["roles"][role])
         _restore_rng(stored, ranks.rank)
 
-    ranks.together(restore, f"reading {path}")
+    ranks.together(read, f"reading {path}")
     return state
 
 

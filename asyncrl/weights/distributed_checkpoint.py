@@ -14,6 +14,7 @@ Nothing is unpickled, here or when it is read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -25,7 +26,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.tensor import DTensor
 
 from asyncrl.weights.tensor_file import TensorFile, write_tensors
 
@@ -50,7 +52,12 @@ class SavePlan:
         held = {_part(item): item for item in self._planner.create_local_plan().items}
         plans = ranks.all_gather_bytes(msgspec.json.encode([(part, _bytes(item)) for part, item in held.items()]))
         decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
-        self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
+        shares = share_out(decoded)
+        self._items = {part: held[part] for part in shares[ranks.rank]}
+        self.sources = [
+            rank for rank, share in enumerate(shares) if rank == ranks.rank or not held.keys().isdisjoint(share)
+        ]
+        """The ranks whose files together have all that this rank holds."""
 
     def copy(self, prefix: str = "") -> dict[Part, Tensor]:
         """The parts that this rank writes of tensors whose names begin so, as they are now, in host memory."""
@@ -99,19 +106,30 @@ def write_shard(directory: Path, parts: Mapping[Part, Tensor], ranks: Ranks) -> 
         raise ValueError(f"rank {ranks.rank} holds two parts of one tensor; a file takes one part of each")
     places = {name: {"saved_offsets": offsets} for name, offsets in parts}
     metadata = {**_FORMAT, _PLACES_KEY: msgspec.json.encode(places).decode()}
-    return write_tensors(directory / f"shard-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors", tensors, metadata)
+    return write_tensors(directory / shard_name(ranks.rank, ranks.world), tensors, metadata)
+
+
+def shard_name(rank: int, world: int) -> str:
+    """The file of one of `world` ranks."""
+    return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
 class StoredTensors:
     """The tensors of the checkpoint in the folder `path`.
 
+    Args:
+        sizes: of whole tensors, where the folder may lack some of the files: from what is there, torch's reader would
+            take a tensor to end with the last part of it that it finds.
+
     Raises:
         OSError, SafetensorError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sizes: Mapping[str, torch.Size] | None = None) -> None:
         self._reader = HuggingFaceStorageReader(str(path))
         self._metadata: Metadata = self._reader.read_metadata()
+        for name, entry in self._entries().items():
+            entry.size = (sizes or {}).get(name, entry.size)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.shapes = {name: tuple(stored.size) for name, stored in self._entries().items()}
         """Of the whole tensors, by name."""
@@ -128,6 +146,7 @@ class StoredTensors:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        _check_covers(plan.items, state)
         with torch.no_grad():
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
@@ -145,6 +164,23 @@ class StoredTensors:
     def _entries(self) -> dict[str, TensorStorageMetadata]:
         stored = self._metadata.state_dict_metadata
         return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _check_covers(items: Sequence[ReadItem], state: Mapping[str, Tensor]) -> None:
+    """Check that what is to be read is all of `state`: torch's planner leaves out what no file has.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = Counter[str]()
+    for item in items:
+        found[item.dest_index.fqn] += prod(item.lengths)
+    for name, tensor in state.items():
+        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if found[name] != here.numel():
+            raise ValueError(
+                f"{here.numel() - found[name]} of {here.numel()} numbers of {name!r} are in none of the files"
+            )
 
 
 def _part(item: WriteItem) -> Part:

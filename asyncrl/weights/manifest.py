@@ -143,6 +143,17 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
     return manifest
 
 
+def whole_files(directory: Path) -> tuple[Manifest, list[str]]:
+    """The manifest of `directory`, which may hold a part of what it lists, and the names of the files that are whole.
+
+    Raises:
+        ManifestError: there is no manifest.
+    """
+    manifest = read_manifest(directory)
+    there = {name: entry for name, entry in manifest.files.items() if (directory / name).is_file()}
+    return manifest, [name for name, entry in there.items() if file_entry(directory / name) == entry]
+
+
 def file_entry(path: Path) -> FileEntry:
     """Size and checksum of `path`."""
     return FileEntry(path.stat().st_size, checksum(path))

@@ -222,9 +222,9 @@ def ray_cluster(nodes: int) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def await_that(so: Callable[[], bool], what: str) -> None:
+def await_that(so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
     """Wait until `so`, within a limit."""
-    deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
+    deadline, pause = time.monotonic() + limit_s, threading.Event()
     while not so():
         assert time.monotonic() < deadline, f"did not come up: {what}"
         pause.wait(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.commands.audit import audit
+from asyncrl.runtime.last_step import LastStep
 
 from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
 
@@ -25,6 +27,13 @@ HOSTS = (
     "{name: %s, address: 127.0.0.3, runs: [rollout_worker]}]"
 )
 """An address each, as hosts have; the launcher's own has no name."""
+LIMIT_S = 240.0
+"""Of what takes seconds on a machine that does nothing else."""
+TRAINING_HOSTS = (
+    "[{address: 127.0.0.1, runs: [master_worker, gserver_manager, generation_server]},"
+    "{name: %s, address: 127.0.0.2, runs: [model_worker]},"
+    "{name: %s, address: 127.0.0.3, runs: [model_worker, rollout_worker]}]"
+)
 
 
 def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, Any]:
@@ -75,6 +84,36 @@ def test_a_server_that_dies_on_another_host_is_started_again(start_run: Any, ssh
     run.process.terminate()
     assert run.wait(90) == 130, run.output
     assert_gone(run)
+
+
+@pytest.mark.parametrize("dies", ["a rank", "a host"])
+def test_with_ranks_on_two_hosts_the_death_of_one_costs_the_step_in_hand_alone(
+    start_run: Any, ctrl_c: Any, ssh: dict[str, Any], dies: str
+) -> None:
+    """There is no checkpoint to go back to. With a host its memory is gone, and whatever else runs there."""
+    hosts = {"system__hosts": TRAINING_HOSTS % ("box2", "box3")}
+    settings = {"trainer__parallel": "d2", "checkpoint__interval": 0, "eval__interval": 0, "seed": 1}
+    run = start_run(total_train_steps=100_000, **ssh | hosts | settings)
+    run.wait_for_step(4, LIMIT_S)
+    there = ["model_worker/1", "rollout_worker/0"] if dies == "a host" else ["model_worker/1"]
+    found = {" ".join(process.cmdline()).split()[1]: process for process in workers_of(run)}
+    for name in there:
+        found[name].kill()
+    if dies == "a host":
+        shutil.rmtree(LastStep(run.run_dir, "127.0.0.3").folder)
+    run.wait_for_line("the trainer went on after", LIMIT_S)
+    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    kept = int(log.partition("going on after step ")[2].partition(",")[0])
+    run.wait_for_step(kept + 2, LIMIT_S)
+    ctrl_c(run)
+    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+    assert kept >= 4
+    assert [row["step"] for row in run.rows()] == list(range(1, len(run.rows()) + 1))
+    assert run.summary()["restarts"] == dict.fromkeys(there[1:], 1) | {"the trainer": 1}
+    assert "cost the steps since the last checkpoint" not in run.logs()
+    assert audit(run.run_dir).findings == ()
+    assert_gone(run)
+    assert not [folder for folder in Path("/dev/shm").glob("asyncrl-*/owner") if str(run.run_dir) in folder.read_text()]
 
 
 def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:

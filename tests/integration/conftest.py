@@ -5,10 +5,6 @@ pitfalls on command.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import socket
-import subprocess
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.name_resolve import NameResolveError, make_resolver
+from ..etcd_cluster import EtcdCluster, needs_etcd
 
 VOCABULARY = 97
 
@@ -267,75 +263,25 @@ async def start_fake_server() -> AsyncIterator[StartServer]:
         await server.kill()
 
 
-class EtcdServer:
-    """A real etcd server in a process of its own, which can be away for a while."""
-
-    def __init__(self, data_dir: Path) -> None:
-        self.data_dir = data_dir
-        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
-        self.address = client.removeprefix("http://")
-        self._arguments = [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
-        self._arguments += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
-        self._arguments += [f"--initial-cluster=default={peer}"]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, again with what it had stored; returns once it answers."""
-        command = ["etcd", f"--data-dir={self.data_dir}", *self._arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        pause = threading.Event()
-        for _ in range(150):
-            if _etcd_answers(self.address):
-                return
-            pause.wait(0.1)
-        raise AssertionError("etcd does not answer")
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-def _needs_etcd() -> None:
-    if shutil.which("etcd") is None:
-        pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
-    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
-
-
 @pytest.fixture(scope="session")
 def etcd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an etcd server that ends with the tests."""
-    _needs_etcd()
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    needs_etcd()
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"))
     try:
-        server.start()
-        yield server.address
+        cluster.start()
+        yield cluster.address
     finally:
-        server.kill()
+        cluster.kill()
 
 
 @pytest.fixture
-def etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
+def etcd_server(tmp_path: Path) -> Iterator[EtcdCluster]:
     """An etcd server of the test's own, to be killed and started again."""
-    _needs_etcd()
-    server = EtcdServer(tmp_path / "etcd")
+    needs_etcd()
+    cluster = EtcdCluster(tmp_path / "etcd")
     try:
-        server.start()
-        yield server
+        cluster.start()
+        yield cluster
     finally:
-        server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _etcd_answers(address: str) -> bool:
-    try:
-        make_resolver("etcd3", "/probe", etcd_address=address, patience_s=0.0).close()
-    except NameResolveError:
-        return False
-    return True
+        cluster.kill()

@@ -19,12 +19,15 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.name_resolve import (
+    EtcdAccess,
     FileResolver,
     NameEntryExists,
     NameEntryNotFound,
     NameResolveError,
     NameResolver,
     NameResolveTimeout,
+    NameResolveUnavailable,
+    Subtree,
     make_resolver,
 )
 from asyncrl.comm.name_resolve.base import is_below
@@ -125,7 +128,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
 
     def one() -> NameResolver:
         memory = request.param == "memory"
-        made.append(MemoryResolver(root, store) if memory else make_resolver(request.param, root, etcd_address=address))
+        made.append(
+            MemoryResolver(root, store) if memory else make_resolver(request.param, root, etcd=EtcdAccess.at(address))
+        )
         return made[-1]
 
     yield one
@@ -233,6 +238,33 @@ def test_watching_reports_change_and_disappearance(make: MakeResolver) -> None:
         assert gone.result(PATIENCE_S) is None
     with pytest.raises(NameResolveTimeout, match="change from None"):
         other.watch("v", 0.05, None)
+
+
+def test_what_is_followed_is_known_without_asking(make: MakeResolver) -> None:
+    one, other = make(), make()
+    one.add("w/0", "a")
+    one.add("w2", "no part of it")
+    followed = other.follow("w")
+    assert followed.entries() == {"w/0": "a"}
+    assert other.follow("w") is followed
+    one.add("w/1", "b", lease_s=LEASE_S)
+    await_entries(followed, {"w/0": "a", "w/1": "b"})
+    one.add("w/0", "c", replace=True)
+    await_entries(followed, {"w/0": "c", "w/1": "b"})
+    one.delete("w/0")
+    await_entries(followed, {"w/1": "b"})
+    abandon(one)
+    await_entries(followed, {})
+    other.close()
+    assert followed.entries() == {}
+
+
+def await_entries(followed: Subtree, expected: dict[str, str]) -> None:
+    pause = threading.Event()
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := followed.entries()) != expected:
+        assert time.monotonic() < deadline, found
+        pause.wait(0.01)
 
 
 def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResolver) -> None:
@@ -372,7 +404,7 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
     """Away for longer than the lease; `forgets`: it comes back without what it had stored."""
 
     def one() -> NameResolver:
-        return make_resolver("etcd3", "/asyncrl/away", etcd_address=etcd_server.address)
+        return make_resolver("etcd3", "/asyncrl/away", etcd=EtcdAccess.at(etcd_server.address))
 
     with one() as owner, one() as other, ThreadPoolExecutor(4) as pool:
         owner.add("leased", "x", lease_s=2.0)
@@ -386,7 +418,7 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
         threading.Event().wait(3.0)
         assert not any(look.done() for look in [*looks, adding])
         if forgets:
-            shutil.rmtree(etcd_server.data_dir)
+            shutil.rmtree(etcd_server.data_dir())
         etcd_server.start()
         adding.result(PATIENCE_S)
         owner.add("published", "z")
@@ -401,23 +433,22 @@ def test_an_entry_whose_addition_was_not_confirmed_is_known_as_ones_own(
     etcd_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server added it anew, and the reply was lost: adding it once more finds the name taken, by oneself."""
-    etcd3, root = pytest.importorskip("etcd3"), f"/asyncrl/{uuid.uuid4().hex}"
-    with make_resolver("etcd3", root, etcd_address=etcd_address) as owner:
-        put = owner._client.put_if_not_exists  # type: ignore[attr-defined]
+    root = f"/asyncrl/{uuid.uuid4().hex}"
+    with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as owner:
+        put = owner._put  # type: ignore[attr-defined]
         calls = 0
 
-        def put_and_lose_the_reply(*args: Any) -> Any:
+        def put_and_lose_the_reply(*args: Any) -> None:
             nonlocal calls
             calls += 1
-            done = put(*args)
+            put(*args)
             if calls == 1:
-                raise etcd3.exceptions.ConnectionFailedError
-            return done
+                raise NameResolveUnavailable("the connection broke")
 
-        monkeypatch.setattr(owner._client, "put_if_not_exists", put_and_lose_the_reply)  # type: ignore[attr-defined]
+        monkeypatch.setattr(owner, "_put", put_and_lose_the_reply)
         owner.add("a", "x", lease_s=2.0)
         assert calls == 2
-        with make_resolver("etcd3", root, etcd_address=etcd_address) as other:
+        with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as other:
             with pytest.raises(NameEntryExists):
                 other.add("a", "y", lease_s=2.0)
             with pytest.raises(NameResolveTimeout):

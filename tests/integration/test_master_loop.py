@@ -15,7 +15,8 @@ import pytest
 from msgspec.structs import asdict
 
 from asyncrl.comm.awake import AwakeClock
-from asyncrl.comm.request_reply import Done, PeerGone, Reply, Request
+from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, Reply, Request
+from asyncrl.comm.request_reply.messages import Failure
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
@@ -32,6 +33,8 @@ from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
+    COPY_INTERRUPTED,
+    KEPT_STEP_LOST,
     BeginStep,
     CallStats,
     CollectWeights,
@@ -41,6 +44,7 @@ from asyncrl.trainer.messages import (
     InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
+    LoadLastStep,
     LookIntoStep,
     PollBuffer,
     PolledBuffer,
@@ -76,10 +80,10 @@ def make_config(**changes: Any) -> ExperimentConfig:
     return config
 
 
-def commit(order: CommitCheckpoint) -> None:
+def commit(order: CommitCheckpoint, path: Path) -> None:
     """Leave the folder that a checkpoint leaves, and delete those that it ends."""
-    Path(order.path).mkdir(parents=True, exist_ok=True)
-    prune(Path(order.path).parent, order.keep, order.protected)
+    path.mkdir(parents=True, exist_ok=True)
+    prune(path.parent, order.keep, order.protected)
 
 
 @dataclass
@@ -92,6 +96,8 @@ class FakeWorkers:
     count: int = 1
     placed: Placement | None = None
     stored: dict[str, Any] | None = None
+    kept: dict[str, Any] | None = None
+    last_step: LastStep | None = None
     log: list[tuple[int, Request[Any]]] = field(default_factory=list)
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
@@ -133,12 +139,15 @@ class FakeWorkers:
                     await self.write_gate.wait()
                 return WrittenShare({f"shard-{worker}": FileEntry(1, "0")})
             case CommitCheckpoint():
-                assert worker == 0, "the publisher"
+                assert worker == 0 or request.of_last_step, "the publisher"
                 assert len(request.files) == self.count
                 begun = self.requests(SaveCheckpoint)[-1]
                 assert begun.path == request.path
-                commit(request)
-                if not request.of_last_step:
+                if request.of_last_step:
+                    assert self.last_step is not None
+                    commit(request, self.last_step.state_root / request.path)
+                else:
+                    commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
             case LookIntoStep():
                 return InStep(self.stands(worker).in_step)
@@ -152,6 +161,8 @@ class FakeWorkers:
                 self.standing[worker] = Standing(in_step=False, master_state=state)
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
+            case LoadLastStep():
+                return LoadedCheckpoint(self.kept)
             case Publish():
                 return PublishedWeights(f"weights/actor/v{request.version}")
             case RunCall(function="actor_train"):
@@ -331,7 +342,7 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.last_step = last_step or (None if follows is None else follows.last_step)
+        self.last_step = self.workers.last_step = last_step or (None if follows is None else follows.last_step)
         self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock, self.last_step, begun=self._begin)
         self.begun = 0
 
@@ -603,7 +614,7 @@ async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) 
 async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: Path) -> None:
     """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
     run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=1.0))
-    run.loop._limit_s = 0.2  # below the setting's least value
+    run.loop._stall.limit_s = 0.2  # below the setting's least value
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
@@ -619,7 +630,7 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
 
 async def test_no_data_after_an_evaluation_is_a_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=0.3))
-    run.loop._limit_s = 0.1  # below the setting's least value
+    run.loop._stall.limit_s = 0.1  # below the setting's least value
     run.rollouts.finish = asyncio.Event()
     with pytest.raises(Stalled, match="step 0 waits for trajectories"):
         await run.loop.run()
@@ -813,7 +824,7 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop._limit_s = 0.05  # below the setting's least value
+    run.loop._stall.limit_s = 0.05  # below the setting's least value
     await run.deliver(range(3))
     with pytest.raises(Stalled) as stall:
         await run.loop.run()
@@ -841,7 +852,7 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
 
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop._limit_s = 0.05
+    run.loop._stall.limit_s = 0.05
     run.loop._collector.silent.add(0)
     with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
         await run.loop.run()
@@ -1030,7 +1041,7 @@ async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_s
 async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
     """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
     run = Run(tmp_path, make_config(checkpoint__interval=1))
-    run.loop._limit_s = 0.05
+    run.loop._stall.limit_s = 0.05
     await run.deliver(range(4))
     run.manager.give_up("e0-20")
     async with running(run) as task:
@@ -1241,7 +1252,7 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
         kill(first)
     assert (first.rollouts.started, first.board.versions) == ([0], [])
     if not ranks_go_on:
-        first.workers.stored = first.workers.stands(0).master_state
+        first.workers.kept = first.workers.stands(0).master_state
         first.workers.standing.clear()
 
     second = Run(tmp_path, config, follows=first)
@@ -1259,18 +1270,39 @@ async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_v
     assert [item["version"] for item in second.summary()["evaluations"]] == second.rollouts.started[1:]
 
 
-@pytest.mark.parametrize("left", [None, 1])
+@pytest.mark.parametrize("left", ["nothing", "an older version", "a part"])
 async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
-    tmp_path: Path, last_step: LastStep, left: int | None
+    tmp_path: Path, last_step: LastStep, left: str
 ) -> None:
-    """As after the loss of another host, which had a part of it."""
-    (last_step.state_root / "v2").mkdir(parents=True)
-    workers = FakeWorkers(stored=None if left is None else {"version": left})
+    """As after the loss of two hosts, which had copies of each other's parts."""
+    workers = FakeWorkers(kept={"version": 1} if left == "an older version" else None)
+    if left == "a part":
+        lost = Failure(KEPT_STEP_LOST, "shard-00001-of-00003.safetensors is whole on none", "")
+        workers.fail[LoadLastStep] = RemoteError("model_worker/0", "load_last_step", lost)
     run = Run(tmp_path, make_config(), workers, last_step=last_step)
-    with pytest.raises(RestartTogether, match="is not whole"):
+    run.board.versions = [2]
+    with pytest.raises(RestartTogether, match="only a checkpoint is left"):
         await run.loop.run()
     assert not last_step.can_go_on(0)
-    assert workers.requests(Publish) == []
+    assert workers.requests(LoadCheckpoint) == workers.requests(Publish) == []
+
+
+@pytest.mark.parametrize("cause", ["no room", "a rank died"])
+async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
+    tmp_path: Path, last_step: LastStep, cause: str
+) -> None:
+    """Whoever goes on after a rank's death begins with the step before; without room nobody goes on from there."""
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    kind = COPY_INTERRUPTED if cause == "a rank died" else "OSError"
+    first.workers.fail[FinishShare] = RemoteError("model_worker/1", "finish_share", Failure(kind, "", ""))
+    async with running(first) as task:
+        await first.deliver(range(4), oldest=0)
+        if cause == "a rank died":
+            with pytest.raises(RemoteError):
+                await task
+        else:
+            await until(lambda: bool(first.manager.reports))
+    assert first.board.versions == ([] if cause == "a rank died" else [1])
 
 
 async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:

@@ -12,9 +12,13 @@ from asyncrl.comm.name_resolve.errors import (
     NameResolveTimeout,
     NameResolveUnavailable,
 )
+from asyncrl.comm.name_resolve.etcd_access import EtcdAccess, EtcdAccessError
 from asyncrl.comm.name_resolve.file import FileResolver
+from asyncrl.comm.name_resolve.subtree import Subtree
 
 __all__ = [
+    "EtcdAccess",
+    "EtcdAccessError",
     "FileResolver",
     "NameBackend",
     "NameEntryExists",
@@ -23,6 +27,7 @@ __all__ = [
     "NameResolveTimeout",
     "NameResolveUnavailable",
     "NameResolver",
+    "Subtree",
     "make_resolver",
 ]
 
@@ -37,19 +42,19 @@ class NameBackend(StrEnum):
 
 
 def make_resolver(
-    backend: NameBackend, root: str, *, etcd_address: str = "127.0.0.1:2379", patience_s: float = PATIENCE_S
+    backend: NameBackend, root: str, *, etcd: EtcdAccess | None = None, patience_s: float = PATIENCE_S
 ) -> NameResolver:
     """A resolver of the given back end.
 
-    `root` is a directory for `file` and a key prefix for `etcd3`. `etcd_address` is `host:port`. Calls that fail are
+    `root` is a directory for `file` and a key prefix for `etcd3`, which `etcd` says how to reach. Calls that fail are
     made again for `patience_s` seconds.
 
     Raises:
-        NameResolveError: the back end cannot be reached.
+        NameResolveError: the back end cannot be reached, or refuses; or `etcd` says what cannot be.
         ValueError: there is no such back end.
     """
     if NameBackend(backend) == NameBackend.file:
         return FileResolver(root, patience_s)
     from asyncrl.comm.name_resolve.etcd import EtcdResolver  # an optional dependency
 
-    return EtcdResolver(root, etcd_address, patience_s)
+    return EtcdResolver(root, EtcdAccess(()) if etcd is None else etcd, patience_s)

@@ -8,7 +8,10 @@ name. An explicit `delete`, by anybody, is final.
 A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
 raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
 
-A back end implements the six underscored primitives; everything a user calls is here. Every call may be made from any
+What is looked at again and again is followed instead: `follow` gives a `Subtree`, which a thread of the resolver keeps
+up to date, through any outage. So an idle process asks for nothing, however many others there are.
+
+A back end implements the underscored primitives; everything a user calls is here. Every call may be made from any
 thread. Calls take micro- to milliseconds except `wait` and `watch`, and any in an outage: call them through
 `asyncio.to_thread` from a loop that others wait for.
 A resolver does not survive `fork`: make one per process.
@@ -16,6 +19,7 @@ A resolver does not survive `fork`: make one per process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -23,7 +27,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -34,7 +38,8 @@ from asyncrl.comm.name_resolve.errors import (
     NameResolveUnavailable,
 )
 from asyncrl.comm.name_resolve.keeper import LeaseKeeper
-from asyncrl.comm.name_resolve.patience import Patience
+from asyncrl.comm.name_resolve.patience import BACKOFF, Patience
+from asyncrl.comm.name_resolve.subtree import Subtree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +53,10 @@ HURRY_S = 2.0
 """How long an outage may last for a process that was asked to stop."""
 _FIRST_POLL_S = 0.002
 _LAST_POLL_S = 0.05
+FOLLOW_POLL_S = 0.1
+"""How often a back end that cannot tell of changes is looked at for what is followed."""
+_SETTLED_S = 5.0
+"""What was followed for so long before it broke was not away just before."""
 
 
 def check_name(name: str) -> str:
@@ -77,6 +86,8 @@ class NameResolver(ABC):
         self._patience = Patience(root, patience_s)
         self._keeper = LeaseKeeper(self._renew, self._patience)
         self._closing = threading.Event()
+        self._followed: dict[str, Subtree] = {}
+        self._following = threading.Lock()
 
     def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
         """Publish `value` under `name`; with `lease_s` (seconds) only for as long as this resolver's process lives.
@@ -111,6 +122,24 @@ class NameResolver(ABC):
         """All living entries at or below `root` ("" is everything), by full name, sorted."""
         found = self._patiently("get_subtree", self._read_subtree, check_name(root) if root else "")
         return dict(sorted(found.items()))
+
+    def follow(self, root: str) -> Subtree:
+        """The living entries at or below `root` ("" is everything), kept up to date from now on until `close`.
+
+        The same for every call with this `root`; the first one reads.
+
+        Raises:
+            NameResolveError: the back end refuses to tell.
+        """
+        with self._following:
+            if root not in self._followed:
+                self._check_open()
+                subtree = Subtree(check_name(root) if root else "")
+                subtree.replace(self.get_subtree(root))
+                self._followed[root] = subtree
+                name = f"follow {root or 'names'}"
+                threading.Thread(target=self._keep_following, args=(subtree,), name=name, daemon=True).start()
+            return self._followed[root]
 
     def wait(self, name: str, timeout_s: float) -> str:
         """The value under `name`, as soon as there is one.
@@ -186,8 +215,7 @@ class NameResolver(ABC):
         owned = self._keeper.names()
         self._keeper.stop()
         try:
-            for name in owned:
-                self._remove(name, only_own=True)
+            self._give_up(owned)
         except NameResolveUnavailable as error:
             _log.warning("entries under %r are left to run out: %s", self.root, error)
 
@@ -211,6 +239,46 @@ class NameResolver(ABC):
             self._check_open()
             pause = min(2 * pause, _LAST_POLL_S)
         return value
+
+    def _keep_following(self, subtree: Subtree) -> None:
+        """Follow `subtree`, again and again: an outage may last for ever, as nobody waits for this."""
+        failures = 0
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                self._follow(subtree)
+            except NameResolveUnavailable as error:
+                if self._closing.is_set():
+                    return
+                subtree.trouble()
+                failures = 1 if time.monotonic() > began + _SETTLED_S else failures + 1
+                with contextlib.suppress(NameResolveUnavailable):  # it was for too long: nobody gives up for that
+                    self._patience.failed(_kind_of_following(subtree), error, failures)
+                self._closing.wait(BACKOFF.delay(failures))
+            except NameResolveError as error:
+                if not self._closing.is_set():
+                    subtree.refuse(error)
+                return
+
+    def _found(self, subtree: Subtree, found: Mapping[str, str]) -> None:
+        """These are all entries of `subtree` now, so the back end is there."""
+        subtree.replace(found)
+        self._patience.worked(_kind_of_following(subtree))
+
+    def _follow(self, subtree: Subtree) -> None:
+        """Tell `subtree` what there is until the resolver is closed; polls. A back end may know better.
+
+        Raises:
+            NameResolveUnavailable: the back end is away; it is called again.
+        """
+        while not self._closing.is_set():
+            self._found(subtree, self._read_subtree(subtree.root))
+            self._closing.wait(FOLLOW_POLL_S)
+
+    def _give_up(self, names: Collection[str]) -> None:
+        """Remove these entries with leases of this resolver where they are still its own."""
+        for name in names:
+            self._remove(name, only_own=True)
 
     def _patiently(self, kind: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `call` returns, once it works."""
@@ -264,6 +332,11 @@ class NameResolver(ABC):
     @abstractmethod
     def _renew(self, name: str) -> bool:
         """Extend the lease of this resolver's own entry; False if it is gone or another owner's."""
+
+
+def _kind_of_following(subtree: Subtree) -> str:
+    """The kind of call, to `Patience`."""
+    return f"follow {subtree.root}"
 
 
 def is_below(name: str, root: str) -> bool:

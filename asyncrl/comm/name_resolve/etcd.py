@@ -1,224 +1,353 @@
 """Name resolution in etcd: for clusters without a shared file system. Needs the extra `etcd`.
 
-Keys are `<root>/<name>`, values the text itself. An entry's lease is an etcd lease of its own, in whole seconds and at
-least MIN_TTL_S (etcd's own floor with its default election timeout). `watch` and `wait` are etcd watches, not polls.
+Keys are `<root>/<name>`, values the text itself. Entries with equal leases of one resolver hang on one etcd lease, in
+whole seconds and at least MIN_TTL_S (etcd's own floor with its default election timeout). So a process renews once for
+all its entries, and asks then which keys still hang on the lease: one that does not was deleted or taken by another
+owner. A lease that has run out is made anew, and each entry on it put back unless its name is taken.
 
-The client etcd3 was generated for protobuf 3. Later ones (4 to 7) load it in their implementation in Python alone,
-which protobuf chooses once, when it is first imported: so it is chosen here, before etcd3 imports protobuf. The
-launcher comes here before it starts a process, and its environment is inherited, so the choice holds in a process of
-the run from its beginning. The price is nothing to names: 1,250 puts and 2,180 gets a second.
+`wait` and `watch` are etcd watches of a second, with a read between; what is followed (`follow`) is one read and a
+watch from its revision on. A watch alone is not relied on. It ends with its connection, and is then opened on another
+one after a new read; it asks etcd to end it where the member has lost its leader; its revision may have been compacted
+away, which etcd says, and all is read again; and every CHECK_S seconds one key is read, the one that changed last, with
+the number of keys: where either differs from what the watch has told, all is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
-
-_IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
-os.environ.setdefault(_IMPLEMENTATION, "python")
-try:
-    import etcd3
-    import grpc  # type: ignore[import-untyped]
-    from etcd3 import etcdrpc
-except TypeError as error:  # of protobuf's, about descriptors
-    raise NameResolveError(
-        f"etcd3 does not load beside the protobuf of this environment ({_IMPLEMENTATION}="
-        f"{os.environ[_IMPLEMENTATION]}): something imported protobuf before name resolution did, or chose another "
-        f"implementation; set {_IMPLEMENTATION}=python where the command is started"
-    ) from error
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveUnavailable
+from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
+from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, Stubs, etcdrpc, grpc
+from asyncrl.comm.name_resolve.subtree import Subtree
 
 MIN_TTL_S = 2
-_CALL_TIMEOUT_S = 10
-_CLOSE_LOOK_S = 1.0  # a closed resolver ends its waits within this
-_CHANNEL = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
-"""gRPC's own waits grow to two minutes, in which a server that is back would not be found."""
-_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
-"""What is no matter of time."""
+CHECK_S = 60.0
+"""How often it is checked that a watch has told everything."""
+_WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
+_LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
+_NEEDS_LEADER = (("hasleader", "true"),)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease of this resolver, and the keys that hung on it at `looked_at` (monotonic seconds)."""
+
+    id: int
+    ttl_s: int
+    looked_at: float = float("-inf")
+    keys: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """An entry with a lease of this resolver."""
+    """An entry with a lease of this resolver, which was there at `put_at` (monotonic seconds)."""
 
     value: str
-    lease: Any
+    lease: _Lease
+    put_at: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of the keys that are followed: when each was last changed, and until which revision."""
+
+    revision: int
+    changed: dict[str, int] = field(default_factory=dict)
 
 
 class EtcdResolver(NameResolver):
-    """Resolver over the keys below `root` in the etcd server at `address` (`host:port`).
+    """Resolver over the keys below `root` in the etcd cluster that `access` says.
 
     Raises:
-        NameResolveUnavailable: the server does not answer, for as long as it may be away.
+        EtcdAccessError: what `access` says cannot be.
+        NameResolveError: etcd refuses the user or the certificate.
+        NameResolveUnavailable: it does not answer, for as long as it may be away.
     """
 
-    def __init__(self, root: str, address: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, root: str, access: EtcdAccess, patience_s: float = PATIENCE_S) -> None:
         super().__init__(root, patience_s)
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"etcd address {address!r} is not valid: use host:port, for example '127.0.0.1:2379'")
-        self._address = address
+        access.check()
         self._prefix = root.rstrip("/") + "/"
         self._own: dict[str, _Own] = {}
-        self._unconfirmed: dict[str, list[Any]] = {}  # leases of entries whose addition nobody confirmed
-        self._client = etcd3.client(host=host, port=int(port), timeout=_CALL_TIMEOUT_S, grpc_options=_CHANNEL)
-        self._watches = etcdrpc.WatchStub(self._client.channel)
-        self._patiently("connect", self._connect)
+        self._leases: dict[int, _Lease] = {}  # by seconds
+        self._lock = threading.Lock()
+        self._link = EtcdLink(access, self._prefix)
+        try:
+            self._patiently("connect", self._connect)
+        except BaseException:
+            self._link.close()
+            raise
 
     def _connect(self) -> None:
-        with self._translated():
-            self._client.status()
+        self._range(self._prefix, count_only=True)
 
     def close(self) -> None:
         """As the base class, and disconnect."""
         super().close()
-        self._client.close()
+        self._link.close()
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._translated():
-            lease = None if lease_s is None else self._client.lease(max(MIN_TTL_S, math.ceil(lease_s)))
-            if lease is not None:
-                self._unconfirmed.setdefault(name, []).append(lease)
-            if replace:
-                self._client.put(self._prefix + name, value, lease)
-            elif not self._client.put_if_not_exists(self._prefix + name, value, lease):
-                lease = self._lease_of_lost_reply(name)
-                if lease is None:
-                    raise NameEntryExists(name, self.root)
-            self._unconfirmed.pop(name, None)
-            former = self._own.pop(name, None)
-            if lease is not None:
-                self._own[name] = _Own(value, lease)
-            if former is not None:
-                self._revoke(former.lease)  # the key hangs on the new lease: only the old lease goes
-
-    def _lease_of_lost_reply(self, name: str) -> Any:
-        """The lease on which the entry hangs if it is this resolver's own, put by a call whose reply was lost; the
-        others are revoked, or left to run out.
-        """
-        meta = self._client.get(self._prefix + name)[1]
-        own = None
-        for lease in self._unconfirmed.pop(name, ()):
-            if meta is not None and meta.lease_id == lease.id:
-                own = lease
+        lease = None if lease_s is None else self._lease(max(MIN_TTL_S, math.ceil(lease_s)))
+        try:
+            self._put(name, value, lease, replace)
+        except LeaseGone:
+            self._forget(lease)
+            raise
+        with self._lock:
+            if lease is None:
+                self._own.pop(name, None)
             else:
-                self._revoke(lease)
-        return own
+                self._own[name] = _Own(value, lease, time.monotonic())
+
+    def _put(self, name: str, value: str, lease: _Lease | None, replace: bool) -> None:
+        """Store the entry; raises NameEntryExists, LeaseGone."""
+        key, lease_id = (self._prefix + name).encode(), 0 if lease is None else lease.id
+        put = etcdrpc.PutRequest(key=key, value=value.encode(), lease=lease_id)
+        if replace:
+            self._link.call(lambda to: to.kv.Put(put, **to.options))
+            return
+        absent = etcdrpc.Compare(result="EQUAL", target="CREATE", key=key, create_revision=0)
+        look = etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key))
+        reply = self._transact(absent, etcdrpc.RequestOp(request_put=put), look)
+        if reply.succeeded:
+            return
+        found = reply.responses[0].response_range.kvs[0]
+        is_own = lease is not None and found.lease == lease_id and found.value == value.encode()
+        if not is_own or name in self._own:  # else it was put by a call whose reply was lost
+            raise NameEntryExists(name, self.root)
 
     def _read(self, name: str) -> str | None:
-        with self._translated():
-            value: bytes | None = self._client.get(self._prefix + name)[0]
-            return None if value is None else value.decode()
+        found = self._get(name).kvs
+        return found[0].value.decode() if found else None
 
     def _read_subtree(self, root: str) -> dict[str, str]:
-        with self._translated():
-            found = list(self._client.get_prefix(self._prefix + root))
-        entries = {meta.key.decode().removeprefix(self._prefix): value.decode() for value, meta in found}
+        return self._entries(self._range(self._prefix + root).kvs, root)
+
+    def _entries(self, found: Collection[Any], root: str) -> dict[str, str]:
+        entries = {self._name(kv.key): kv.value.decode() for kv in found}
         return {name: value for name, value in entries.items() if is_below(name, root)}
 
     def _remove(self, name: str, only_own: bool = False) -> bool:
-        with self._translated():
+        with self._lock:
             own = self._own.pop(name, None)
-            if only_own:
-                if own is not None:
-                    self._revoke(own.lease)  # takes the key along if it still hangs on this lease
-                return own is not None
-            return bool(self._client.delete(self._prefix + name))
+        key = (self._prefix + name).encode()
+        delete = etcdrpc.DeleteRangeRequest(key=key)
+        if not only_own:
+            return bool(self._link.call(lambda to: to.kv.DeleteRange(delete, **to.options)).deleted)
+        if own is None:
+            return False
+        same = etcdrpc.Compare(result="EQUAL", target="LEASE", key=key, lease=own.lease.id)
+        return bool(self._transact(same, etcdrpc.RequestOp(request_delete_range=delete)).succeeded)
+
+    def _give_up(self, names: Collection[str]) -> None:
+        with self._lock:
+            leases = list(self._leases.values())
+            self._leases.clear()
+            self._own.clear()
+        for lease in leases:
+            self._revoke(lease)
+
+    def _revoke(self, lease: _Lease) -> None:
+        """Give the lease up, which takes along the keys that still hang on it."""
+        request = etcdrpc.LeaseRevokeRequest(ID=lease.id)
+        with contextlib.suppress(LeaseGone):
+            self._link.call(lambda to: to.lease.LeaseRevoke(request, **to.options))
 
     def _remove_value(self, name: str, value: str) -> bool:
-        key, transactions = self._prefix + name, self._client.transactions
-        with self._translated():
-            same = [transactions.value(key) == value]
-            removed, _ = self._client.transaction(compare=same, success=[transactions.delete(key)], failure=[])
-            return bool(removed)
+        key = (self._prefix + name).encode()
+        same = etcdrpc.Compare(result="EQUAL", target="VALUE", key=key, value=value.encode())
+        delete = etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
+        return bool(self._transact(same, delete).succeeded)
 
     def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
-        if keep:
-            for name in self._read_subtree(root).keys() - set(keep):
-                self._remove(name)
-            return
-        with self._translated():
-            if root:
-                self._client.delete(self._prefix + root)
-                self._client.delete_prefix(f"{self._prefix}{root}/")
-            else:
-                self._client.delete_prefix(self._prefix)
+        for name in self._read_subtree(root).keys() - set(keep):
+            self._remove(name)
 
     def _renew(self, name: str) -> bool:
         own = self._own.get(name)
         if own is None:
             return False
-        with self._translated():
-            if all(reply.TTL > 0 for reply in own.lease.refresh()):
-                meta = self._client.get(self._prefix + name)[1]
-                return meta is not None and meta.lease_id == own.lease.id
+        if self._is_alive(own.lease):
+            kept = own.put_at > own.lease.looked_at or name in own.lease.keys
+            if not kept:
+                self._disown(name, own)
+            return kept
         try:
-            self._create(name, own.value, own.lease.ttl, replace=False)
+            lease = self._lease(own.lease.ttl_s)
+            self._put(name, own.value, lease, replace=False)
         except NameEntryExists:
-            return False
+            if not self._hangs_on(name, lease):  # else it was put back by a call whose reply was lost
+                self._disown(name, own)
+                return False
+        except LeaseGone:
+            self._forget(lease)
+            raise
+        with self._lock:
+            if self._own.get(name) is own:  # else it was added anew or deleted meanwhile
+                self._own[name] = _Own(own.value, lease, time.monotonic())
         return True
+
+    def _disown(self, name: str, own: _Own) -> None:
+        with self._lock:
+            if self._own.get(name) is own:
+                del self._own[name]
+
+    def _hangs_on(self, name: str, lease: _Lease) -> bool:
+        found = self._get(name).kvs
+        return bool(found) and found[0].lease == lease.id
+
+    def _lease(self, ttl_s: int) -> _Lease:
+        """The lease of so many seconds; a new one where there is none."""
+        with self._lock:
+            if (lease := self._leases.get(ttl_s)) is not None:
+                return lease
+        request = etcdrpc.LeaseGrantRequest(TTL=ttl_s)
+        granted = _Lease(self._link.call(lambda to: to.lease.LeaseGrant(request, **to.options)).ID, ttl_s)
+        with self._lock:
+            return self._leases.setdefault(ttl_s, granted)  # of two at once one runs out unused
+
+    def _forget(self, lease: _Lease | None) -> None:
+        """It has run out."""
+        with self._lock:
+            if lease is not None and self._leases.get(lease.ttl_s) is lease:
+                del self._leases[lease.ttl_s]
+
+    def _is_alive(self, lease: _Lease) -> bool:
+        """Whether the lease lives; it is renewed, and it is looked which keys hang on it, unless that was just done."""
+        if self._leases.get(lease.ttl_s) is not lease:
+            return False
+        began = time.monotonic()
+        if began < lease.looked_at + lease.ttl_s / _LOOKS_PER_LEASE:
+            return True
+        keep = etcdrpc.LeaseKeepAliveRequest(ID=lease.id)
+        look = etcdrpc.LeaseTimeToLiveRequest(ID=lease.id, keys=True)
+        renewed = self._link.call(lambda to: next(iter(to.lease.LeaseKeepAlive(iter([keep]), **to.options)), None))
+        alive = renewed is not None and renewed.TTL > 0
+        if alive:
+            found = self._link.call(lambda to: to.lease.LeaseTimeToLive(look, **to.options))
+            lease.keys, lease.looked_at = frozenset(map(self._name, found.keys)), began
+            alive = found.TTL >= 0  # -1: it is gone
+        if not alive:
+            self._forget(lease)
+        return alive
 
     def _await_change(self, name: str, last: str | None, timeout_s: float) -> str | None:
         deadline = time.monotonic() + timeout_s
-        key = self._prefix + name
         while True:
-            with self._translated():
-                response = self._client.get_response(key)
-                value = response.kvs[0].value.decode() if response.kvs else None
-                left = deadline - time.monotonic()
-                if value != last or left <= 0:
-                    return value
-                self._check_open()
-                self._await_event(key, response.header.revision + 1, min(left, _CLOSE_LOOK_S))
+            reply = self._get(name)
+            value = reply.kvs[0].value.decode() if reply.kvs else None
+            left_s = deadline - time.monotonic()
+            if value != last or left_s <= 0:
+                return value
+            self._check_open()
+            create = etcdrpc.WatchCreateRequest(
+                key=(self._prefix + name).encode(), start_revision=reply.header.revision + 1
+            )
+            for told in self._watch(create, min(left_s, _WAIT_S)):
+                if told.events or told.canceled:
+                    break
 
-    def _await_event(self, key: str, revision: int, timeout_s: float) -> None:
-        """Return at the first event of `key` from `revision` on, or after `timeout_s`.
+    def _follow(self, subtree: Subtree) -> None:
+        start = self._prefix + subtree.root
+        known: _Known | None = None
+        while not self._closing.is_set():
+            if known is None or not self._is_all_known(start, known):
+                reply = self._range(start)
+                known = _Known(reply.header.revision, {self._name(kv.key): kv.mod_revision for kv in reply.kvs})
+                self._found(subtree, self._entries(reply.kvs, subtree.root))
+            create = etcdrpc.WatchCreateRequest(
+                key=start.encode(), range_end=_end_of(start.encode()), start_revision=known.revision + 1
+            )
+            for told in self._watch(create, CHECK_S):
+                if told.canceled:
+                    raise NameResolveUnavailable(
+                        f"etcd ended the watch from revision {known.revision + 1}: history before "
+                        f"{told.compact_revision} was compacted away (0: it was not that)"
+                    )
+                for event in told.events:
+                    self._take_event(subtree, known, event)
 
-        A stream of our own: the watcher of etcd3 0.12 keeps a thread that dies of an exception when the client closes.
-        """
-        create = etcdrpc.WatchCreateRequest(key=key.encode(), start_revision=revision)
-        done = threading.Event()
+    def _take_event(self, subtree: Subtree, known: _Known, event: Any) -> None:
+        name, known.revision = self._name(event.kv.key), event.kv.mod_revision
+        if event.type == event.PUT:
+            known.changed[name] = known.revision
+            if is_below(name, subtree.root):
+                subtree.put(name, event.kv.value.decode())
+            return
+        known.changed.pop(name, None)
+        if self._link.is_troubled:
+            subtree.trouble()
+        subtree.remove(name)
+
+    def _is_all_known(self, start: str, known: _Known) -> bool:
+        """Whether the watch has told everything; if so, the next one begins with what comes after this look."""
+        reply = self._range(start, limit=1, sort_order="DESCEND", sort_target="MOD", keys_only=True)
+        newest = reply.kvs[0].mod_revision if reply.kvs else 0
+        if (len(known.changed), max(known.changed.values(), default=0)) != (reply.count, newest):
+            return False
+        known.revision = reply.header.revision
+        return True
+
+    def _watch(self, create: Any, limit_s: float) -> Iterator[Any]:
+        """What an etcd watch tells, for `limit_s` seconds at most; it ends with the iterator."""
+        stubs: Stubs = self._link.call(lambda to: to)
+        done, over = threading.Event(), threading.Event()
 
         def requests() -> Iterator[Any]:
             yield etcdrpc.WatchRequest(create_request=create)
             done.wait()  # the request side stays open as long as the stream
 
-        stream = self._watches.Watch(requests())
-        limit = threading.Timer(timeout_s, stream.cancel)  # a deadline of gRPC's comes back as an error of any code
+        try:
+            stream = stubs.watch.Watch(requests(), metadata=stubs.metadata + _NEEDS_LEADER)
+        except ValueError as error:  # the channel was closed by a call that failed
+            done.set()
+            raise self._link.failed(stubs, error) from error
+
+        def end() -> None:
+            over.set()
+            stream.cancel()
+
+        limit = threading.Timer(limit_s, end)  # a deadline of gRPC's comes back as an error of any code
+        limit.daemon = True
         limit.start()
         try:
-            for reply in stream:
-                if reply.events or reply.canceled:
-                    return
+            yield from stream
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.CANCELLED:
-                raise
+            if not over.is_set():
+                raise self._link.failed(stubs, error) from error
+        else:
+            if not over.is_set():
+                raise NameResolveUnavailable(f"etcd at {stubs.member} ended a watch")
         finally:
             limit.cancel()
             done.set()
             stream.cancel()
 
-    def _revoke(self, lease: Any) -> None:
-        try:
-            lease.revoke()
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:  # it has run out by itself
-                raise
+    def _get(self, name: str) -> Any:
+        request = etcdrpc.RangeRequest(key=(self._prefix + name).encode())
+        return self._link.call(lambda to: to.kv.Range(request, **to.options))
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """etcd's and gRPC's errors as NameResolveError: another attempt may help but where it is refused."""
-        try:
-            yield
-        except (etcd3.exceptions.Etcd3Exception, grpc.RpcError) as error:
-            refused = isinstance(error, grpc.RpcError) and error.code() in _REFUSALS
-            kind = NameResolveError if refused else NameResolveUnavailable
-            raise kind(f"etcd at {self._address!r} failed: {error!r}; check name_resolve.etcd_address") from error
+    def _range(self, start: str, **how: Any) -> Any:
+        """etcd's reply about all keys that begin with `start`."""
+        request = etcdrpc.RangeRequest(key=start.encode(), range_end=_end_of(start.encode()), **how)
+        return self._link.call(lambda to: to.kv.Range(request, **to.options))
+
+    def _transact(self, compare: Any, success: Any, *failure: Any) -> Any:
+        request = etcdrpc.TxnRequest(compare=[compare], success=[success], failure=failure)
+        return self._link.call(lambda to: to.kv.Txn(request, **to.options))
+
+    def _name(self, key: bytes) -> str:
+        return key.decode().removeprefix(self._prefix)
+
+
+def _end_of(prefix: bytes) -> bytes:
+    """The end of the range of keys that begin with `prefix`, which is text: its last byte is below 255."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

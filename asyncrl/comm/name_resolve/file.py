@@ -9,31 +9,42 @@ in it: a forged entry leads astray, and whoever can open the lock can hold it.
 A lease is the file's modification time plus the seconds written in it. Its owner renews by touching the file through a
 descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
 the file system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
+
+Who follows entries (`_Scan`) opens the directory and looks at its modification time, ten times a second: entries come,
+change and go by renaming and unlinking, which change it, and renewals do not. Only where it is another are the entries
+read, and only where the lease of one would have run out is that one looked at. inotify would be silent about other
+hosts' changes; opening the directory is what makes NFS ask the server (close-to-open consistency).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
+from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.subtree import Subtree
 from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_private_file
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
+_SLOW_LOOK_S = 1.0
+_RACY_S = 2.0
+"""Within so long of a change there may be another one with the same modification time: clocks of file systems tick."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What is no matter of time."""
 
@@ -77,7 +88,7 @@ class FileResolver(NameResolver):
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
-                    return record.value if self._is_living(record, file) else None
+                    return record.value if self._clock.now() < _expiry(record, os.fstat(file.fileno())) else None
             except FileNotFoundError:
                 return None
 
@@ -86,12 +97,23 @@ class FileResolver(NameResolver):
             values = {name: self._read(name) for name in self._names(root)}
         return {name: value for name, value in values.items() if value is not None}
 
+    def _follow(self, subtree: Subtree) -> None:
+        scan = _Scan(self._dir, subtree.root, self._clock)
+        while not self._closing.is_set():
+            began = time.monotonic()
+            with self._translated():
+                found = scan.look()
+            if time.monotonic() > began + _SLOW_LOOK_S:  # so owners could not renew either
+                subtree.trouble()
+            self._found(subtree, found)
+            self._closing.wait(FOLLOW_POLL_S)
+
     def _remove(self, name: str, only_own: bool = False) -> bool:
         with self._translated(), self._locked():
             try:
                 with self._path(name).open("rb") as file:
                     record = _load(file)
-                    living = self._is_living(record, file)
+                    living = self._clock.now() < _expiry(record, os.fstat(file.fileno()))
             except FileNotFoundError:
                 return False
             if only_own and record.owner != self._owner:
@@ -134,15 +156,10 @@ class FileResolver(NameResolver):
             raise kind(f"name resolution in {self.root!r} failed: {error}") from error
 
     def _path(self, name: str) -> Path:
-        return self._dir / (name.replace("/", "+") + _SUFFIX)
+        return _path(self._dir, name)
 
     def _names(self, root: str) -> list[str]:
-        files = [entry for entry in os.listdir(self._dir) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
-        names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
-        return [name for name in names if is_below(name, root)]
-
-    def _is_living(self, record: _Record, file: BinaryIO) -> bool:
-        return record.lease_s is None or self._clock.now() < os.fstat(file.fileno()).st_mtime + record.lease_s
+        return _names(self._dir, root)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -163,6 +180,58 @@ class FileResolver(NameResolver):
             yield  # closing the file releases the lock
 
 
+@dataclass(slots=True)
+class _Seen:
+    """An entry as it was read; `expires` in seconds of the file system's clock."""
+
+    record: _Record
+    expires: float
+
+
+class _Scan:
+    """The entries of `directory` at or below `root`, looked at again and again; see the module's docstring."""
+
+    def __init__(self, directory: Path, root: str, clock: _FileSystemClock) -> None:
+        self._directory, self._root, self._clock = directory, root, clock
+        self._seen: dict[str, _Seen] = {}
+        self._changed: int | None = None  # the directory's modification time at the last reading, ns; None: read again
+
+    def look(self) -> dict[str, str]:
+        """The living entries.
+
+        Raises:
+            OSError, NameResolveError: they cannot be read.
+        """
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            changed = os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+        now = self._clock.now()
+        if changed != self._changed:
+            self._seen, self._changed = self._read(), changed
+            if now < changed / 1e9 + _RACY_S:
+                self._changed = None
+        else:
+            for name in [name for name, seen in self._seen.items() if seen.expires <= now]:
+                self._look_at_lease(name)
+        return {name: seen.record.value for name, seen in self._seen.items() if now < seen.expires}
+
+    def _read(self) -> dict[str, _Seen]:
+        seen = {}
+        for name in _names(self._directory, self._root):
+            with contextlib.suppress(FileNotFoundError), _path(self._directory, name).open("rb") as file:
+                record = _load(file)
+                seen[name] = _Seen(record, _expiry(record, os.fstat(file.fileno())))
+        return seen
+
+    def _look_at_lease(self, name: str) -> None:
+        """Its owner may have renewed it; one that has lapsed may come back, if its owner was merely stalled."""
+        seen = self._seen[name]
+        with contextlib.suppress(FileNotFoundError):  # the next look sees the directory changed
+            seen.expires = _expiry(seen.record, os.stat(_path(self._directory, name)))
+
+
 class _FileSystemClock:
     """The file system's idea of the time, in seconds, from the modification time of a probe file."""
 
@@ -181,6 +250,22 @@ class _FileSystemClock:
                     self._probed = time.monotonic()
                     self._offset = os.fstat(probe.fileno()).st_mtime - self._probed
             return time.monotonic() + self._offset
+
+
+def _path(directory: Path, name: str) -> Path:
+    return directory / (name.replace("/", "+") + _SUFFIX)
+
+
+def _names(directory: Path, root: str) -> list[str]:
+    """The names at or below `root`, of the living and the expired."""
+    files = [entry for entry in os.listdir(directory) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
+    names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
+    return [name for name in names if is_below(name, root)]
+
+
+def _expiry(record: _Record, file: os.stat_result) -> float:
+    """When the entry in `file` expires if nobody renews it, in seconds of the file system's clock."""
+    return math.inf if record.lease_s is None else file.st_mtime + record.lease_s
 
 
 def _load(file: BinaryIO) -> _Record:

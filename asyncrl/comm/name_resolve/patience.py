@@ -17,7 +17,8 @@ from asyncrl.comm.name_resolve.errors import NameResolveUnavailable
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF = Backoff(0.05, 1.0)
+BACKOFF = Backoff(0.05, 1.0)
+"""Between calls that fail."""
 
 
 class Patience:
@@ -57,4 +58,4 @@ class Patience:
                 "name resolution under %r fails, calls are made again for up to %g s: %s",
                 self._root, self.limit_s, error,
             )  # fmt: skip
-        return _BACKOFF.delay(failures)
+        return BACKOFF.delay(failures)

@@ -27,6 +27,7 @@ from asyncrl.inference.openai.calls import Api
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import HEADERS, ApiError
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
+from asyncrl.inference.openai.token_calls import PromptIds
 
 MODEL: Final = "policy"
 """The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""
@@ -199,20 +200,22 @@ class Endpoint:
         return answer
 
     async def _tokenize(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
-        messages, tools = token_calls.read_tokenize(await self._body(request))
-        ids = _prompt_ids(session, messages, tools)
-        limit = session.client.max_context or sys.maxsize  # clients want a number
+        messages, tools, to_answer = token_calls.read_tokenize(await self._body(request))
+        client = session.client
+        ids = _ids(client.prompt_ids if to_answer else client.shown_ids, messages, tools)
+        limit = client.max_context or sys.maxsize  # clients want a number
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def _count(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
         messages, tools = anthropic.read_count(await self._body(request))
-        return _json({"input_tokens": len(_prompt_ids(session, messages, tools))})
+        return _json({"input_tokens": len(_ids(session.client.prompt_ids, messages, tools))})
 
     async def _models(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
-        return _json({"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+        data = [_model_of(session)]
+        return _json({"object": "list", "data": data, "has_more": False, "first_id": MODEL, "last_id": MODEL})
 
     async def _model(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
-        return _json(_MODEL)
+        return _json(_model_of(session))
 
 
 _MODEL: Final = {
@@ -262,9 +265,15 @@ def _forget_late(ended: asyncio.Task[Any], session: Session) -> None:
         session.forget(ended.result())
 
 
-def _prompt_ids(session: Session, messages: Any, tools: Any) -> list[int]:
+def _model_of(session: Session) -> Mapping[str, Any]:
+    """The model, with the limit of a conversation under the name that vLLM has for it."""
+    limit = session.client.max_context
+    return {**_MODEL, "max_model_len": limit} if limit else _MODEL
+
+
+def _ids(rendered: PromptIds, messages: Any, tools: Any) -> list[int]:
     try:
-        return list(session.client.prompt_ids(messages, tools=tools))
+        return list(rendered(messages, tools=tools))
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_request") from error
 

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from asyncrl.api.chat import ChatClient, ChatReply
+from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
 from asyncrl.chat.client import EpisodeOver
 from asyncrl.inference.openai.anthropic import Messages
@@ -33,6 +33,14 @@ class RecordingClient(ChatClient, Protocol):
     @property
     def max_context(self) -> int:
         """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        ...
+
+    def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """The ids that the chat template makes of any messages, without the beginning of an answer.
+
+        Raises:
+            ValueError: it refuses them.
+        """
         ...
 
     def forget(self, answer: Completion) -> None:

@@ -26,10 +26,11 @@ class PromptIds(Protocol):
 
 
 class Tokenize(msgspec.Struct):
-    """A conversation to be rendered."""
+    """A conversation to be rendered: up to where the policy goes on, or without the beginning of an answer."""
 
     messages: list[Json]
     tools: list[Json] = msgspec.field(default_factory=list)
+    add_generation_prompt: bool = True
 
 
 class Generate(msgspec.Struct):
@@ -61,10 +62,9 @@ class ChatTokens(chat_completions.Body):
 _TOKENIZE: Final = Surface(
     Tokenize,
     ignored=frozenset({"model", "return_token_strs", "add_special_tokens"}),
-    neutral={"add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},)},
+    neutral={"continue_final_message": (False,), "chat_template_kwargs": ({},)},
     hints={
         "prompt": "give messages",
-        "add_generation_prompt": "what is rendered is what the policy would go on from",
         "chat_template_kwargs": chat_completions.SURFACE.hints["chat_template_kwargs"],
     },
 )
@@ -75,7 +75,18 @@ _GENERATE: Final = Surface(
 )
 _SAMPLING: Final = Surface(
     Sampling,
-    ignored=frozenset({"logprobs", "seed", "output_kind"}),
+    ignored=frozenset(
+        [
+            "logprobs",
+            "seed",
+            "output_kind",
+            "routed_experts_prompt_start",
+            # how ids become text, of which the answer has none
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ]
+    ),
     neutral={
         name: chat_completions.SURFACE.neutral[name]
         for name in [
@@ -86,12 +97,9 @@ _SAMPLING: Final = Surface(
             "min_tokens",
             "ignore_eos",
             "prompt_logprobs",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ]
-    }
-    | {"detokenize": (True, False)},
+    },
 )
 _CHAT: Final = Surface(
     ChatTokens,
@@ -124,14 +132,15 @@ class ChatFromTokens(chat_completions.ChatCompletions):
         return call
 
 
-def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema]]:
-    """The messages and tools to be rendered.
+def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
+    """The messages and tools to be rendered, and whether an answer is to follow.
 
     Raises:
         ApiError: the request is none.
     """
     asked = _TOKENIZE.read(body)
-    return chat_completions.messages_of(asked.messages), chat_completions.tools_of(asked.tools)
+    messages, tools = chat_completions.messages_of(asked.messages), chat_completions.tools_of(asked.tools)
+    return messages, tools, asked.add_generation_prompt
 
 
 def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:

@@ -91,7 +91,12 @@ def end_descendants() -> None:
 
 def describe_end(code: int) -> str:
     """An exit code as `subprocess` gives it, in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
 
 
 def reap_orphans() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from asyncrl.api import EpisodeError, EpisodeTimeout
 
 TOO_SLOW = "did not return in time"
@@ -28,8 +30,21 @@ class UserCodeError(RuntimeError):
 
 def failed_label(error: BaseException | None) -> str | None:
     """What users' code `error` is due to, looking through causes and groups; None if none is known."""
-    failed = _failed_call(error)
+    failed = next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
     return None if failed is None else failed.label
+
+
+def group_failed_in(error: BaseException, agent: str, of_the_policy: Collection[BaseException]) -> str | None:
+    """What users' code a group failed in with `error`; None where the policy failed it.
+
+    Args:
+        agent: named where no other code of users is known to have failed.
+        of_the_policy: what the policy raised while the group was played.
+    """
+    if (label := failed_label(error)) is not None:
+        return label
+    failed = any(each is failure for each in _behind(error, contexts=True) for failure in of_the_policy)
+    return None if failed else f"agent {agent}"
 
 
 def named_failure(error: BaseException, agent: str) -> str:
@@ -38,7 +53,7 @@ def named_failure(error: BaseException, agent: str) -> str:
     Args:
         agent: named where no other code of users is known to have failed.
     """
-    failed = _failed_call(error)
+    failed = next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
     if failed is not None:
         return f"{failed.label} {failed.how}"
     if isinstance(error, EpisodeTimeout):
@@ -50,16 +65,17 @@ def named_failure(error: BaseException, agent: str) -> str:
     return f"agent {agent} raised {type(error).__name__}"
 
 
-def _failed_call(error: BaseException | None) -> UserCodeError | None:
+def _behind(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+    """`error`, its causes, and what groups among them hold; with `contexts` also what was being handled."""
     waiting, seen = [error], set()
     while waiting:
         error = waiting.pop()
         if error is None or id(error) in seen:  # a group may be the cause of what it holds
             continue
         seen.add(id(error))
-        if isinstance(error, UserCodeError):
-            return error
+        yield error
         waiting.append(error.__cause__)
+        if contexts:
+            waiting.append(error.__context__)
         if isinstance(error, BaseExceptionGroup):
             waiting += error.exceptions
-    return None

@@ -14,8 +14,9 @@ from typing import Any
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import MAKE, USE, Call, Target
-from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader
+from asyncrl.rollout.offload.places import GroupPlaces
 from asyncrl.rollout.offload.processes import START_LIMIT_S, Lease
 
 _PARTS_OF_A_STEP = 5
@@ -29,13 +30,20 @@ class ProcessEnvironment(Environment):
         reward: what the constructor gets as `reward`.
         label: how it is named: `env my.py:MyEnv`.
         timeout_s: limit of one call; the rewards that it asks for are part of it.
+        places: those of its group, where that may open several before it goes on with one; None: it needs none.
     """
 
     def __init__(
-        self, target: Target, reward: RewardFunction, label: str, timeout_s: float, offloader: Offloader
+        self,
+        target: Target,
+        reward: RewardFunction,
+        label: str,
+        timeout_s: float,
+        offloader: Offloader,
+        places: GroupPlaces | None = None,
     ) -> None:
         self._target, self._reward, self._label = target, reward, label
-        self._timeout_s, self._offloader = timeout_s, offloader
+        self._timeout_s, self._offloader, self._places = timeout_s, offloader, places
         self._in_turn = asyncio.Lock()
         self._lease: Lease | None = None
         self._failed = self._closed = False
@@ -72,7 +80,7 @@ class ProcessEnvironment(Environment):
             self._failed = True  # until it has not
             try:
                 if self._lease is None:
-                    self._lease = await self._offloader.lease(self._label, Activity.env_wait)
+                    self._lease = await self._leased()
                     await self._ask("made", Call(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
                 self._failed = self._closed  # closed meanwhile: nobody else gives the process back
@@ -80,6 +88,17 @@ class ProcessEnvironment(Environment):
             finally:
                 if self._failed:
                     await self._give_back(whole=False)
+
+    async def _leased(self) -> Lease:
+        if self._places is None:
+            return await self._offloader.lease(self._label, Activity.env_wait)
+        with timed(Activity.env_wait):
+            await self._places.enter()
+        try:
+            return await self._offloader.lease(self._label, Activity.env_wait)
+        except BaseException:
+            self._places.leave()
+            raise
 
     async def _end(self) -> None:
         if self._closed:
@@ -110,7 +129,14 @@ class ProcessEnvironment(Environment):
     async def _give_back(self, *, whole: bool) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            await asyncio.shield(lease.give_back(whole=whole))
+            await asyncio.shield(self._given_back(lease, whole=whole))
+
+    async def _given_back(self, lease: Lease, *, whole: bool) -> None:
+        try:
+            await lease.give_back(whole=whole)
+        finally:
+            if self._places is not None:
+                self._places.leave()
 
     def _parts(self, method: str, value: Any, number: int) -> Any:
         if not isinstance(value, list) or len(value) != number:

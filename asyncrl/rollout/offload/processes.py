@@ -289,7 +289,7 @@ class ProcessPool:
         code = process.process.returncode
         if code is None or code >= 0:
             return f"exit code {code}"
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {_signal_name(-code)}"
 
     async def _end(self, process: _Process) -> None:
         """Kill the process and all that it started."""
@@ -312,6 +312,13 @@ def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
     kind = reply.error.partition(":")[0]
     how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
     return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _sendable(error: Exception) -> str:

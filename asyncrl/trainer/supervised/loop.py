@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -165,47 +165,55 @@ def make_base_model(
         raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
     folder = config.model.path if config.model.path is not None else config.model.tokenizer
     tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
-    make = _by_muon if config.optimizer == SupervisedOptimizer.muon else _by_engine
+    by, started = _by_muon if config.optimizer == SupervisedOptimizer.muon else _by_engine, time.monotonic()
     with _threads(config.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        train = partial(train_on_demonstrations, tokenizer=tokenizer, phases=phases, config=config, note=note)
-        make(config, out_dir, tokenizer, steps, progress or _nobody, train, rank)
+        with by(config, out_dir, tokenizer, sum(steps), rank) as (learner, save, file):
+            before = [] if file is None else [row for row in read_rows(file) if row["step"] <= learner.steps_done]
+            with _Rows(file, before) as rows:
+                loss = train_on_demonstrations(
+                    learner,
+                    tokenizer,
+                    phases,
+                    config,
+                    progress=_both(rows.write, progress or _nobody),
+                    note=note,
+                    last_loss=before[-1]["loss"] if before else 0.0,
+                )
+            save(_records(config, steps, loss, started, rows.all))
     return out_dir
 
 
-def _by_muon(
-    config: SFTConfig,
-    out_dir: Path,
-    tokenizer: ChatTokenizer,
-    steps: Sequence[int],
-    progress: ProgressCallback,
-    train: Callable[..., float],
-    rank: int,
-) -> None:
-    initial, started = config.model.path, time.monotonic()
+class _Run(NamedTuple):
+    """A model in training."""
+
+    learner: Learner
+    save: Callable[[dict[str, bytes]], None]
+    """Makes the folder of the model that was trained, with these files beside it, by name."""
+    rows: Path | None
+    """Where the rows of its steps are kept while it runs; None: nowhere, or another rank does."""
+
+
+@contextmanager
+def _by_muon(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
+    initial = config.model.path
     model = (
         _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
         if initial is None
         else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
     )
     model.to(_device(config))  # type: ignore[arg-type]
-    measured: list[SFTProgress] = []
-    loss = train(MuonLearner(model, config, sum(steps)), progress=_both(measured.append, progress))
-    model.train(False)
-    beside = _records(config, steps, loss, started, [asdict(report) for report in measured])
-    save_model(model.to("cpu"), tokenizer, out_dir, beside)  # type: ignore[arg-type]
+
+    def save(beside: dict[str, bytes]) -> None:
+        model.train(False)
+        save_model(model.to("cpu"), tokenizer, out_dir, beside)  # type: ignore[arg-type]
+
+    yield _Run(MuonLearner(model, config, total), save, None)
 
 
-def _by_engine(
-    config: SFTConfig,
-    out_dir: Path,
-    tokenizer: ChatTokenizer,
-    steps: Sequence[int],
-    progress: ProgressCallback,
-    train: Callable[..., float],
-    rank: int,
-) -> None:
-    started, run_dir, total = time.monotonic(), run_dir_of(out_dir), sum(steps)
+@contextmanager
+def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
+    run_dir = run_dir_of(out_dir)
     initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
     if rank == 0:
         make_private_folder(run_dir)
@@ -215,12 +223,8 @@ def _by_engine(
             save_model(model, tokenizer, initial, {})
     with joined(config, run_dir, rank, total) as world:
         learner = EngineLearner(initial, run_dir, config, total, world, _device(config))
-        file = run_dir / METRICS_FILE
-        before = [row for row in read_rows(file) if row["step"] <= learner.steps_done] if rank == 0 else []
-        loss = before[-1]["loss"] if before else 0.0
-        with _Rows(file if rank == 0 else None, before) as rows:
-            loss = train(learner, progress=_both(rows.write, progress), last_loss=loss)
-        learner.finish(total, out_dir, _records(config, steps, loss, started, rows.all))
+        save = partial(learner.finish, total, out_dir)
+        yield _Run(learner, save, run_dir / METRICS_FILE if rank == 0 else None)
     if rank == 0 and not config.checkpoint.interval:
         shutil.rmtree(run_dir)
 

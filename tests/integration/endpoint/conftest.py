@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Sample, SamplingParams
@@ -70,6 +70,9 @@ class RulePolicy:
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         return tuple(range(len(messages) + len(tools)))
+
+    def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        return self.prompt_ids(messages, tools=tools)[:-1]
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         raise NotImplementedError
@@ -176,7 +179,8 @@ class Calls:
 
 
 @pytest.fixture(scope="session")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer for ChatML, with the tokens that Qwen3's has."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -189,7 +193,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     backend.train_from_iterator(
         [CHATML, "Are you sure? 2 + 2 is more than that. user assistant tool system the answer is"], trainer
     )
+    pairs = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") for end in ("", "/")]
+    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in pairs])
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(folder)
-    template = ChatTemplate(CHATML, special_tokens(folder))
-    return ChatFormat(PromptFormat(load_tokenizer(folder), template), Calls())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat(tokenizer_folder: Path) -> ChatFormat:
+    template = ChatTemplate(CHATML, special_tokens(tokenizer_folder))
+    return ChatFormat(PromptFormat(load_tokenizer(tokenizer_folder), template), Calls())

@@ -276,6 +276,43 @@ async def test_calls_in_token_ids_are_recorded_too(world: World) -> None:
         await there.post("/chat/completions/tokens", cast_to=object, body=wrong)
 
 
+async def test_what_a_client_stitches_together_by_tokenize_is_what_a_conversation_goes_on_with(world: World) -> None:
+    """As the token client of `verifiers` does: the new messages after a stand-in, less the stand-in alone."""
+    client = EpisodeClient(Says(world.chat, "no"), world.client(0)._prompt, 0, world.chat)
+    session = await world.open(client, 0)
+    there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
+
+    async def tokenize(*messages: Any, **more: Any) -> list[int]:
+        body = {"messages": messages, **more}
+        told: Any = await there.post(f"{session.root_url}/tokenize", cast_to=object, body=body)
+        return list(told["tokens"])
+
+    first = await there.chat.completions.create(model="m", messages=[question(0)])
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    more = {"role": "user", "content": FEEDBACK[0]}
+    stand_in = {"role": "assistant", "content": "x"}
+    alone = await tokenize(stand_in, add_generation_prompt=False)
+    assert world.chat.tokenizer.decode_all(alone) == "<|im_start|>assistant\nx<|im_end|>\n"
+    bridge = (await tokenize(stand_in, more))[len(alone) - 1 :]  # its newline comes after the end of the turn
+    ids = [*client.turns[0].ids, *bridge]
+    assert ids == await tokenize(question(0), answer, more)
+    chat = {"model": "m", "messages": [question(0), answer, more], "tokens": ids, "return_token_ids": True}
+    await there.post("/chat/completions/tokens", cast_to=object, body=chat)
+    assert client.metrics["chat/extended"] == 1
+    with pytest.raises(openai.BadRequestError, match="messages: empty"):
+        await tokenize(add_generation_prompt=False)
+
+
+async def test_the_model_says_how_long_a_conversation_may_be(world: World) -> None:
+    for limits, told in ((Limits(max_context=77), 77), (Limits(), None)):
+        session = await world.open(world.client(0, ChatPolicy(limits=limits)), 0)
+        there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
+        model: Any = await there.models.retrieve("policy")
+        (listed,) = (await there.models.list()).data
+        assert getattr(model, "max_model_len", None) == told
+        assert listed == model
+
+
 @dataclass
 class Says:
     """Writes `text`, up to and with the token that completes a stop string, as all engines do."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
-from asyncrl.agents.verifiers_env import VerifiersAgent, VerifiersDataset, VerifiersError
+from asyncrl.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
@@ -323,3 +325,130 @@ async def test_rows_of_another_dataset_are_refused_before_anything_starts(world:
         await world.run(agent, tmp_path / "b.py", 0)
     with pytest.raises(VerifiersError, match="cannot be started"):
         await world.run(agent, tmp_path / "a.py", 0)
+
+
+CLASSIC_TOKEN_CLIENT = """
+import asyncio, json, sys
+from openai import AsyncOpenAI
+from verifiers.clients.openai_chat_completions_token_client import OpenAIChatCompletionsTokenClient
+
+async def main():
+    folder, base_url, api_key, env, args = json.loads(sys.argv[1])
+    sys.path.append(folder)
+    from verifiers_host import Classic
+
+    world = Classic(env, args)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as policy:
+        client = OpenAIChatCompletionsTokenClient(policy)
+        row, kept = world._table("train")[0], ["trajectory"]
+        made = await world._env.run_rollout(row, client, "policy", {}, state_columns=kept)
+    assert not made.get("error"), made["error"]
+    print(json.dumps([[list(step["tokens"][key]) for key in KEYS] for step in made["trajectory"]]))
+
+KEYS = ("prompt_ids", "completion_ids", "completion_logprobs")
+asyncio.run(main())
+"""
+V1_TRAIN_CLIENT = """
+import asyncio, functools, json, sys
+from renderers import Qwen3RendererConfig
+from verifiers.v1 import clients
+
+async def main():
+    folder, base_url, api_key, env, tokenizer, thinks = json.loads(sys.argv[1])
+    sys.path.append(folder)
+    from verifiers_host import V1
+
+    world, traces = V1(env, {}), []
+    config = {"renderer": Qwen3RendererConfig(enable_thinking=thinks), "renderer_model_name": tokenizer}
+    world._client = functools.partial(clients.TrainClientConfig, **config)
+    run_episode = world._env.run_episode
+
+    async def kept(*given):
+        episode = await run_episode(*given)
+        traces.extend(episode.traces)
+        return episode
+
+    world._env.run_episode = kept
+    async with world.serving():
+        await world.run(0, "train", base_url, api_key)
+    nodes = [node for trace in traces for node in trace.nodes]
+    ids = [token for node in nodes for token in node.token_ids]
+    print(json.dumps([[ids, [each for node in nodes for each in node.logprobs], [node.sampled for node in nodes]]]))
+
+asyncio.run(main())
+"""
+
+
+class Spells(Speaker):
+    """Says each letter as a token of its own, which no tokenizer would."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        assert self.chat.findings.end_id is not None
+        text = self.texts.pop(0)
+        ids = [*(token for letter in text for token in self.chat.tokenizer.encode(letter)), self.chat.findings.end_id]
+        assert len(ids) > len(self.chat.tokenizer.encode(text)) + 1
+        completion = Completion(ids, [-0.25 * at for at in range(len(ids))], [3] * len(ids), FinishReason.stop)
+        return GenerationResult(request.request_id, (completion,))
+
+
+async def told_by(
+    python: str, program: str, world: World, what: Sequence[Any], texts: Sequence[str]
+) -> tuple[Any, ServedEpisodeClient]:
+    """What `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
+    prompt = Prompt("p0", 0, {"prompt": "?"}, (1,), 1, SamplingParams(max_new_tokens=64, seed=1))
+    policy = Spells(world.chat, list(texts), world.gate)
+    client = ServedEpisodeClient(policy, prompt, 0, world.chat, endpoint=world.endpoint)
+    session = await client.endpoint()
+    given = [str(HOST.parent), session.base_url, session.api_key, *what]
+    process = await asyncio.create_subprocess_exec(
+        *(python, "-c", program, json.dumps(given)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    async with asyncio.timeout(120):
+        printed, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(printed.splitlines()[-1]), client
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"), [("twice", ["it is 5", "the answer is 4"]), ("tool", ["sure? a", "more th 4"])]
+)
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)])
+async def test_the_token_client_of_the_classic_api_extends_what_was_sampled(
+    world: World, classic_env: Path, python: str, kind: str, texts: list[str]
+) -> None:
+    """It stitches a conversation's ids itself, from what /tokenize says of the new messages."""
+    steps, client = await told_by(python, CLASSIC_TOKEN_CLIENT, world, [str(classic_env), {"kind": kind}], texts)
+    (sample,) = client.samples()
+    assert client.metrics["chat/extended"] == 1
+    assert world.endpoint.refused == {}
+    (_, _, _), (prompt_ids, completion_ids, logprobs) = steps
+    assert sample.tokens.tolist() == [*prompt_ids, *completion_ids]
+    assert (
+        steps[0][1]
+        == [token for token, mine in zip(sample.tokens, sample.loss_mask, strict=True) if mine][: len(steps[0][1])]
+    )
+    np.testing.assert_allclose(sample.behave_logprobs[sample.loss_mask == 1], [*steps[0][2], *logprobs], atol=1e-6)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)])
+async def test_the_train_client_of_the_v1_api_is_recorded_in_the_ids_that_it_sends(
+    world: World, tmp_path: Path, tokenizer_folder: Path, python: str, thinks: bool
+) -> None:
+    """It renders conversations itself; one of a thinking model it renders anew at each question, which forks it."""
+    file = tmp_path / "sums_v1.py"
+    file.write_text(TASKSET)
+    what, texts = [str(file), str(tokenizer_folder), thinks], ["the answer is 5", "the answer is 4"]
+    ((ids, logprobs, sampled),), client = await told_by(python, V1_TRAIN_CLIENT, world, what, texts)
+    assert world.endpoint.refused == {}
+    first, *others = client.samples()
+    spelt = [world.says(sample)[1::2] for sample in (first, *others)]
+    if thinks:
+        assert spelt == [[f"{text}<|im_end|>"] for text in texts]
+        return
+    assert spelt == [[f"{text}<|im_end|>" for text in texts]]
+    assert sampled == [False, True, False, True]
+    assert first.tokens.tolist() == ids
+    np.testing.assert_allclose(first.behave_logprobs[first.loss_mask == 1], logprobs, atol=1e-6)

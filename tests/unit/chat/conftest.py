@@ -181,7 +181,8 @@ class FakePolicy:
                 assert self._encode is not None
                 ids = self._encode(self._texts.pop(0))
             else:
-                ids = [chance.randrange(self._vocab) for _ in range(chance.randrange(1, 12))]
+                others = [token for token in range(self._vocab) if token != self._end_id]  # an answer holds a token
+                ids = [chance.choice(others) for _ in range(chance.randrange(1, 12))]
             ids = [token for token in ids if token != self._end_id]
             ids = ids if self.cut else [*ids, self._end_id]
             ids = ids[: request.sampling.max_new_tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.setting import ConfigError, setting_info
+from asyncrl.launch import COMMANDS
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.settings import worker_grid
 
@@ -274,6 +276,10 @@ def test_the_list_of_experiments_shows_each_with_its_summary() -> None:
         assert summary, f"experiments/{name}.yaml should begin with a comment that says what it is"
         assert name in text
         assert summary in text
+
+
+def test_the_help_names_every_command() -> None:
+    assert set(COMMANDS) == set(re.findall(r"^  (\w+) [A-Z]", list_experiments(None), re.MULTILINE))
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -261,6 +261,25 @@ def test_a_survey_counts_what_is_too_long_and_what_makes_no_prompt(folder: Path)
     assert survey(Rows(), PromptFormat(load_tokenizer(folder), chat, 100), limit=2).overlong == 1
 
 
+def test_a_survey_shows_the_first_prompt_as_it_is_cut_and_counts_those_that_no_cut_makes_fit(folder: Path) -> None:
+    class Rows:
+        def __len__(self) -> int:
+            return 3
+
+        def row(self, index: int) -> dict[str, Any]:
+            return {"prompt": [LONG, "short", LONG][index]}
+
+    tokenizer, chat = load_tokenizer(folder), ChatTemplate(QWEN, {})
+    found = survey(Rows(), PromptFormat(tokenizer, chat, 100, Overlong.left))
+    assert (found.overlong, found.bad) == (2, 0)
+    assert found.first is not None
+    assert 90 < found.first[1] <= 100
+    assert LONG[-10:] in found.first[0]
+    hopeless = survey(Rows(), PromptFormat(tokenizer, chat, 5, Overlong.left))
+    assert (hopeless.overlong, hopeless.bad, hopeless.first) == (0, 3, None)
+    assert hopeless.first_bad == "row 0: even without the user's text it is longer than dataset.max_prompt_tokens=5"
+
+
 def test_messages_without_a_template_make_no_prompt(folder: Path) -> None:
     with pytest.raises(BadPrompt, match="no chat template; set dataset"):
         PromptFormat(load_tokenizer(folder)).encode({"prompt": [{"role": "user", "content": "x"}]})

@@ -50,7 +50,11 @@ def test_a_held_out_share_splits_the_prompts_without_overlap(tmp_path: Path) -> 
         (b'{"prompt": 3}', "prompt, question, problem, messages: add one"),
         (b'{"prompt": ""}', "prompt, question, problem, messages: add one"),
         (b'{"prompt": "caf\xe9"}', "save the file as UTF-8"),
-        (b'{"prompt": "caf\\ud83d?"}', "half of a pair of surrogates, after 'caf'; write the whole character"),
+        (b'{"prompt": "caf\\ud83d?"}', "half of a pair of surrogates, after .*caf'; write the whole character"),
+        (
+            b'{"prompt": "a", "answer": ["b", {"c": "d\\uDE00"}]}',
+            "half of a pair of surrogates, after .*d'; write the whole",
+        ),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number_with_what_to_do(tmp_path: Path, line: bytes, advice: str) -> None:
@@ -72,17 +76,25 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
     assert FileDataset(path=str(path)).row(0)["prompt"] == "fine"
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "locked"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "locked", "pipe"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data.jsonl"
     if kind == "folder":
         path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
     if kind == "locked":
         path.touch(mode=0o000)
         if os.access(path, os.R_OK):
             pytest.skip("this user may read every file")
     with pytest.raises(ValueError, match=r"data\.jsonl cannot be read \(.*\): give a file"):
         FileDataset(path=str(path))
+
+
+def test_a_whole_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "caf\\ud83d\\ude00?"}\n')
+    assert FileDataset(path=str(path)).row(0)["prompt"] == "caf\N{GRINNING FACE}?"
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

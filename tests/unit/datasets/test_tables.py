@@ -68,6 +68,29 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
         FileDataset(path=str(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("state.json", "{cut", r"state\.json cannot be read \(.*: save the dataset with save_to_disk again"),
+        ("state.json", "{}", r"state\.json is not what save_to_disk writes, it has no _data_files"),
+        ("dataset_dict.json", "[]", r"dataset_dict\.json is not what save_to_disk writes, it has no splits"),
+    ],
+)
+def test_a_list_of_files_that_is_cut_off_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        FileDataset(path=str(tmp_path))
+
+
+def test_a_column_of_text_that_is_none_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    broken = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet has text that is not UTF-8 .* save it anew"):
+        FileDataset(path=str(tmp_path / "rows.parquet"))
+
+
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -105,6 +128,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ([{"role": "assistant", "content": "a"}], "ends with the role 'assistant'"),
         ([{"role": "user"}], "message 0 has no text under 'content'"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "images and sounds are not supported"),
         (["a"], "message 0 is no object with a role"),
     ],
 )

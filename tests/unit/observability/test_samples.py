@@ -49,7 +49,7 @@ def rollout(number: int = 0) -> Trajectory:
         sample(
             "ab=c!d", "..34.4", 1.0, token_rewards=turn_rewards, reward_parts={"exact": 1.0}, metrics={"turns": 2.0}
         ),
-        sample("ab=\x1b[", "..344", 0.0, truncated=True, episode=1),
+        sample("ab=\x1b\x9b", "..344", 0.0, truncated=True, episode=1),
     ]
     return Trajectory(f"r{number}", f"e0-{number}", number, samples, {"time/reward_s": 0.125})
 
@@ -146,7 +146,7 @@ ab[v3|=][v4|c]![v4|d]
 
 step 5  e0-0  sample 1  reward 0  staleness 1  3 of 5 tokens generated  cut off
   log-probabilities: behaviour -0.500, proximal -0.250
-ab[v3|=][v4|\\x1b[]
+ab[v3|=][v4|\\x1b\\x9b]
 
 """
 
@@ -194,6 +194,21 @@ def test_show_chooses(
     assert show.main([str(tmp_path), *options], "asyncrl") == 0
     heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [(int(words[1]), int(words[4])) for words in heads] == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["-n", "-1"], "0 is all of them"), (["--reward", "1:0.5"], "'1:0.5' is empty"), (["--step", "nan"], "is empty")],
+)
+def test_show_refuses_what_chooses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        show.main([str(tmp_path), *options], "asyncrl")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert show.main([str(tmp_path / "nowhere")], "asyncrl") == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
 
 
 def test_show_refuses_what_has_no_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

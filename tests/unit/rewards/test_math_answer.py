@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.rewards import math_answer
 from asyncrl.rewards.math_answer import answers_agree, as_number, final_answer, math_answer_reward
 
 GSM8K_ROW = {"answer": "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n#### 1,200"}
@@ -84,6 +87,23 @@ def test_the_last_box_is_the_answer_and_may_nest() -> None:
         ("A", r"\text{A}"),
         (r"\text{Monday}", "Monday"),
         ("x + 1", "x+1"),
+        ("18", "**18**"),
+        ("18", "`18`"),
+        ("-18", "\u201318"),
+        ("5.5", "5\u00bd"),
+        ("1200", "1\u202f200"),
+        ("1200", "1.2e3"),
+        ("18", "US$18"),
+        ("18", "18 dollars/hour"),
+        ("18", "18 times"),
+        ("5", "5 L"),
+        ("2000000000000", "2 trillion dollars"),
+        ("1800", "18 hundred dollars"),
+        ("0.001", "10^-3"),
+        ("3 pm", "3 p.m."),
+        ("5 hours", "5 hrs"),
+        (r"5\text{ cm}", "5 centimetres"),
+        ("3 pm", "3"),
     ],
 )
 def test_the_same_answer_written_otherwise_is_right(expected: str, given: str) -> None:
@@ -111,6 +131,20 @@ def test_the_same_answer_written_otherwise_is_right(expected: str, given: str) -
         ("[1,2)", "(1,2)"),
         ("x+1", "x-1"),
         ("18", ""),
+        ("18", "18 and a half"),
+        ("18", r"18\text{ and a half}"),
+        ("18", "18 minus two"),
+        ("18", "18 times ten"),
+        ("18", "18 divided by x"),
+        ("18", "18 squared"),
+        ("18", "18 or nineteen"),
+        ("18", "18 tenths"),
+        ("18", "18 pi"),
+        ("18000", "18 dollars per thousand"),
+        ("3 am", "3 pm"),
+        ("5 m", "5 km"),
+        ("5 cents", "5 dollars"),
+        (r"5\text{ cm}", "5 mm"),
     ],
 )
 def test_another_answer_is_wrong_however_like_it_is_written(expected: str, given: str) -> None:
@@ -134,6 +168,27 @@ def test_numbers_are_read_in_their_usual_notations(text: str, value: Fraction | 
     assert as_number(text) == value
 
 
+@pytest.mark.parametrize("box", [r"\boxed {18}", r"\fbox{18}", "#### **18**", "**#### 18**"])
+def test_a_box_is_one_however_it_is_written(box: str) -> None:
+    assert math_answer_reward({"answer": "18"}, f"So it is {box}") == 1.0
+
+
+def test_any_of_several_answers_is_right_and_a_row_without_one_is_an_error() -> None:
+    assert math_answer_reward({"answer": ["18", "#### 19"]}, r"\boxed{19}") == 1.0
+    assert math_answer_reward({"answer": 18}, r"\boxed{18}") == 1.0
+    for row, message in [
+        ({"answer": None}, "the row's answer is None: give each row one"),
+        (
+            {"question": "?", "solution": "18"},
+            "fields are question, solution, with no answer: give each row",
+        ),
+        ({"answer": []}, "the row's answer is []"),
+        ({"answer": " "}, "the row's answer is empty"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            math_answer_reward(row, r"\boxed{None}")
+
+
 @settings(max_examples=50)
 @given(st.text(max_size=60))
 def test_no_completion_raises(completion: str) -> None:
@@ -148,6 +203,19 @@ def test_no_completion_raises(completion: str) -> None:
 )
 def test_a_hostile_completion_is_wrong_without_delay(completion: str) -> None:
     assert math_answer_reward(GSM8K_ROW, completion) == 0.0
+
+
+def test_a_busy_machine_makes_no_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is on this process's CPU time: a parser that is kept waiting for longer has as much of it as before."""
+    parse, verify = math_answer._math_verify()
+
+    def kept_waiting(*args: object, **kwargs: object) -> object:
+        time.sleep(0.3)
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(math_answer, "_math_verify", lambda: (kept_waiting, verify))
+    monkeypatch.setattr(math_answer, "VERIFY_LIMIT_S", 0.2)
+    assert answers_agree("1+x", "x+1")
 
 
 def test_every_gold_answer_of_gsm8k_is_right_and_every_other_is_wrong() -> None:

@@ -38,8 +38,10 @@ def test_the_best_of_several_answers_counts_and_a_missing_field_is_an_error() ->
     assert numeric_match({"answer": ["7", "8"]}, "8 apples") == 1.0
     assert numeric_match({"answer": "12"}, "1,2") == 0.0
     assert numeric_match({"answer": "12"}, "none") == 0.0
-    with pytest.raises(KeyError, match="answer"):
-        exact_match({}, "x")
+    for reward in (exact_match, numeric_match, f1):
+        for row in ({}, {"answer": None}, {"answer": ["7", None]}, {"answer": []}):
+            with pytest.raises(ValueError, match=r"name its column in dataset\.fields\.answer"):
+                reward(row, "None")
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:

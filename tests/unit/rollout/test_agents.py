@@ -139,8 +139,19 @@ def test_an_agent_that_implements_neither_form_cannot_be_made() -> None:
         def __init__(self, *, tokenizer: object) -> None:
             self.tokenizer = tokenizer
 
-    with pytest.raises(TypeError, match="agent Idle implements neither `run` nor `collect_trajectory`"):
+    with pytest.raises(TypeError, match="agent Idle implements none of run_group, run"):
         Idle(tokenizer=TOKENIZER)
+
+
+def test_an_agent_with_queues_and_another_form_cannot_be_made() -> None:
+    class Two(Agent):
+        async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> float:
+            return 0.0
+
+        collect_trajectory = QueueAgent.collect_trajectory
+
+    with pytest.raises(TypeError, match="agent Two implements `run` and `collect_trajectory`"):
+        Two()
 
 
 async def test_the_form_that_was_overridden_last_is_the_one_that_is_called() -> None:

@@ -27,11 +27,11 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.generation import Completion
-from asyncrl.comm.drop_reasons import is_filter_reason
+from asyncrl.comm.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.order import PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt, PromptFormat, make_prompt
+from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -387,6 +387,21 @@ async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
     assert (dropped.reason, dropped.return_prompt) == ("bad_prompt", False)
 
 
+async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
+    gate = FakeGate(admit=3)
+
+    def too_long(ref: PromptRef) -> Prompt:
+        if ref.order == 1:
+            raise OverlongPrompt("row 7 is too long")
+        return FakePlugins(always()).train_prompt(ref)
+
+    await run(gate, always(1.0, 0.0), train_prompt=too_long)
+    (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
+    assert (dropped.reason, dropped.return_prompt) == ("overlong_prompt", False)
+    assert failure("overlong_prompt") is None, "nobody has to look into what the settings ask for"
+    assert failure("bad_prompt") is not None
+
+
 async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
     """They fail at once, one after the other; the good ones take their time."""
     gate = FakeGate(admit=100)
@@ -618,7 +633,7 @@ async def test_what_user_code_raises_of_asyncio_is_a_failure_whose_place_is_free
     gate = FakeGate(admit=4)
     await run(gate, Raising(fail), config=RolloutConfig(max_concurrent=1))
     (failed,) = gate.outcome_of(gate.asked[0])
-    assert (failed.accepted, failed.reason, failed.return_prompt) == (False, "failed", True)
+    assert (failed.accepted, failed.reason, failed.return_prompt) == (False, "failed: agent Raising", True)
     assert sum(ended.accepted for ended in gate.finished.values()) == 3
     assert gate.running == set()
 
@@ -649,7 +664,7 @@ async def test_a_group_with_a_number_that_is_none_fails_before_it_is_pushed(
 
     gate = FakeGate(admit=2)
     assert await run(gate, always(*rewards), generate=respond) == []
-    assert {ended.reason for ended in gate.finished.values()} == {"failed"}
+    assert {ended.reason for ended in gate.finished.values()} == {"failed: agent EchoAgent"}
 
 
 async def test_a_failure_of_users_code_is_counted_under_its_name_and_is_no_filters() -> None:
@@ -705,7 +720,7 @@ async def test_a_group_with_too_few_episodes_left_fails_as_a_whole_and_its_promp
     pushed = await run(gate, agent, least_episodes=2)
     assert sorted(each.order for each in pushed) == [0, 2]
     (failed,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (failed.reason, failed.return_prompt) == ("failed", True)
+    assert (failed.reason, failed.return_prompt) == ("failed: agent Playing", True)
 
 
 async def test_what_was_lost_of_groups_that_are_not_pushed_is_counted_with_the_next_one_that_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,13 +56,62 @@ def test_a_link_in_its_place_is_refused(last_step: LastStep, tmp_path: Path) -> 
 
 
 def test_a_folder_whose_launcher_was_killed_is_removed_by_the_next_one(last_step: LastStep, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
     other = LastStep(tmp_path / "other")
     other.begin()
     try:
         last_step.begin()
         assert other.folder.exists(), "this process lives"
-        (other.folder / "owner").write_text("1 7")  # a process of this id began at another time
+        owner = json.loads((other.folder / "owner").read_text())
+        (other.folder / "owner").write_text(json.dumps(owner | {"pid": 1, "started": 7}))  # another had this id
         last_step.begin()
         assert not other.folder.exists()
     finally:
         other.remove()
+
+
+@pytest.fixture
+def elsewhere(last_step: LastStep, tmp_path: Path) -> Iterator[LastStep]:
+    """Of a rank on another host, which has this one's memory here."""
+    last_step.begin()
+    there = LastStep(tmp_path, "10.0.0.2")
+    there.join()
+    yield there
+    there.leave()
+
+
+def test_every_host_of_ranks_has_a_folder_and_all_of_them_the_inboxes(elsewhere: LastStep, tmp_path: Path) -> None:
+    other = LastStep(tmp_path, "10.0.0.3")
+    assert elsewhere.spread
+    assert elsewhere.folder.stat().st_mode & 0o777 == 0o700
+    assert other.folder != elsewhere.folder != LastStep(tmp_path).folder
+    assert other.inbox(1) == elsewhere.inbox(1)
+    assert not elsewhere.inbox(1).is_relative_to(elsewhere.folder), "it outlives this host"
+    assert not elsewhere.torn
+
+
+def test_what_an_earlier_launch_left_on_another_host_is_not_this_ones(
+    last_step: LastStep, elsewhere: LastStep, tmp_path: Path
+) -> None:
+    """The launcher cannot remove it from there: it begins anew under another name, and the next removes it."""
+    (elsewhere.state_root / "v7").mkdir(parents=True)
+    elsewhere.inbox(0).mkdir()
+    owner = json.loads((elsewhere.folder / "owner").read_text())
+    last_step.begin()
+    elsewhere.folder.mkdir(exist_ok=True)  # the launcher has seen it, as this is its host too: another's it would not
+    (elsewhere.folder / "owner").write_text(json.dumps(owner))
+    successor = LastStep(tmp_path, "10.0.0.2")
+    assert successor.folder != elsewhere.folder
+    successor.join()
+    try:
+        assert not elsewhere.folder.exists()
+        assert successor.version is None
+        assert not successor.inbox(0).exists()
+    finally:
+        successor.leave()
+
+
+def test_something_that_is_missing_on_one_host_is_told_to_all(last_step: LastStep, elsewhere: LastStep) -> None:
+    elsewhere.tear()
+    assert last_step.torn
+    assert not last_step.can_go_on(0)

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
+from asyncrl.runtime.last_step import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig, check
 from asyncrl.runtime.worker_plan import WorkerPlan
@@ -127,7 +128,6 @@ def test_servers_take_what_the_ranks_of_their_own_host_leave() -> None:
         (lambda system: system.hosts[1].runs.append("rollout_wroker"), "did you mean 'rollout_worker'"),
         (lambda system: system.hosts[1].runs.remove("rollout_worker"), "none runs rollout_worker; add it"),
         (lambda system: system.hosts[1].runs.append("gserver_manager"), "2 hosts run gserver_manager"),
-        (lambda system: system.hosts[1].runs.append("model_worker"), "checkpoint.keep_last_step=true: the last step"),
         (lambda system: setattr(system.hosts[1], "name", ""), "is there 2 times; join the entries"),
         (lambda system: setattr(system, "encrypt", False), "system.encrypt=false: between hosts anybody"),
     ],
@@ -137,3 +137,22 @@ def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], Non
     assert list(check(config)) == []
     change(config.system)
     assert any(told in problem for problem in check(config)), list(check(config))
+
+
+def test_ranks_may_be_on_several_hosts_and_the_last_step_is_kept_there() -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker", "model_worker"])
+    assert config.checkpoint.keep_last_step
+    assert list(check(config)) == []
+    assert trains_elsewhere(config)
+    assert not trains_elsewhere(several_hosts(b=["generation_server", "rollout_worker"]))
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
+    config = several_hosts(b=["generation_server", "rollout_worker"]) if hosts else ExperimentConfig()
+    if not hosts:
+        config.system.host = "0.0.0.0"
+    config.system.encrypt = False
+    assert [told for told in check(config) if "ask twice with system.unencrypted_network=true" in told]
+    config.system.unencrypted_network = True
+    assert not [told for told in check(config) if "encrypt" in told]

@@ -6,6 +6,7 @@ these their names in a model folder and their kind (a model's `layer_types` go b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -79,8 +80,8 @@ def cut_stage(trunk: nn.Module, place: StagePlace) -> None:
         setattr(trunk, NORM, nn.Identity())
 
 
-class Stage(nn.Module):
-    """A trunk's layers of one stage; the last one's subclass adds the head.
+class Stage(nn.Module, ABC):
+    """A trunk's layers of one stage; a subclass adds the head, on the last stage.
 
     `forward(micro_batch, hidden)` returns hidden states [rows, width, H] of the stage's last layer; the last stage
     returns a tuple of what its head gives.
@@ -103,9 +104,9 @@ class Stage(nn.Module):
         # No views: FSDP hooks the tensors themselves, and warns of what is written into a view.
         return tuple(given.clone() for given in self.finish(output.flatten(0, 1), micro_batch, **outputs))
 
+    @abstractmethod
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """What the last stage makes of the trunk's output, [rows * width, H]."""
-        raise NotImplementedError
 
 
 class PolicyStage(Stage):

@@ -1,0 +1,213 @@
+"""The connection to an etcd cluster: to one member at a time, to the next after whatever fails.
+
+The client is etcd3, of which its messages and stubs are used and not its classes for clients and watches: version 0.12,
+the last one, keeps to one server, throws the server's words away, does not authenticate again when a token is no longer
+valid, and a watch of it whose connection broke tells that once and is then silent for ever. What stands here instead:
+
+- A call that fails closes the channel; the next one opens a new one, to the next member, and authenticates there. So an
+  old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
+- Keep-alives of HTTP/2 find a peer that went silent under an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
+
+etcd3 was generated for protobuf 3. Later ones (4 to 7) load it in their implementation in Python alone, which protobuf
+chooses once, when it is first imported: so it is chosen here, before etcd3 imports protobuf. The launcher comes here
+before it starts a process, and its environment is inherited, so the choice holds in a process of the run from its
+beginning. The price is nothing to names: 1,250 puts and 2,180 gets a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.comm.name_resolve.errors import NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess
+from asyncrl.comm.name_resolve.etcd_tls import tls_fault
+from asyncrl.comm.name_resolve.subtree import GRACE_S
+
+__all__ = ["EtcdLink", "LeaseGone", "Stubs", "etcdrpc", "grpc"]
+
+_IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+os.environ.setdefault(_IMPLEMENTATION, "python")
+try:
+    import grpc  # type: ignore[import-untyped]
+    from etcd3 import etcdrpc
+except TypeError as error:  # of protobuf's, about descriptors
+    raise NameResolveError(
+        f"etcd3 does not load beside the protobuf of this environment ({_IMPLEMENTATION}="
+        f"{os.environ[_IMPLEMENTATION]}): something imported protobuf before name resolution did, or chose another "
+        f"implementation; set {_IMPLEMENTATION}=python where the command is started"
+    ) from error
+
+CALL_LIMIT_S = 4.0
+"""Of one call. A lease of 10 s, renewed every third, is then saved by a second member where the first one hangs."""
+KEEPALIVE_S = 10.0
+"""etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
+KEEPALIVE_LIMIT_S = 5.0
+_SLOW_CALL_S = 0.5
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_LIMIT_S * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel to the member gets the old one's broken connection
+)
+_REFUSALS = {
+    grpc.StatusCode.PERMISSION_DENIED: f"{SETTINGS}.user={{user!r}} may not use these names (without a user it is who "
+    f"{SETTINGS}.certificate_file names); grant its role readwrite of the prefix {{prefix}}",
+    grpc.StatusCode.UNIMPLEMENTED: f"{ADDRESS}={{member!r}} is no etcd that speaks version 3 of its protocol",
+}
+_WRONG_LOGINS = {
+    "authentication failed": f"{SETTINGS}.user={{user!r}}, {SETTINGS}.password_file={{password_file!r}}: etcd refuses "
+    "this user or password",
+    "user name is empty": f"{SETTINGS}.user='': etcd wants a user and a password; give {SETTINGS}.user and "
+    f"{SETTINGS}.password_file",
+    "authentication is not enabled": f"{SETTINGS}.user={{user!r}}: etcd has authentication switched off; leave user "
+    "and password_file empty, or switch it on (`etcdctl auth enable`)",
+}
+"""By what etcd says; none is a matter of time."""
+T = TypeVar("T")
+
+
+class LeaseGone(NameResolveUnavailable):
+    """The lease has run out; with another one the call works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stubs:
+    """One channel to one member, and what is asked through it; `options` go with each call but a watch."""
+
+    member: str
+    channel: Any
+    kv: Any
+    lease: Any
+    watch: Any
+    metadata: tuple[tuple[str, str], ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"timeout": CALL_LIMIT_S, "metadata": self.metadata}
+
+
+class EtcdLink:
+    """See the module's docstring. Any thread may call it.
+
+    Args:
+        access: how the cluster is reached.
+        prefix: of the keys, for messages.
+    """
+
+    def __init__(self, access: EtcdAccess, prefix: str) -> None:
+        self._access, self._prefix = access, prefix
+        self._stubs: Stubs | None = None
+        self._next = os.getpid()  # so that the processes of a run are spread over the members
+        self._member = self._access.members[0]  # that was tried last
+        self._was_connected = False
+        self._closed = False
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._under_way: dict[int, float] = {}  # when each call that is under way began
+        self._slow_until = float("-inf")
+
+    def call(self, ask: Callable[[Stubs], T]) -> T:
+        """What `ask` returns, given the connection.
+
+        Raises:
+            LeaseGone: a lease that it names has run out.
+            NameResolveUnavailable: it failed; the next call uses another connection.
+            NameResolveError: etcd refuses it.
+        """
+        number = next(self._numbers)
+        began = self._under_way[number] = time.monotonic()
+        failed = True
+        stubs = None
+        try:
+            stubs = self._connected()
+            result = ask(stubs)
+            failed, self._was_connected = False, True
+            return result
+        except (grpc.RpcError, ValueError) as error:
+            if isinstance(error, ValueError) and "channel" not in str(error).lower():
+                raise  # not gRPC's about a channel that was closed, by a call of another thread that failed
+            raise self.failed(stubs, error) from error
+        finally:
+            del self._under_way[number]
+            if failed or time.monotonic() > began + _SLOW_CALL_S:
+                self._slow_until = time.monotonic() + GRACE_S
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether etcd hangs, or did until a moment ago: who could not renew a lease lost it.
+
+        A lease lapses where its owner could not renew it for two thirds of it; every process that has one renews it
+        each third, so a call of this process has been under way, or failing, by then.
+        """
+        now = time.monotonic()
+        return now < self._slow_until or any(now > began + _SLOW_CALL_S for began in list(self._under_way.values()))
+
+    def failed(self, stubs: Stubs | None, error: Exception) -> NameResolveError:
+        """What `error`, of gRPC's, means; the connection `stubs` is used no more where another may help."""
+        code = error.code() if isinstance(error, grpc.Call) else None
+        said = str(error.details() or code) if isinstance(error, grpc.Call) else str(error)
+        member = self._member if stubs is None else stubs.member
+        if code is grpc.StatusCode.NOT_FOUND and "lease" in said:
+            return LeaseGone(f"etcd at {member}: {said}")
+        self._drop(stubs)
+        words = {"user": self._access.user, "password_file": self._access.password_file}
+        words |= {"prefix": self._prefix, "member": member}
+        refusal = next((text for part, text in _WRONG_LOGINS.items() if part in said), _REFUSALS.get(code))
+        if refusal is not None:
+            return NameResolveError(f"{refusal.format(**words)} ({said})")
+        if not self._was_connected and not self._closed and (fault := tls_fault(member, self._access)) is not None:
+            return NameResolveError(fault)
+        return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
+
+    def close(self) -> None:
+        """Disconnect; calls and watches under way fail."""
+        self._closed = True
+        self._drop(self._stubs)
+
+    def _connected(self) -> Stubs:
+        with self._lock:
+            if self._closed:
+                raise NameResolveError("the connection to etcd is closed")
+            if self._stubs is None:
+                self._member = self._access.members[self._next % len(self._access.members)]
+                self._stubs = self._connect(self._member)
+            return self._stubs
+
+    def _connect(self, member: str) -> Stubs:
+        access = self._access
+        if access.ca_file:
+            files = (access.ca_file, access.key_file, access.certificate_file)
+            try:
+                contents = [Path(path).read_bytes() if path else None for path in files]
+            except OSError as error:
+                raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
+            channel = grpc.secure_channel(member, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
+        else:
+            channel = grpc.insecure_channel(member, options=_OPTIONS)
+        stubs = (etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
+        if not access.user:
+            return Stubs(member, channel, *stubs, metadata=())
+        request = etcdrpc.AuthenticateRequest(name=access.user, password=access.password)
+        try:
+            token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=CALL_LIMIT_S).token
+        except grpc.RpcError:
+            channel.close()
+            self._next += 1
+            raise
+        return Stubs(member, channel, *stubs, metadata=(("token", token),))
+
+    def _drop(self, stubs: Stubs | None) -> None:
+        """Use the connection no more; nothing where another one is used by now."""
+        with self._lock:
+            if stubs is None or stubs is not self._stubs:
+                return
+            self._stubs = None
+            self._next += 1
+        stubs.channel.close()

@@ -1,0 +1,101 @@
+"""The entries below a root as a process knows them without asking: its resolver keeps them up to date.
+
+A back end tells what it finds: everything (`replace`), or one change (`put`, `remove`). Reading (`entries`) is a look
+into memory, so nobody's look-ups grow with the number of processes.
+
+An outage does not look like everybody's death. While a back end is away nobody can renew a lease, and when it is back
+(etcd that was stopped, a link that was cut) those leases have run out: every owner's entry is removed, and put back by
+its owner a moment later. So after a sign of trouble (`trouble`: a call failed, or took long) a removal is told
+`GRACE_S` late, and not at all where the entry is back by then. Without trouble it is told at once.
+
+    t=0 s     etcd stops answering; the watch breaks       trouble(15): removals until 23 s are held back
+    t=30 s    etcd goes on, its leases have run out        trouble(30), remove("a"): held back until 38 s
+    t=31 s    the owner of "a" has put it back             put("a"): the reader never missed it
+    t=38 s    nobody has put "b" back                      it is gone
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from asyncrl.comm.name_resolve.errors import NameResolveError
+
+GRACE_S = 8.0
+"""Longer than an owner takes to put its entry back: a call that hangs and is given up (4 s), a renewal that is made
+again (0.5 s), a connection that is made anew (1 s)."""
+
+
+class Subtree:
+    """See the module's docstring. Any thread may call it.
+
+    Args:
+        root: of the entries.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, root: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = root
+        self._clock = clock
+        self._present: dict[str, str] = {}
+        self._leaving: dict[str, tuple[str, float]] = {}  # what is held back: its value, and until when
+        self._trouble_until = float("-inf")
+        self._away = False
+        self._refused: NameResolveError | None = None
+        self._lock = threading.Lock()
+
+    def entries(self) -> dict[str, str]:
+        """The living entries by full name, sorted; those of before an outage for as long as it lasts.
+
+        Raises:
+            NameResolveError: the back end refuses to tell.
+        """
+        with self._lock:
+            if self._refused is not None:
+                raise self._refused
+            now = self._clock()
+            self._leaving = {name: left for name, left in self._leaving.items() if now < left[1]}
+            held_back = {name: value for name, (value, _) in self._leaving.items()}
+            return dict(sorted((held_back | self._present).items()))
+
+    def get(self, name: str) -> str | None:
+        """The value under `name`; None where there is none."""
+        return self.entries().get(name)
+
+    def replace(self, found: Mapping[str, str]) -> None:
+        """These are all entries now; the back end is there."""
+        with self._lock:
+            if self._away:
+                self._away, self._trouble_until = False, self._clock() + GRACE_S
+            for name in self._present.keys() - found.keys():
+                self._leave(name)
+            self._present = dict(found)
+            self._leaving = {name: left for name, left in self._leaving.items() if name not in found}
+
+    def put(self, name: str, value: str) -> None:
+        """The entry is there, with this value."""
+        with self._lock:
+            self._present[name] = value
+            self._leaving.pop(name, None)
+
+    def remove(self, name: str) -> None:
+        """The entry is gone, or was not there."""
+        with self._lock:
+            self._leave(name)
+
+    def trouble(self) -> None:
+        """The back end is away now, or was until now."""
+        with self._lock:
+            self._away, self._trouble_until = True, self._clock() + GRACE_S
+            self._leaving = {name: (value, self._trouble_until) for name, (value, _) in self._leaving.items()}
+
+    def refuse(self, error: NameResolveError) -> None:
+        """The back end refuses to tell, for good."""
+        with self._lock:
+            self._refused = error
+
+    def _leave(self, name: str) -> None:
+        value = self._present.pop(name, None)
+        if value is not None and self._clock() < self._trouble_until:
+            self._leaving[name] = (value, self._trouble_until)

@@ -1,0 +1,88 @@
+"""Waiting for as long as a step may take, and saying what it waits for when that is over.
+
+A run stalls when neither a step was complete nor an evaluation ended for `system.stall_timeout_s` in which this process
+ran. An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from asyncrl.comm.awake import AwakeClock, awake_wait
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.collector import Collector
+from asyncrl.master.ranks import Stalled
+from asyncrl.master.replay import OfflineGate
+from asyncrl.runtime.waiting import StopRequested, cancel
+
+_T = TypeVar("_T")
+
+STATUS_LIMIT_S = 5.0
+"""Limit of a question whose answer only goes into a message."""
+
+
+class StallWatch:
+    """See the module's docstring.
+
+    Args:
+        limit_s: `system.stall_timeout_s`.
+        stop: set when the run is asked to stop.
+        free_since: when the last evaluation ended, by `clock`; one under way ends now.
+        manager, buffer, collector: who says on which counter it waits.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        clock: AwakeClock,
+        stop: asyncio.Event,
+        free_since: Callable[[], float],
+        manager: ManagerClient | OfflineGate,
+        buffer: SampleBuffer,
+        collector: Collector,
+    ) -> None:
+        self.limit_s = limit_s
+        self._clock, self._stop, self._free_since = clock, stop, free_since
+        self._manager, self._buffer, self._collector = manager, buffer, collector
+        self.progressed()
+
+    def progressed(self) -> None:
+        """A step is complete."""
+        self._progress_at = self._clock()
+
+    async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:
+        """Await `waiting` for as long as the step at `version` may take; `what` names what is waited for.
+
+        Raises:
+            StopRequested: the run is asked to stop.
+            Stalled: it takes too long.
+        """
+        task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
+        try:
+            while (left_s := self._stalls_at() - self._clock()) > 0:
+                await awake_wait(task, stopping, limit_s=left_s)
+                if task.done():
+                    return task.result()
+                if stopping.done():
+                    raise StopRequested
+            raise Stalled(await self._diagnosis(version, what))
+        finally:
+            await cancel(task, stopping)
+
+    def _stalls_at(self) -> float:
+        return max(self._progress_at, self._free_since()) + self.limit_s
+
+    async def _diagnosis(self, version: int, what: str) -> str:
+        try:
+            async with asyncio.timeout(STATUS_LIMIT_S):
+                gate = (await self._manager.status()).description
+        except Exception as error:
+            gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
+        silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))
+        return (
+            f"no train step for {self.limit_s:g} s (system.stall_timeout_s): step {version} waits for {what}; "
+            f"{self._buffer.describe()}; {gate}{silent}"
+        )

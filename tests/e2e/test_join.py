@@ -1,0 +1,149 @@
+"""Generation servers come and go while a run goes on; it loses nothing by either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.security import RunSecret
+from asyncrl.commands.audit import audit
+from asyncrl.manager.messages import ServerStatus, StatusReply
+from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
+from asyncrl.runtime.worker import open_resolver
+
+from .clusters import await_that
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LIMIT_S = 300.0
+Join = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """`join(run_dir, *options)`: one more server for a run."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(run_dir: Path, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "asyncrl.launch", "join", str(run_dir), "--kind", "generation_server"]
+        started.append(
+            subprocess.Popen(
+                [*command, *options],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def servers(run: Any) -> dict[int, ServerStatus]:
+    """What the manager of `run` says of each of its servers."""
+
+    async def ask() -> StatusReply:
+        with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
+            url = resolver.get(names.MANAGER_KEY)
+        http = JsonHttp(RunSecret.load(run.run_dir / SECRET_FILE).http())
+        try:
+            return await http.call("POST", f"{url}/status", timeout_s=LIMIT_S, reply=StatusReply)
+        finally:
+            await http.close()
+
+    return {server.index: server for server in asyncio.run(ask()).servers}
+
+
+def await_use(run: Any, *indices: int) -> None:
+    """Wait until each of these has been brought a version of the run, and had a request."""
+    seen: set[int] = set()
+
+    def so() -> bool:
+        seen.update(server.index for server in servers(run).values() if server.version and server.sequences)
+        return seen.issuperset(indices)
+
+    await_that(so, f"requests at servers {indices}: {seen}", LIMIT_S)
+
+
+def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
+    start_run: Any, ctrl_c: Any, join: Join
+) -> None:
+    """It leaves as it was asked to, then by the death of its machine, all in the middle of answers."""
+    run = start_run(total_train_steps=100_000, eval__interval=0)
+    run.wait_for_step(2, LIMIT_S)
+    joined = join(run.run_dir, "--count", "2")
+    await_use(run, 1, 2)
+    joined.send_signal(signal.SIGINT)
+    output, _ = joined.communicate(timeout=LIMIT_S)
+    assert joined.returncode == 130, output
+    assert "generation_server/1 joins (pid" in output
+    assert "generation_server/2 serves at " in output
+    assert "generation_server/2 left" in output
+    await_that(lambda: [*servers(run)] == [0], "the manager to see that they left", LIMIT_S)
+
+    lost = join(run.run_dir, "--count", "1")
+    await_use(run, 1)
+    lost.kill()
+    await_that(lambda: [*servers(run)] == [0], "the manager to see that it is gone", LIMIT_S)
+    at = int(run.rows()[-1]["step"])
+    run.wait_for_step(at + 3, LIMIT_S)
+    ctrl_c(run)
+    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+    assert audit(run.run_dir).findings == ()
+    summary = run.summary()
+    assert summary["restarts"] == {}
+    assert set(summary["books"]["dropped"]) <= {"stale"}
+    assert run.survivors() == []
+
+
+def test_what_joined_ends_with_the_run(start_run: Any, ctrl_c: Any, join: Join) -> None:
+    """It finds that the manager is gone for good; there is nothing left to do for it."""
+    run = start_run(total_train_steps=100_000, eval__interval=0)
+    run.wait_for_step(1, LIMIT_S)
+    joined = join(run.run_dir)
+    await_use(run, 1)
+    ctrl_c(run)
+    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+    output, _ = joined.communicate(timeout=LIMIT_S)
+    assert joined.returncode == 0, output
+    assert "the run is over" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--kind", "rollout_worker"], "prompts are dealt out among rollout.workers=1"),
+        (["--count", "0"], "--count=0"),
+        ([], "no run goes on there"),
+    ],
+)
+def test_what_cannot_join_is_told_why(
+    start_run: Any, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    run = start_run(total_train_steps=1, eval__interval=0)
+    assert run.wait() == 0, run.output + run.logs()
+    from asyncrl.launch import main
+
+    assert main(["join", str(run.run_dir), "--kind", "generation_server", *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from asyncrl.launch import main
+
+    assert main(["join", str(tmp_path), "--kind", "generation_server"]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""A real run with its names in etcd goes on through what happens to etcd, and to the way there; no process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.comm.name_resolve import make_resolver
+
+from ..conftest import Run
+from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
+
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+
+OUTAGE_S = 30.0
+CUT_S = 20.0
+START_LIMIT_S = 240.0  # of a busy machine; the run itself has as long
+LIMIT_S = 90.0
+KINDS = ("master_worker", "model_worker", "gserver_manager", "generation_server", "rollout_worker")
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """Three members, with TLS and a login."""
+    needs_etcd()
+    cluster = EtcdCluster(tmp_path / "etcd", 3, tls=True)
+    try:
+        cluster.start()
+        cluster.switch_authentication_on()
+        yield cluster
+    finally:
+        cluster.kill()
+
+
+class Watched:
+    """A run whose processes are to stay the same, and to make steps."""
+
+    def __init__(self, run: Run, etcd: EtcdCluster, **login: str) -> None:
+        self.run, self._login = run, login
+        self.etcd = etcd
+        run.wait_for_step(2, START_LIMIT_S)
+        self._processes = {psutil.Process(run.worker(f"{kind}/0").pid) for kind in KINDS}
+        self.entries = self._names()
+        assert {f"status/{kind}/0" for kind in KINDS} < self.entries
+
+    def goes_on(self) -> None:
+        """Two more steps are made, by the same processes, which find each other by the same names."""
+        made = int(self.run.rows()[-1]["step"])
+        self.run.wait_for_step(made + 2, LIMIT_S)
+        assert all(process.is_running() for process in self._processes), self.run.output + self.run.logs()
+        assert not (self.run.run_dir / "restarts.jsonl").exists(), self.run.output
+        pause = threading.Event()
+        for _ in range(int(LIMIT_S / 0.2)):
+            if self._names() >= self.entries:
+                return
+            pause.wait(0.2)
+        raise AssertionError(f"not put back: {self.entries - self._names()}\n{self.run.logs()}")
+
+    def _names(self) -> set[str]:
+        access = self.etcd.access(**self._login)
+        with make_resolver("etcd3", "/asyncrl/tiny/trial0", etcd=access) as resolver:
+            return {name for name in resolver.get_subtree() if not name.startswith("model_version")}
+
+
+def over(etcd: EtcdCluster, **login: str) -> dict[str, Any]:
+    """Settings of a run with its names there."""
+    settings = {f"system__etcd__{name}": value for name, value in (etcd.files() | login).items()}
+    settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
+    return settings | {"system__start_timeout_s": START_LIMIT_S, "total_train_steps": 100_000}
+
+
+def silence(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
+    start_run: Any, ctrl_c: Any, etcd: EtcdCluster, tmp_path: Path
+) -> None:
+    """One run, for what one outage leaves behind the next one has to do with; and starting one takes its time."""
+    (tmp_path / "password").touch(0o600)
+    (tmp_path / "password").write_text(f"{PASSWORD}\n")
+    login = {"user": USER, "password_file": str(tmp_path / "password")}
+    run = start_run(**over(etcd, **login))
+    watched = Watched(run, etcd, **login)
+    assert not [line for line in command_lines(run) if PASSWORD in line]
+
+    etcd.pause()
+    silence(OUTAGE_S)  # three times as long as a lease
+    etcd.resume()
+    watched.goes_on()
+    assert "is gone or silent" not in (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
+
+    etcd.compact()
+    etcd.kill(etcd.leader())
+    watched.goes_on()
+
+    etcd.kill()
+    silence(OUTAGE_S)
+    etcd.start()
+    watched.goes_on()
+
+    trainer = [run.worker(f"{kind}/0").pid for kind in ("master_worker", "model_worker")]
+    for pid in trainer:
+        os.kill(pid, signal.SIGSTOP)
+    silence(CUT_S)  # its leases run out meanwhile
+    for pid in trainer:
+        os.kill(pid, signal.SIGCONT)
+    watched.goes_on()
+
+    ctrl_c(run)
+    assert run.wait(90) == 130, run.output + run.logs()
+
+
+def command_lines(run: Run) -> list[str]:
+    """Of every process of the run, with its environment."""
+    lines = []
+    for process in [psutil.Process(run.process.pid), *run.remember_processes().values()]:
+        lines.append(" ".join([*process.cmdline(), *process.environ().values()]))
+    return lines

@@ -1,0 +1,277 @@
+"""Names in etcd: who may, over what, and what a watch that cannot be relied on is checked with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.comm.name_resolve import EtcdAccess, NameResolveError, NameResolver, Subtree, make_resolver, subtree
+
+from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
+
+pytestmark = pytest.mark.etcd
+
+LIMIT_S = 20.0
+ROOT = "/asyncrl/a/b"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """An etcd with TLS, client certificates and a login."""
+    needs_etcd()
+    cluster = EtcdCluster(tmp_path_factory.mktemp("guarded"), tls=True)
+    try:
+        cluster.start()
+        for name, word in (("password", PASSWORD), ("wrong", "guessed")):
+            (cluster.folder / name).touch(0o600)
+            (cluster.folder / name).write_text(f"{word}\n")
+        cluster.switch_authentication_on()
+        yield cluster
+    finally:
+        cluster.kill()
+
+
+def login(cluster: EtcdCluster, password: str = "password", user: str = USER) -> dict[str, str]:
+    return {"user": user, "password_file": str(cluster.folder / password)}
+
+
+def resolver_at(access: EtcdAccess, root: str = ROOT, patience_s: float = LIMIT_S) -> NameResolver:
+    return make_resolver("etcd3", root, etcd=access, patience_s=patience_s)  # type: ignore[arg-type]
+
+
+def await_that(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    pause = threading.Event()
+    deadline = time.monotonic() + limit_s
+    while not fact():
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+
+
+def test_entries_are_found_and_followed_over_tls_with_a_login(guarded: EtcdCluster) -> None:
+    with resolver_at(guarded.access(**login(guarded))) as one, resolver_at(guarded.access(**login(guarded))) as other:
+        followed = other.follow("w")
+        one.add("w/0", "x", lease_s=2.0)
+        await_that(lambda: followed.entries() == {"w/0": "x"})
+        assert other.get("w/0") == "x"
+    assert followed.entries() == {"w/0": "x"}, "as it was when it was closed"
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"ca_file": "", "certificate_file": "", "key_file": ""}, ["system.etcd.ca_file=''", "speaks TLS"]),
+        ({"ca_file": "other.crt"}, ["system.etcd.ca_file=", "other.crt", "certificate of etcd at"]),
+        ({"certificate_file": "", "key_file": ""}, ["system.etcd.certificate_file=''", "asks for one"]),
+        (
+            {"certificate_file": "stranger.crt", "key_file": "stranger.key"},
+            ["system.etcd.certificate_file=", "stranger.crt", "refuses it"],
+        ),
+        ({"ca_file": "client.key"}, ["system.etcd.ca_file=", "holds no certificate in PEM"]),
+        ({"key_file": "stranger.key"}, ["system.etcd.key_file=", "no certificate and its key"]),
+        ({"password_file": "wrong"}, ["system.etcd.user='run'", "system.etcd.password_file=", "refuses this user"]),
+        ({"user": "", "password_file": ""}, ["system.etcd.user='' may not use these names", "certificate_file"]),
+    ],
+)
+def test_what_is_wrong_is_told_at_once_with_its_setting(
+    guarded: EtcdCluster, change: dict[str, str], parts: list[str]
+) -> None:
+    named = {name: str(guarded.folder / value) if value and name != "user" else value for name, value in change.items()}
+    with pytest.raises(NameResolveError) as caught:
+        resolver_at(guarded.access(**(login(guarded) | named)), patience_s=3600.0)
+    for part in parts:
+        assert part in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_names_that_the_user_may_not_use_are_refused_with_the_prefix(guarded: EtcdCluster) -> None:
+    with pytest.raises(NameResolveError, match=r"system\.etcd\.user='run'.*prefix /elsewhere/"):
+        resolver_at(guarded.access(**login(guarded)), "/elsewhere")
+
+
+def test_a_login_to_an_etcd_without_and_tls_to_one_without_are_told(etcd_address: str, guarded: EtcdCluster) -> None:
+    with pytest.raises(NameResolveError, match=r"system\.etcd\.user='run'.*switched off"):
+        resolver_at(EtcdAccess.at(etcd_address, **login(guarded)))
+    with pytest.raises(NameResolveError, match=r"system\.etcd\.ca_file=.*speaks no TLS"):
+        resolver_at(EtcdAccess.at(etcd_address, **guarded.files()))
+
+
+def test_an_etcd_that_wants_a_login_says_so(etcd_server: EtcdCluster) -> None:
+    etcd_server.switch_authentication_on()
+    with pytest.raises(NameResolveError, match=r"system\.etcd\.user=''.*wants a user and a password"):
+        resolver_at(etcd_server.access())
+
+
+def test_after_a_restart_entries_are_followed_on(guarded: EtcdCluster) -> None:
+    with resolver_at(guarded.access(**login(guarded))) as one, resolver_at(guarded.access(**login(guarded))) as other:
+        followed = one.follow("w")
+        guarded.kill()
+        guarded.start()
+        other.add("w/1", "x", lease_s=2.0)
+        await_that(lambda: followed.entries() == {"w/1": "x"})
+
+
+def test_who_is_logged_out_logs_in_again(guarded: EtcdCluster) -> None:
+    with resolver_at(guarded.access(**login(guarded))) as one:
+        one.add("w/0", "x", lease_s=2.0)
+        guarded.forget_logins()
+        one.add("w/1", "y", lease_s=2.0)
+        guarded.forget_logins()
+        assert one.get_subtree("w") == {"w/0": "x", "w/1": "y"}
+
+
+def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As etcd3's own watches after a lost connection: no event and no error, for ever."""
+    from asyncrl.comm.name_resolve import etcd
+
+    monkeypatch.setattr(etcd, "CHECK_S", 0.2)
+    access, root = EtcdAccess.at(etcd_address), "/asyncrl/silent"
+    with resolver_at(access, root) as one, resolver_at(access, root) as other:
+
+        def silent(create: Any, limit_s: float) -> Iterator[Any]:
+            other._closing.wait(limit_s)
+            return iter(())
+
+        monkeypatch.setattr(other, "_watch", silent)
+        followed = other.follow("w")
+        one.add("w/0", "a")
+        await_that(lambda: followed.entries() == {"w/0": "a"})
+        one.add("w/0", "b", replace=True)
+        await_that(lambda: followed.entries() == {"w/0": "b"})
+        one.delete("w/0")
+        await_that(lambda: followed.entries() == {})
+
+
+def test_a_quiet_subtree_is_read_once_and_then_only_checked(etcd_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.comm.name_resolve import etcd
+
+    monkeypatch.setattr(etcd, "CHECK_S", 0.1)
+    access, root = EtcdAccess.at(etcd_address), "/asyncrl/quiet"
+    with resolver_at(access, root) as one, resolver_at(access, root) as other:
+        for index in range(5):
+            one.add(f"w/{index}", "x")
+        looks: list[dict[str, Any]] = []
+        ask = other._range  # type: ignore[attr-defined]
+
+        def counted(start: str, **how: Any) -> Any:
+            looks.append(how)
+            return ask(start, **how)
+
+        monkeypatch.setattr(other, "_range", counted)
+        followed = other.follow("w")
+        await_that(lambda: len(looks) > 8)
+        one.add("v", "elsewhere")
+        await_that(lambda: len(looks) > 12)
+        read = [how for how in looks if "limit" not in how]
+        assert len(read) <= 3, "once by follow, once where the watch begins, and once for a call that may have failed"
+        assert len(followed.entries()) == 5
+
+
+def test_history_that_was_compacted_away_is_read_anew(
+    etcd_server: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subtree, "GRACE_S", 0.5)
+    with resolver_at(etcd_server.access()) as one, resolver_at(etcd_server.access()) as other:
+        one.add("w/0", "a")
+        watch, calls = other._watch, 0  # type: ignore[attr-defined]
+
+        def late(create: Any, limit_s: float) -> Iterator[Any]:
+            """Between the reading and the watch others change everything, and etcd forgets how."""
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                one.add("w/0", "b", replace=True)
+                one.add("w/1", "c")
+                etcd_server.compact()
+            return watch(create, limit_s)
+
+        monkeypatch.setattr(other, "_watch", late)
+        followed = other.follow("w")
+        await_that(lambda: followed.entries() == {"w/0": "b", "w/1": "c"})
+        one.delete("w/0")
+        await_that(lambda: followed.entries() == {"w/1": "c"})
+        assert calls == 2
+
+
+def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
+    etcd_server: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of w/0 comes to renew only once its entry is gone; that of w/1 never does."""
+    monkeypatch.setattr(subtree, "GRACE_S", 4.0)
+    access = etcd_server.access()
+    with resolver_at(access) as owner, resolver_at(access) as dies, resolver_at(access) as reader:
+        owner.add("w/0", "x", lease_s=2.0)
+        dies.add("w/1", "x", lease_s=2.0)
+        reader.add("mine", "x", lease_s=2.0)
+        followed = reader.follow("w")
+        dies._keeper.stop()
+        may_renew = threading.Event()
+        renew, take = owner._renew, reader._take_event  # type: ignore[attr-defined]
+
+        def renew_later(name: str) -> bool:
+            may_renew.wait(LIMIT_S)
+            return renew(name)
+
+        told: list[tuple[str, bool]] = []
+
+        def noted(entries: Subtree, known: Any, event: Any) -> None:
+            take(entries, known, event)
+            told.append(("put" if event.type == event.PUT else "gone", "w/0" in entries.entries()))
+            if event.type != event.PUT and event.kv.key.endswith(b"w/0"):
+                may_renew.set()
+
+        owner._keeper._renew = renew_later
+        monkeypatch.setattr(reader, "_take_event", noted)
+        etcd_server.pause()
+        threading.Event().wait(4.0)  # twice a lease
+        etcd_server.resume()
+        await_that(lambda: "w/1" not in followed.entries(), 2 * LIMIT_S)
+        assert may_renew.is_set(), "it was never gone"
+        assert [there for _, there in told] == [True] * len(told)
+        assert owner.get("w/0") == "x"
+
+
+def test_entries_of_a_process_are_renewed_together_and_idle_followers_ask_for_nothing(
+    etcd_server: EtcdCluster,
+) -> None:
+    """Once a third of the lease: the lease, and its keys. So 16 processes with three entries ask as 4 with twelve."""
+    access, lease_s = etcd_server.access(), 4.0
+    resolvers = [resolver_at(access) for _ in range(16)]
+    try:
+        followed: list[Subtree] = []
+        for index, resolver in enumerate(resolvers):
+            for kind in ("status", "workers", "pushers"):
+                resolver.add(f"{kind}/{index}", "x", lease_s=lease_s)
+            followed += [resolver.follow("pushers"), resolver.follow("pullers")]
+        await_that(lambda: all(len(each.entries()) == 16 for each in followed[::2]))
+        await_that(lambda: not etcd_server.requests()["Watch"] < 2 * len(resolvers))
+        before, began = etcd_server.requests(), time.monotonic()
+        threading.Event().wait(lease_s)
+        asked, lasted = etcd_server.requests() - before, time.monotonic() - began
+    finally:
+        for resolver in resolvers:
+            resolver.close()
+    renewals = (lasted * 3 / lease_s + 1) * len(resolvers)
+    others = asked.total() - asked["LeaseKeepAlive"] - asked["LeaseTimeToLive"]
+    assert 0 < asked["LeaseKeepAlive"] < 1.5 * renewals, asked
+    assert 0 < asked["LeaseTimeToLive"] < 1.5 * renewals, asked
+    assert others < lasted * len(resolvers) / 2, f"{asked}: none, but where a call failed"
+
+
+def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_are(
+    etcd_address: str, tmp_path: Path
+) -> None:
+    access, root = EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}"
+    with resolver_at(access, root) as owner, resolver_at(access, root) as other:
+        for name in ("kept", "deleted", "taken"):
+            owner.add(name, "mine", lease_s=2.0)
+        other.delete("deleted")
+        other.add("taken", "theirs", replace=True)
+        await_that(lambda: owner._keeper.names() == ["kept"])
+        assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
+        owner.close()
+        assert other.get_subtree() == {"taken": "theirs"}

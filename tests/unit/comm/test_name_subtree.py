@@ -1,0 +1,156 @@
+"""What is followed: a removal is told at once, but after an outage only once its owner has had time to come back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.comm.name_resolve import FileResolver, NameResolveError
+from asyncrl.comm.name_resolve.file import _FileSystemClock, _Scan
+from asyncrl.comm.name_resolve.subtree import GRACE_S, Subtree
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def subtree(clock: Clock) -> Subtree:
+    subtree = Subtree("w", clock)
+    subtree.replace({"w/b": "2", "w/a": "1"})
+    return subtree
+
+
+def test_changes_are_told_at_once(subtree: Subtree) -> None:
+    assert list(subtree.entries()) == ["w/a", "w/b"]
+    subtree.put("w/c", "3")
+    subtree.put("w/a", "one")
+    subtree.remove("w/b")
+    subtree.remove("w/never")
+    assert subtree.entries() == {"w/a": "one", "w/c": "3"}
+    assert (subtree.get("w/c"), subtree.get("w/b")) == ("3", None)
+    subtree.replace({"w/d": "4"})
+    assert subtree.entries() == {"w/d": "4"}
+
+
+def test_what_goes_after_an_outage_stays_until_its_owner_has_had_time(subtree: Subtree, clock: Clock) -> None:
+    subtree.trouble()
+    clock.now += 1000.0  # it lasts, and nobody tells anything
+    subtree.replace({"w/a": "1", "w/b": "2"})
+    clock.now += 1.0
+    subtree.remove("w/a")
+    subtree.remove("w/b")
+    clock.now += 1.0
+    subtree.put("w/a", "1")
+    assert subtree.entries() == {"w/a": "1", "w/b": "2"}
+    clock.now += GRACE_S
+    assert subtree.entries() == {"w/a": "1"}
+    subtree.remove("w/a")
+    assert subtree.entries() == {}
+
+
+def test_entries_that_a_new_reading_lacks_stay_as_long(subtree: Subtree, clock: Clock) -> None:
+    subtree.trouble()
+    subtree.replace({"w/b": "two"})
+    assert subtree.entries() == {"w/a": "1", "w/b": "two"}
+    clock.now += GRACE_S
+    assert subtree.entries() == {"w/b": "two"}
+
+
+def test_a_second_outage_holds_longer_what_the_first_one_held(subtree: Subtree, clock: Clock) -> None:
+    subtree.trouble()
+    subtree.remove("w/a")
+    clock.now += GRACE_S - 1.0
+    subtree.trouble()
+    clock.now += GRACE_S - 1.0
+    assert "w/a" in subtree.entries()
+    clock.now += 1.0
+    assert "w/a" not in subtree.entries()
+
+
+def test_a_refusal_is_raised_where_it_is_read(subtree: Subtree) -> None:
+    subtree.refuse(NameResolveError("permission denied"))
+    with pytest.raises(NameResolveError, match="permission denied"):
+        subtree.entries()
+
+
+class Opened:
+    """Counts the files that are opened in, and the listings of, the folder of names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for owner, name in ((Path, "open"), (os, "listdir")):
+            monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+@pytest.fixture
+def resolver(tmp_path: Path) -> Iterator[FileResolver]:
+    with FileResolver(tmp_path / "names") as resolver:
+        yield resolver
+
+
+def _age(folder: Path, seconds: float) -> None:
+    """As if the folder had been changed so long ago."""
+    then = folder.stat().st_mtime - seconds
+    os.utime(folder, (then, then))
+
+
+def test_a_folder_that_did_not_change_is_not_read_again(
+    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "names"
+    scan = _Scan(folder, "w", _FileSystemClock(folder))
+    for index in range(20):
+        resolver.add(f"w/{index}", "x", lease_s=3600.0 if index % 2 else None)
+    resolver.add("other", "x")
+    opened = Opened(monkeypatch)
+    assert len(scan.look()) == 20
+    assert opened.count == 21
+    assert len(scan.look()) == 20, "it changed a moment ago, so it may have changed again within a tick of its clock"
+    assert opened.count == 42
+    _age(folder, 60.0)
+    scan.look()
+    before = opened.count
+    for _ in range(100):
+        assert len(scan.look()) == 20
+    assert opened.count == before
+    resolver.delete("w/3")
+    assert len(scan.look()) == 19
+
+
+def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folder_stays_the_same(
+    resolver: FileResolver, tmp_path: Path
+) -> None:
+    folder = tmp_path / "names"
+    resolver.add("w/0", "x", lease_s=3600.0)
+    resolver._keeper.stop()
+    _age(folder, 60.0)
+    scan = _Scan(folder, "w", _FileSystemClock(folder))
+    assert scan.look() == {"w/0": "x"}
+    past = folder.stat().st_mtime - 7200
+    os.utime(folder / "w+0.json", (past, past))
+    scan._seen["w/0"].expires = 0.0  # as by now it would be
+    assert scan.look() == {}
+    assert scan.look() == {}
+    assert resolver._renew("w/0")
+    assert scan.look() == {"w/0": "x"}
