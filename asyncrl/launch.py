@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         from asyncrl.commands.dry_run import dry_run
 
-        return dry_run(config)
+        return dry_run(config, [item for item in argv if item != "--dry-run"])
     from asyncrl.commands.train import train
 
     again = [item for item in argv if item != "--detach"] if args.detach else None

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
+import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from asyncrl.config.load import Config
+from asyncrl.runtime.manifests import manifests
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import run_dir_of
 from asyncrl.trainer.supervised.base_model import base_model_dir
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
-def dry_run(config: Config) -> int:
-    """Print what a run would start; returns the exit code."""
+def dry_run(config: Config, again: Sequence[str] = ()) -> int:
+    """Print what a run would start; returns the exit code.
+
+    With `system.launcher=kubernetes` that is a YAML file for `kubectl apply -f -`, with the processes as its comment.
+
+    Args:
+        config: the experiment.
+        again: arguments of the command that starts it.
+    """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if isinstance(config, SFTConfig):
         console.print(f"1 process, {config.threads} threads, makes {base_model_dir(config)}")
         return 0
     run_dir, plans = run_dir_of(config), plan_workers(config)
-    console.print(f"run folder: {run_dir}")
+    in_pods = config.system.launcher == "kubernetes"
+    comment = "# " if in_pods else ""
+    console.print(f"{comment}run folder: {run_dir}")
     for plan in plans:
         resources = plan.resources
         gpus = f"GPUs {','.join(resources.gpus)}" if resources.gpus else "no GPU"
-        where = f"on {plan.host.name} ({plan.host.address}), " if plan.host.name else ""
-        console.print(f"  {plan.name:<20} {where}{resources.threads} thread(s), {gpus}")
-        console.print(f"    {shlex.join(plan.command(run_dir))}")
-        console.print("    " + " ".join(f"{name}={value}" for name, value in sorted(plan.environment().items())))
+        address = f" ({plan.host.address})" if plan.host.address else ""
+        where = f"on {plan.host.name}{address}, " if plan.host.name else ""
+        console.print(f"{comment}  {plan.name:<20} {where}{resources.threads} thread(s), {gpus}")
+        console.print(f"{comment}    {shlex.join(plan.command(run_dir))}")
+        console.print(
+            f"{comment}    " + " ".join(f"{name}={value}" for name, value in sorted(plan.environment().items()))
+        )
+    if in_pods:
+        console.print(yaml.safe_dump_all(manifests(config, plans, again), sort_keys=False).rstrip("\n"))
     return 0

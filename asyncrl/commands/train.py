@@ -24,7 +24,7 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTE
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, changed_settings, check_finished
 from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
-from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.settings import Resume, check_place
 from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -55,6 +55,7 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
+    check_place(config)
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is not None:
         _check_same_run(run_dir, config)

@@ -1,7 +1,8 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
     python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
-    python -I -S keeper.py                            on another host, below ssh or srun
+    python -I -S keeper.py                            on another host, below ssh, srun or kubectl
+    python -I -S keeper.py --detached FD              on another host, below an actor of Ray
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
 ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
@@ -19,7 +20,12 @@ On another host there is no process of the launcher to send signals to, and what
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
 time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
 its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
-code 128 + n, since ssh and srun tell no signals. There is no grace there.
+code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end with
+1 when they fail themselves. There is no grace there.
+
+Ray kills what it finds below an actor that ends, and nothing else: this process, while what had left it would live on.
+So `--detached` makes it no child of the actor's. Its exit code goes to the descriptor FD, and it begins as a process of
+a login does: Ray's actors run at a lower priority and with SIGINT blocked.
 
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
@@ -53,6 +59,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
+TOLD_FAILED = 101
 _LONGEST_ORDER = 1 << 20
 
 
@@ -122,6 +129,16 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         _, status = os.waitpid(child, 0)
     end_descendants()
     return status
+
+
+def _detach() -> None:
+    """Go on as a process of its own session, whose parent is gone; see the module's docstring."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(PermissionError):  # root may raise it
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _read_order() -> Order:
@@ -246,6 +263,12 @@ def _cleans_up(pid: int) -> bool:
     return False
 
 
+def _as_told(status: int) -> int:
+    """The exit code by which another host is told of an end."""
+    code = os.waitstatus_to_exitcode(status)
+    return TOLD_FAILED if code == 1 else code if code >= 0 else 128 - code
+
+
 def _end_as(status: int) -> None:
     """End this process as that one did."""
     if os.WIFSIGNALED(status):
@@ -257,9 +280,14 @@ def _end_as(status: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--detached"]:
+        told = int(sys.argv[2])
+        os.set_inheritable(told, False)
+        _detach()
+        os.write(told, b"%d" % _as_told(main([])))
+        os._exit(0)
     if sys.argv[1:]:
         grace, descriptors, *worker = sys.argv[1:]
         numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
         _end_as(main(worker, float(grace), numbers))
-    code = os.waitstatus_to_exitcode(main([]))
-    os._exit(code if code >= 0 else 128 - code)
+    os._exit(_as_told(main([])))

@@ -37,7 +37,7 @@ from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -379,7 +379,8 @@ def _how(ended: WorkerHandle) -> str:
     code = ended.exit_code
     if code is not None and code < 0:
         return f"was killed by signal {_signal_name(-code)}"
-    return "found the ranks in a step" if code == EXIT_TOGETHER else f"exited with {code}"
+    told = {EXIT_TOGETHER: "found the ranks in a step", EXIT_LOST: "was lost with the connection to its host"}
+    return f"exited with {code}" if code is None else told.get(code, f"exited with {code}")
 
 
 def _signal_name(number: int) -> str:

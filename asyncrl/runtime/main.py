@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
 def main() -> int:
@@ -22,7 +23,8 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--niceness", type=int, default=0, help="lower this process's priority by so much")
     parser.add_argument("--incarnation", type=int, default=0, help="how many before this one died")
-    parser.add_argument("--host", default="", help="address of this host; default: system.host")
+    own = os.environ.get(HOST_VARIABLE, "")
+    parser.add_argument("--host", default=own, help=f"address of this host; default: {HOST_VARIABLE}, or system.host")
     args = parser.parse_args()
     os.nice(args.niceness)
     os.umask(PRIVATE_UMASK)

@@ -7,6 +7,9 @@ standard input. Logs come back over the connection into the run's folder.
 The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
 So a host that is cut off for longer runs nothing that the launcher has given up; until then the incarnation in every
 message tells the lost process from the one that took its place.
+
+A connection that ends counts as the death of its process at once (`EXIT_LOST`): there is nothing to come back to, as
+the keeper has ended it, or will by itself. Bridging a short cut is the new connection's part: ssh tries for 20 s.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from pathlib import Path
 import psutil
 
 from asyncrl.runtime import keeper
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.run_dir import read_run_config
-from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""
@@ -39,7 +43,7 @@ _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
         *("PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
-        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", HOST_VARIABLE),
     }
 )
 _OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI")
@@ -60,7 +64,8 @@ class RemoteBackend(LauncherBackend):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self.arguments = read_run_config(run_dir).system.launcher_args
+        self.config = read_run_config(run_dir)
+        self.arguments = self.config.system.launcher_args
         """Of the command, as the user adds them."""
         self._local = open_backend("local", run_dir)
         self._remote: list[_RemoteWorker] = []
@@ -111,14 +116,18 @@ class RemoteBackend(LauncherBackend):
                 worker.tell(keeper.ALIVE)
 
     def close(self) -> None:
-        """See the base class. The other ends are told by the end of their standard input."""
+        """See the base class."""
+        self.end_remote()
+        self._local.close()
+
+    def end_remote(self) -> None:
+        """End what runs on other hosts, which is told by the end of its standard input."""
         for worker in self._remote:
             worker.kill()
         _, left = psutil.wait_procs([p for w in self._remote for p in w.carriers()], timeout=_END_LIMIT_S)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._local.close()
 
 
 class _RemoteWorker(WorkerHandle):
@@ -130,7 +139,9 @@ class _RemoteWorker(WorkerHandle):
     @property
     def exit_code(self) -> int | None:
         code = self._process.returncode
-        return code if code is None or not 128 < code <= 128 + signal.NSIG else 128 - code
+        if code is not None and 128 < code <= 128 + signal.NSIG:
+            return 128 - code
+        return {keeper.TOLD_FAILED: EXIT_FAILED, EXIT_FAILED: EXIT_LOST}.get(code, code) if code else code
 
     async def wait(self) -> None:
         await self._process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING
 
 from asyncrl.comm.name_resolve import EtcdAccess, NameBackend
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
-from asyncrl.config.setting import modules_in, not_a_choice, setting
+from asyncrl.config.setting import ConfigError, modules_in, not_a_choice, setting
 from asyncrl.runtime.hardware import LOOPBACK, interface_of
+from asyncrl.runtime.pod_names import name_faults
+from asyncrl.runtime.ray_requests import address_of
+from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
 _LAUNCHERS = Path(__file__).parent / "launchers"
-_LOCAL = "local"
+_LOCAL, _RAY, _KUBERNETES = "local", "ray", "kubernetes"
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that a host of several may run."""
 
@@ -41,12 +45,38 @@ class HostConfig:
     """One host of a run on several."""
 
     name: str = setting(
-        "", "as system.launcher reaches it: what is given to ssh, or the Slurm node; empty: the launcher's own host"
+        "",
+        "as system.launcher reaches it: what is given to ssh, the Slurm node, or for ray and kubernetes any name; "
+        "empty: the launcher's own host",
     )
-    address: str = setting("", "its IPv4 address, or a name of it, on which the other hosts reach it")
+    address: str = setting(
+        "",
+        "its IPv4 address, or a name of it, on which the other hosts reach it; ray: of the node that it must be, empty "
+        "for any that has its cpus and gpus free; kubernetes: leave it empty",
+    )
     runs: list[str] = setting(help=f"kinds of processes that run there, of {', '.join(PLACED)}", factory=list)
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
+    cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
+    memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
     python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
+
+
+@dataclass
+class KubernetesConfig:
+    """Pods of a run over several hosts (system.launcher=kubernetes)."""
+
+    image: str = setting("", "their image, with python, asyncrl and, for the launcher's own, kubectl")
+    namespace: str = setting("default", "where they and what they need are")
+    claims: dict[str, str] = setting(
+        help="persistent volume claims and where they are mounted in every pod, e.g. {shared: /data}; fileroot, the "
+        "model and the data lie there",
+        factory=dict,
+    )
+    secrets: list[str] = setting(
+        help="Secrets whose entries are environment variables of every process, e.g. API keys and HF_TOKEN",
+        factory=list,
+    )
+    folder: str = setting("", "the working directory there, from which your code is imported; empty: the image's")
 
 
 @dataclass
@@ -66,13 +96,16 @@ class SystemConfig:
 
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
-        help="ssh, slurm: the hosts, each with name, address, runs, gpus and python; all of them see the run folder, "
-        "the model and the data under the same paths",
+        help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
+        "see the run folder, the model and the data under the same paths",
         factory=list,
     )
     launcher_args: list[str] = setting(
-        help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']", factory=list
+        help="further arguments of ssh, srun or kubectl, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
+        "['--address=HOST:PORT'], auto or local",
+        factory=list,
     )
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     name_resolve: NameBackend = setting(NameBackend.file, "name resolution back end")
     name_resolve_root: str = setting(
         "",
@@ -118,6 +151,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
     elif given := [name for name, value in vars(system.etcd).items() if value]:
         yield f"system.etcd.{given[0]}: is for system.name_resolve=etcd3, which is {system.name_resolve}; leave it out"
+    if system.launcher == _RAY:
+        yield from _ray(system)
+    if system.launcher == _KUBERNETES:
+        yield from _kubernetes(config)
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
@@ -130,6 +167,52 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         interface_of(system.host)
     except ValueError as error:
         yield str(error)
+
+
+def _finds_address(host: HostConfig, launcher: str) -> bool:
+    """Whether the host's address is known on the host only."""
+    return launcher == _KUBERNETES or (launcher == _RAY and bool(host.name))
+
+
+def _ray(system: SystemConfig) -> Iterator[str]:
+    """What is missing for `system.launcher=ray`."""
+    if importlib.util.find_spec("ray") is None:
+        yield "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"
+    try:
+        address_of(system.launcher_args)
+    except ValueError as error:
+        yield f"system.launcher_args={system.launcher_args}: {error}"
+
+
+def _kubernetes(config: ExperimentConfig) -> Iterator[str]:
+    """What is missing for `system.launcher=kubernetes`."""
+    settings = config.system.kubernetes
+    if not settings.image:
+        yield "system.kubernetes.image='': the pods need one; give an image with python, asyncrl and kubectl"
+    if not any(Path(config.fileroot).is_relative_to(path) for path in settings.claims.values()):
+        yield (
+            f"fileroot={config.fileroot!r}: the pods share what a persistent volume claim holds, and none of "
+            f"system.kubernetes.claims={dict(settings.claims)} is mounted there; give {{CLAIM: FOLDER}}"
+        )
+    if config.system.hosts and all(host.name for host in config.system.hosts):
+        yield "system.hosts: with kubernetes the launcher needs a pod of its own; add a host without a name"
+    for host in config.system.hosts:
+        if host.address:
+            yield f"system.hosts: {host.address!r}: a pod's address is the cluster's to choose; leave address out"
+    yield from name_faults(config)
+
+
+def check_place(config: ExperimentConfig) -> None:
+    """Refuse to start processes where the launcher cannot.
+
+    Raises:
+        ConfigError: it has to run in a pod.
+    """
+    if config.system.launcher == _KUBERNETES and HOST_VARIABLE not in os.environ:
+        raise ConfigError(
+            "system.launcher='kubernetes': the launcher runs in a pod; --dry-run prints what makes that, for `kubectl "
+            "apply -f -`"
+        )
 
 
 def etcd_access(system: SystemConfig) -> EtcdAccess:
@@ -145,10 +228,10 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
         yield f"system.hosts=[]: system.launcher={system.launcher} needs to know the hosts and what runs on each"
         return
     if system.launcher == _LOCAL:
-        yield "system.launcher='local': starts processes on this host only; with system.hosts use ssh or slurm"
+        yield "system.launcher='local': starts processes on this host only; with system.hosts use another"
     for number, host in enumerate(system.hosts):
         setting_name = f"system.hosts[{number}]"
-        if not host.address:
+        if not host.address and not _finds_address(host, system.launcher):
             yield f"{setting_name}.address='': the other hosts need one to reach {host.name or 'this host'} at"
         for kind in host.runs:
             if kind not in PLACED:

@@ -11,6 +11,9 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": st
 keeps up to 128 MiB that are free. Its defaults give the pages of every trajectory back to the kernel and fault them in
 again, which costs more than sending it."""
 
+HOST_VARIABLE = "ASYNCRL_HOST"
+"""Environment variable of a host that says its address, where only what runs there knows it (Ray, Kubernetes)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -33,7 +36,8 @@ class Host:
 
     Attributes:
         name: by which the launcher's back end reaches it; empty: the launcher's own host.
-        address: on which the other processes reach those that run there; empty: `system.host`.
+        address: on which the other processes reach those that run there; empty: what the host itself says
+            (`HOST_VARIABLE`), else `system.host`.
         python: the interpreter there; empty: the launcher's own path.
     """
 

@@ -1,18 +1,22 @@
-"""Real ssh servers and a real Slurm on this machine, for tests: in folders of their own, ended by their process ids."""
+"""Real ssh servers, Slurm and Ray on this machine, for tests: in folders of their own, ended by their process ids."""
 
 from __future__ import annotations
 
 import getpass
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 LIMIT_S = 60.0
@@ -135,6 +139,87 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(LIMIT_S)
+
+
+KUBECTL = r"""#!{python}
+'''Stands in for kubectl: two pods, which are this machine. Refuses what it is not asked in a run.'''
+import json, os, sys
+from pathlib import Path
+
+HOSTS = {{"tiny-trial0-box2-0": "127.0.0.2", "tiny-trial0-box3-0": "127.0.0.3"}}
+folder, verb, arguments = Path("{folder}"), sys.argv[1], sys.argv[2:]
+with (folder / "asked").open("a") as asked:
+    asked.write(json.dumps(sys.argv[1:]) + "\n")
+if verb == "get":
+    what, selector, output, namespace = arguments
+    job = selector.removeprefix("--selector=batch.kubernetes.io/job-name=")
+    assert (what, output, namespace) == ("pods", "--output=json", "--namespace=training") and job in HOSTS, sys.argv
+    looked = folder / job
+    began, pods = looked.exists(), []
+    looked.touch()
+    known = ("old", "Failed", 0), ("ending", "Running", 1), ("now", "Running", 0), ("next", "Pending", 0)
+    for name, phase, gone in known:
+        metadata = {{"name": f"{{job}}-{{name}}", "creationTimestamp": f"2030-01-01T00:00:0{{len(pods)}}Z"}}
+        metadata |= {{"deletionTimestamp": "2030-01-01T00:00:09Z"}} if gone else {{}}
+        pods += [{{"metadata": metadata, "status": {{"phase": phase}}}}] if began or phase != "Running" or gone else []
+    print(json.dumps({{"items": pods}}))
+else:
+    interactive, namespace, pod, container, end, *command = arguments
+    assert (verb, interactive, namespace) == ("exec", "-i", "--namespace=training"), sys.argv
+    assert (container, end) == ("--container=asyncrl", "--") and pod.endswith("-now"), sys.argv
+    os.execve(command[0], command, os.environ | {{"ASYNCRL_HOST": HOSTS[pod.removesuffix("-now")]}})
+"""
+
+
+def stand_in_kubectl(folder: Path) -> Path:
+    """A folder for PATH with a `kubectl` that knows two pods; `asked` beside it has its arguments, a line each."""
+    (folder / "bin").mkdir(parents=True)
+    program = folder / "bin" / "kubectl"
+    program.write_text(KUBECTL.format(python=sys.executable, folder=folder))
+    program.chmod(0o755)
+    return program.parent
+
+
+RAY_NODES = r"""
+import sys, time
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once
+head = node | {"num_cpus": 0, "include_dashboard": False, "temp_dir": sys.argv[1]}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+for number in range(2, 2 + int(sys.argv[2])):
+    cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@contextmanager
+def ray_cluster(nodes: int) -> Iterator[str]:
+    """A Ray of a head and so many other nodes, at 127.0.0.2, 127.0.0.3, ...; gives its address."""
+    pytest.importorskip("ray", reason="no Ray: pip install 'asyncrl[ray]'")
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
+    with (Path(folder) / "log").open("wb") as log:
+        command = [sys.executable, "-c", RAY_NODES, folder, str(nodes)]
+        cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    started = [psutil.Process(cluster.pid)]
+    try:
+        lines = iter(cluster.stdout.readline, "")
+        address = next((line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line)), None)
+        assert address is not None, (Path(folder) / "log").read_text()
+        started += started[0].children(recursive=True)
+        yield address
+    finally:
+        cluster.stdin.close()
+        _, left = psutil.wait_procs(started, timeout=LIMIT_S)
+        for process in left:
+            process.kill()
+        cluster.wait(LIMIT_S)
+        cluster.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def await_that(so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:

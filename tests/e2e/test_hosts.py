@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from asyncrl.commands.audit import audit
 from asyncrl.runtime.last_step import LastStep
 
-from .clusters import await_that, slurm, ssh_hosts
+from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,7 +40,7 @@ def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, A
     """Settings of a run over three hosts."""
     setting, _, hosts = (HOSTS % (first, second)).partition("=")
     return {"system__launcher": launcher, setting.replace(".", "__"): hosts} | (
-        {"system__launcher_args": f"[{','.join(arguments)}]"} if arguments else {}
+        {"system__launcher_args": str(list(arguments))} if arguments else {}
     )
 
 
@@ -117,7 +118,7 @@ def test_with_ranks_on_two_hosts_the_death_of_one_costs_the_step_in_hand_alone(
 
 
 def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:
-    nowhere = over("ssh", "nowhere.invalid", "box3", *ssh["system__launcher_args"].strip("[]").split(","))
+    nowhere = over("ssh", "nowhere.invalid", "box3", *ast.literal_eval(ssh["system__launcher_args"]))
     run = start_run(**nowhere, system__restarts_per_process=0)
     assert run.wait(90) == 1
     assert "generation_server/0 (on nowhere.invalid)" in run.output
@@ -143,6 +144,123 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
         assert audit(second.run_dir).findings == ()
         assert_gone(second)
+
+
+RAY_LIMIT_S = 240.0
+"""So long a busy machine may take to start a driver, two actors and a run."""
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two nodes beside the launcher's own: one asked for by its address, one that Ray chooses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        with ray_cluster(nodes=2) as address:
+            settings = over("ray", "box2", "box3", f"--address={address}")
+            hosts = (
+                settings["system__hosts"].replace("address: 127.0.0.3", "cpus: 1").replace("box2,", "box2, cpus: 1,")
+            )
+            assert hosts.count("cpus: 1") == 2
+            yield settings | {"system__hosts": hosts, "system__start_timeout_s": 300}
+
+
+@pytest.mark.timeout(480)  # with Ray's own start
+def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray: dict[str, Any]) -> None:
+    first = start_run(total_train_steps=100_000, **ray)
+    first.wait_for_step(3, RAY_LIMIT_S)
+    (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in titled(process)]
+    assert rollouts.environ()["ASYNCRL_HOST"] == "127.0.0.3"  # no two hosts on one node
+    ctrl_c(first)
+    assert first.wait(90) == 130, first.output + first.logs()
+    assert_gone(first)
+
+    goal = int(first.rows()[-1]["step"]) + 3
+    second = start_run(total_train_steps=goal, **ray)
+    assert second.wait() == 0, second.output + second.logs()
+    assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
+    assert audit(second.run_dir).findings == ()
+    assert_gone(second)
+    assert ray_actors() == []
+
+
+@pytest.mark.timeout(480)
+def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launcher_leaves_nothing(
+    start_run: Any, ray: dict[str, Any]
+) -> None:
+    run = start_run(total_train_steps=100_000, **ray)
+    run.wait_for_step(2, RAY_LIMIT_S)
+    (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
+    server.kill()
+    run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    run.wait_for_line("generation_server/0 went on after", RAY_LIMIT_S)
+
+    (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(process.parent())]  # that node's raylet
+    (before,) = [process for process in workers_of(run) if "rollout_worker/0" in titled(process)]
+    actor.kill()
+    run.wait_for_line("rollout_worker/0 (on box3) was lost with the connection to its host; it is started again")
+    run.wait_for_line("rollout_worker/0 went on after", RAY_LIMIT_S)
+    await_that(lambda: not before.is_running(), "the end of what the dead actor had started")
+
+    assert len(workers_of(run)) == 5
+    run.process.kill()
+    await_that(lambda: not workers_of(run), f"the end of {workers_of(run)}")
+    await_that(lambda: not ray_actors(), f"the end of {ray_actors()}")
+
+
+def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any]) -> None:
+    (port,) = free_ports(1)
+    run = start_run(**ray | {"system__launcher_args": f"['--address=127.0.0.1:{port}']"})
+    assert run.wait(90) == 1
+    assert f"no cluster at address '127.0.0.1:{port}'" in run.output
+    assert_gone(run)
+
+
+def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
+    start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `kubectl` does in a cluster is not shown by this: there is none to be had here."""
+    monkeypatch.setenv("PATH", f"{stand_in_kubectl(tmp_path / 'kubectl')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ASYNCRL_HOST", "127.0.0.1")  # as in the launcher's pod
+    monkeypatch.setenv("MY_API_KEY", "a secret of the launcher")
+    hosts = over("kubernetes", "box2", "box3")
+    hosts["system__hosts"] = re.sub(r", address: [\d.]+|address: [\d.]+, ", "", hosts["system__hosts"])
+    hosts |= {"system__kubernetes__image": "asyncrl", "system__kubernetes__namespace": "training"}
+    hosts["system__kubernetes__claims"] = f"{{shared: '{tmp_path}'}}"
+    first = start_run(total_train_steps=100_000, **hosts)
+    first.wait_for_step(2)
+    (server,) = [process for process in workers_of(first) if "generation_server" in titled(process)]
+    assert server.environ()["ASYNCRL_HOST"] == "127.0.0.2"
+    assert server.environ()["MY_API_KEY"] == "a secret of the launcher"
+    server.kill()
+    first.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    first.wait_for_line("generation_server/0 went on after")
+    ctrl_c(first)
+    assert first.wait(90) == 130, first.output + first.logs()
+    assert_gone(first)
+
+    goal = int(first.rows()[-1]["step"]) + 3
+    second = start_run(total_train_steps=goal, **hosts)
+    assert second.wait() == 0, second.output + second.logs()
+    assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
+    assert audit(second.run_dir).findings == ()
+    assert_gone(second)
+    asked = (tmp_path / "kubectl" / "asked").read_text()
+    assert asked.count('"exec"') == 5  # two processes in pods, twice, and a server that was started again
+    assert "a secret" not in asked
+
+
+def ray_actors() -> list[psutil.Process]:
+    """The actors of runs that are left on this machine."""
+    return [process for process in psutil.process_iter() if titled(process).startswith("ray::HostActor")]
+
+
+def titled(process: psutil.Process | None) -> str:
+    assert process is not None
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
 
 
 def workers_of(run: Any) -> list[psutil.Process]:

@@ -352,6 +352,7 @@ def test_on_another_host_all_is_told_over_standard_input(tmp_path: Path, told: b
 
 def test_an_end_of_its_own_is_told(tmp_path: Path) -> None:
     assert Ordered(tmp_path, "import sys; sys.exit(3)").end() == 3
+    assert Ordered(tmp_path, "import sys; sys.exit(1)").end() == keeper.TOLD_FAILED  # 1 is the carrier's own failure
     assert Ordered(tmp_path, "import os; os.abort()").end() == 128 + signal.SIGABRT
 
 
@@ -360,3 +361,65 @@ def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -
     pid = int(ordered.line().split()[0])
     assert ordered.end() == 128 + signal.SIGKILL
     assert not psutil.pid_exists(pid)
+
+
+DAEMON_AND_WAITS = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(600)
+os.wait()
+time.sleep(600)
+"""
+
+
+class Detached:
+    """A keeper as Ray's actor starts one: no child of who did, which tells its exit code to a descriptor."""
+
+    def __init__(self, folder: Path, program: str) -> None:
+        theirs, self._told = os.pipe()
+        self.status, ended = os.pipe()
+        self.printed, output = os.pipe()
+        command = [sys.executable, "-I", "-S", keeper.__file__, "--detached", str(ended)]
+        subprocess.run(command, stdin=theirs, stdout=output, pass_fds=[ended], check=True, timeout=LIMIT_S)
+        for descriptor in (theirs, ended, output):
+            os.close(descriptor)
+        order = keeper.Order([sys.executable, "-c", program], {}, str(folder), 60.0)
+        os.write(self._told, json.dumps(order._asdict()).encode() + b"\n")
+
+    def line(self) -> int:
+        """What the program printed."""
+        with os.fdopen(os.dup(self.printed)) as printed:
+            return int(printed.readline())
+
+    def let_go(self) -> None:
+        os.close(self._told)
+        self._told = -1
+
+    def end(self) -> bytes:
+        """What it told at its end; the output has ended too."""
+        try:
+            with os.fdopen(self.status, "rb") as status, os.fdopen(self.printed, "rb") as printed:
+                told = status.read()
+                printed.read()
+            return told
+        finally:
+            if self._told >= 0:
+                self.let_go()
+
+
+def test_a_detached_keeper_is_nobodys_child_and_ends_its_tree_once_it_is_let_go(tmp_path: Path) -> None:
+    detached = Detached(tmp_path, DAEMON_AND_WAITS)
+    daemon = psutil.Process(detached.line())
+    assert os.getpid() not in [process.pid for process in daemon.parents()]
+    detached.let_go()
+    assert detached.end() == b"%d" % (128 + signal.SIGKILL)
+    assert not runs(daemon)
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, keeper.TOLD_FAILED), (7, 7)])
+def test_a_detached_keeper_tells_the_exit_code(tmp_path: Path, code: int, told: int) -> None:
+    assert Detached(tmp_path, f"import sys; sys.exit({code})").end() == b"%d" % told

@@ -267,7 +267,7 @@ def test_a_field_made_without_setting_has_no_info() -> None:
 def test_help_names_the_choices_of_a_setting() -> None:
     text = experiment_help("async_ppo", load())
     assert "(str; one of drop, mask, wait)" in text
-    assert "(str; one of local, slurm, ssh)" in text
+    assert "(str; one of kubernetes, local, ray, slurm, ssh)" in text
 
 
 def test_the_list_of_experiments_shows_each_with_its_summary() -> None:

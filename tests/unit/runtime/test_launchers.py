@@ -19,7 +19,7 @@ NAMES = modules_in(Path(launchers.__file__).parent)
 
 def test_the_choices_of_the_setting_are_the_files() -> None:
     (choices,) = (info.choices for path, _, info in settings(SystemConfig) if path == "launcher")
-    assert choices == NAMES == ("local", "slurm", "ssh")
+    assert choices == NAMES == ("kubernetes", "local", "ray", "slurm", "ssh")
 
 
 def test_a_new_back_end_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,39 @@
+"""Names of a run's Kubernetes objects, and what Kubernetes would refuse of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config.experiment import ExperimentConfig
+
+LAUNCHER = "launcher"
+"""In the names of the launcher's own host, which has none itself."""
+_LONGEST_NAME = 63
+_SUFFIX = "-0-0-abcde"
+"""What JobSet and Job append to a host's name for its pod."""
+
+
+def run_name(config: ExperimentConfig) -> str:
+    """Name of the run's objects: experiment and trial, as a DNS label writes them."""
+    return f"{config.experiment_name}-{config.trial_name}".lower().replace("_", "-").replace(".", "-")
+
+
+def job_name(config: ExperimentConfig, host: str) -> str:
+    """Name of the Job whose pod is the host of this name; empty: the launcher's own."""
+    return f"{run_name(config)}-{host or LAUNCHER}-0"
+
+
+def name_faults(config: ExperimentConfig) -> Iterator[str]:
+    """What Kubernetes would refuse as a name."""
+    for host in config.system.hosts:
+        name = f"{run_name(config)}-{host.name or LAUNCHER}"
+        if host.name == LAUNCHER or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
+            yield (
+                f"system.hosts: {host.name!r} makes a pod {name!r}; with kubernetes the names of experiment, trial and "
+                f"hosts consist of a-z, 0-9 and -, begin with a letter, and {LAUNCHER!r} is the launcher's own host"
+            )
+        if len(name + _SUFFIX) > _LONGEST_NAME:
+            yield f"system.hosts: the name of pod {name!r} is longer than Kubernetes takes; shorten trial_name"

@@ -1,0 +1,244 @@
+"""The Kubernetes objects of a run, against Kubernetes' own schemas; unknown fields are refused."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.manifests import manifests
+from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.pod_names import job_name
+from asyncrl.runtime.settings import HostConfig, check
+
+validate = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate: pip install -e '.[dev]'").validate
+
+VERSION = "1.34"
+JOB_SET: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "replicatedJobs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["name", "template"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "groupName": {"type": "string"},
+                            "replicas": {"type": "integer"},
+                            "template": {"type": "object", "required": ["spec"]},
+                        },
+                    },
+                },
+                "network": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "enableDNSHostnames": {"type": "boolean"},
+                        "subdomain": {"type": "string"},
+                        "publishNotReadyAddresses": {"type": "boolean"},
+                    },
+                },
+                "successPolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["operator"],
+                    "properties": {
+                        "operator": {"enum": ["All", "Any"]},
+                        "targetReplicatedJobs": {"type": "array", "items": {"type": "string"}},
+                    },
+                },
+                "failurePolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {"maxRestarts": {"type": "integer"}, "rules": {"type": "array"}},
+                },
+            },
+        },
+    },
+}
+"""What is used of JobSet's definition; its templates of Jobs are Kubernetes' own, and checked as such."""
+
+
+def a_run() -> ExperimentConfig:
+    config = ExperimentConfig(experiment_name="math_grpo", trial_name="t1", fileroot="/data/runs")
+    config.checkpoint.keep_last_step = True
+    config.generation.servers = 2
+    system = config.system
+    system.launcher = "kubernetes"
+    system.kubernetes.image = "registry.example/asyncrl:1"
+    system.kubernetes.namespace = "training"
+    system.kubernetes.claims = {"shared": "/data"}
+    system.kubernetes.secrets = ["api-keys"]
+    system.hosts = [
+        HostConfig(runs=["master_worker", "model_worker", "gserver_manager"], gpus=["0"], memory="64Gi"),
+        HostConfig(name="servers", runs=["generation_server"], gpus=["0", "1"], cpus=16),
+        HostConfig(name="rollouts", runs=["rollout_worker"]),
+    ]
+    return config
+
+
+def objects_of(config: ExperimentConfig) -> list[dict[str, Any]]:
+    return manifests(config, plan_workers(config), ["math_grpo", "system.launcher=kubernetes"])
+
+
+def check_objects(objects: list[dict[str, Any]]) -> None:
+    """Raise where the API server would refuse one of these, as far as schemas tell."""
+    for each in objects:
+        if each["kind"] != "JobSet":
+            validate(each, VERSION, strict=True)
+            continue
+        jsonschema.validate(each, JOB_SET)
+        for job in each["spec"]["replicatedJobs"]:
+            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
+            validate(whole, VERSION, strict=True)
+
+
+def jobs_of(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {job["name"]: job["template"]["spec"] for job in objects[-1]["spec"]["replicatedJobs"]}
+
+
+def container_of(job: dict[str, Any]) -> dict[str, Any]:
+    (container,) = job["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def test_the_objects_are_what_kubernetes_takes() -> None:
+    assert list(check(a_run())) == []
+    objects = objects_of(a_run())
+    assert [each["kind"] for each in objects] == ["ServiceAccount", "Role", "RoleBinding", "JobSet"]
+    check_objects(objects)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda objects: objects[1]["rules"][0].update(verb=["get"]),
+        lambda objects: objects[3]["spec"].update(restarts=1),
+        lambda objects: objects[3]["spec"]["successPolicy"].update(operator="Some"),
+        lambda objects: jobs_of(objects)["servers"].update(backoff=1),
+        lambda objects: container_of(jobs_of(objects)["servers"]).update(volumes=[]),
+        lambda objects: container_of(jobs_of(objects)["launcher"])["env"][0].update(value=1),
+    ],
+)
+def test_the_schemas_refuse_what_kubernetes_would(spoil: Callable[[list[dict[str, Any]]], None]) -> None:
+    objects = copy.deepcopy(objects_of(a_run()))
+    spoil(objects)
+    with pytest.raises(Exception, match=r"not valid under any of|unexpected|is not one of|is not of type"):
+        check_objects(objects)
+
+
+def test_each_host_is_a_pod_with_its_own_cores_gpus_and_memory() -> None:
+    jobs = jobs_of(objects_of(a_run()))
+    asked = {name: container_of(job)["resources"] for name, job in jobs.items()}
+    launcher, servers, rollouts = asked["launcher"], asked["servers"], asked["rollouts"]
+    assert launcher["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
+    assert servers == {"requests": {"cpu": 16, "nvidia.com/gpu": 2}, "limits": {"nvidia.com/gpu": 2}}
+    assert rollouts == {"requests": {"cpu": 1}, "limits": {}}
+    for job in jobs.values():
+        pod = job["template"]["spec"]
+        assert pod["restartPolicy"] == "Never"  # schemas let any word pass
+        assert job["completionMode"] == "Indexed"
+        assert {"name": "shared", "mountPath": "/data"} in container_of(job)["volumeMounts"]
+        assert {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}} in pod["volumes"]
+
+
+def test_only_the_launchers_pod_may_start_processes_has_the_secrets_and_decides_the_end() -> None:
+    objects = objects_of(a_run())
+    jobs = jobs_of(objects)
+    may = {name: job["template"]["spec"]["automountServiceAccountToken"] for name, job in jobs.items()}
+    assert may == {"launcher": True, "servers": False, "rollouts": False}
+    given = {name: container_of(job)["envFrom"] for name, job in jobs.items()}
+    assert given == {"launcher": [{"secretRef": {"name": "api-keys"}}], "servers": [], "rollouts": []}
+    assert container_of(jobs["launcher"])["command"][2:] == [
+        "asyncrl.launch",
+        "math_grpo",
+        "system.launcher=kubernetes",
+    ]
+    assert objects[-1]["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["launcher"]}
+    assert jobs["launcher"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+    rules = {tuple(rule["resources"]): rule["verbs"] for rule in objects[1]["rules"]}
+    assert rules == {("pods",): ["get", "list"], ("pods/exec",): ["create", "get"]}
+
+
+def test_the_names_of_pods_are_such_as_kubernetes_takes() -> None:
+    assert job_name(a_run(), "servers") == "math-grpo-t1-servers-0"
+    for name, fault in (
+        ("Box", "makes a pod"),
+        ("launcher", "makes a pod"),
+        ("b" * 50, "is longer than Kubernetes takes"),
+    ):
+        config = a_run()
+        config.system.hosts[1].name = name
+        assert [fault in message for message in check(config)] == [True], name
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "fault"),
+    [
+        ("image", "", "system.kubernetes.image=''"),
+        ("claims", {"shared": "/mnt"}, "fileroot='/data/runs'"),
+        ("claims", {}, "fileroot='/data/runs'"),
+    ],
+)
+def test_what_the_pods_cannot_do_without_is_asked_for(setting: str, value: Any, fault: str) -> None:
+    config = a_run()
+    setattr(config.system.kubernetes, setting, value)
+    (message,) = check(config)
+    assert message.startswith(fault)
+
+
+def test_an_address_and_a_run_without_a_launchers_pod_are_refused() -> None:
+    config = a_run()
+    config.system.hosts[1].address = "10.0.0.2"
+    config.system.hosts[0].name = "trainer"
+    messages = "\n".join(check(config))
+    assert "'10.0.0.2': a pod's address is the cluster's to choose" in messages
+    assert "the launcher needs a pod of its own" in messages
+
+
+SETTINGS = (
+    "async_ppo",
+    "system.launcher=kubernetes",
+    "trial_name=t1",
+    "fileroot=/data/runs",
+    "system.kubernetes.image=asyncrl:1",
+    "system.kubernetes.claims={shared: /data}",
+    "system.hosts=[{runs: [master_worker, model_worker, gserver_manager]},"
+    "{name: far, runs: [generation_server, rollout_worker]}]",
+)
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl.launch", *SETTINGS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_dry_run_prints_what_kubectl_applies_and_a_run_out_of_a_pod_says_so() -> None:
+    printed = launch("--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    objects = list(yaml.safe_load_all(printed.stdout))
+    check_objects(objects)
+    assert container_of(jobs_of(objects)["launcher"])["command"] == ["python", "-m", "asyncrl.launch", *SETTINGS]
+    assert "#   generation_server/0  on far, " in printed.stdout
+    refused = launch()
+    assert refused.returncode == 2
+    assert "system.launcher='kubernetes': the launcher runs in a pod; --dry-run prints" in refused.stderr
