@@ -199,7 +199,9 @@ class Engine:
         return {"success": True}
 
     async def _generate(self, body: GenerateRequest) -> list[dict[str, Any]]:
-        assert isinstance(body.rid, list) and isinstance(body.sampling_params, list) and body.input_ids is not None
+        assert isinstance(body.rid, list)
+        assert isinstance(body.sampling_params, list)
+        assert body.input_ids is not None
         items = zip(body.rid, body.input_ids, body.sampling_params, strict=True)
         sequences = [self._sequence(*item) for item in items]  # type: ignore[arg-type]
         self._advance()

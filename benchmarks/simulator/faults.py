@@ -91,7 +91,9 @@ class Fleet:
                 if faults.death_every_s:
                     tasks.create_task(self._deaths(index, faults.death_every_s, random.Random(seeds[2 * index])))
                 if faults.silence_every_s:
-                    tasks.create_task(self._silences(index, faults.silence_every_s, random.Random(seeds[2 * index + 1])))
+                    tasks.create_task(
+                        self._silences(index, faults.silence_every_s, random.Random(seeds[2 * index + 1]))
+                    )
             if faults.preempted_share:
                 tasks.create_task(self._preemption(random.Random(seeds[-1])))
 

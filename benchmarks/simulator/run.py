@@ -389,7 +389,7 @@ class Simulation:
         await self.manager.close_gate()
         deadline = self._loop.time() + REST_LIMIT_S
         gate, router = self.service.gate, self.service.router
-        while gate.books().running and self._loop.time() < deadline:
+        while gate.books().running and self._loop.time() < deadline:  # noqa: ASYNC110 (virtual time)
             await asyncio.sleep(1.0)
         if running := gate.books().running:
             found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
@@ -415,9 +415,7 @@ class Simulation:
                     found.append(f"server {life.index} is {life.state} at {life.version}, not serving {self.version}")
         return found
 
-    def _outcome(
-        self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]
-    ) -> Outcome:
+    def _outcome(self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]) -> Outcome:
         setup, elapsed = self.setup, last.at - first.at
         servers_s = elapsed * setup.servers
         busy = (last.counts.busy_s - first.counts.busy_s) / servers_s

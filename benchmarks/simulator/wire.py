@@ -1,8 +1,9 @@
 """Calls between the parts of a simulated run: what `asyncrl.comm.http.JsonHttp` does, without sockets.
 
-A host is whatever answers under a URL. A call takes `latency_s` there and as long back (here: all of it there), keeps its time limit, and fails
-as HTTP does: no such host is `HttpUnreachable`, silence is `HttpTimeout`, what the host refuses is `HttpRefused`. With
-`encode` everything is written as JSON and read again, as on the wire: slower, and exact.
+A host is whatever answers under a URL. A call takes `latency_s` there and as long back (all of it there, which is one
+timer), keeps its time limit, and fails as HTTP does: no such host is `HttpUnreachable`, silence is `HttpTimeout`, what
+the host refuses is `HttpRefused`. With `encode` everything is written as JSON and read again, as on the wire: slower,
+and exact.
 """
 
 from __future__ import annotations

@@ -235,6 +235,9 @@ class FleetRunner:
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
         lives = {life.index: life for life in self._decisions.servers}
+        self._service.router.returning = sum(
+            life.state is ServerState.UPDATING and not life.failures for life in lives.values()
+        )
         for index, (url, in_use) in list(self._shown.items()):
             life = lives.get(index)
             if life is None or life.url != url:
