@@ -12,6 +12,7 @@ import asyncio
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+from unittest import mock
 
 T = TypeVar("T")
 _NAMED = 12
@@ -50,12 +51,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a loop of its own, from time 0.
+    """Run `main` in a loop of its own, from time 0. Code that asks `time.monotonic` is told virtual time too.
 
     Raises:
         Deadlock: see there.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch("time.monotonic", runner.get_loop().time):
         return runner.run(main)
 
 

@@ -204,6 +204,13 @@ def test_a_whole_run_is_accounted_for() -> None:
     assert 0.0 <= found.idle <= 1.0
 
 
+def test_a_run_is_the_same_every_time() -> None:
+    faults = Faults(death_every_s=40.0, restart_s=15.0)
+    first, second = (simulate(replace(SETUP, faults=faults, update_fraction=0.4)) for _ in range(2))
+    assert first.steps == second.steps
+    assert first.staleness == second.staleness
+
+
 def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
     found = simulate(replace(SETUP, eta=0, colocated=True))
     assert found.faults == []
