@@ -13,6 +13,11 @@ All of them may be repeated or come in any order. A policy is told which server'
 few lines of its own, so that another is one class and one entry in `POLICIES`. To place or release a request takes time
 independent of what is placed, and at most logarithmic in the servers, but for those that are at too old a version.
 
+While servers are `returning`, that is out of service for a moment, for an update, a server is given no more than its
+share of the load among those that serve and those that return (`SHARE`); what is beyond waits for them. Else the first
+one back from an update would be given all that was interrupted, and whatever the new version admits, before the second
+one is there.
+
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
 `prompt + n · max_new_tokens`. They are what this router placed: a load that others put on a server is not seen.
 """
@@ -28,6 +33,9 @@ from typing import Protocol, TypeVar
 
 from asyncrl.manager.messages import RouteRequest
 
+SHARE = 1.25
+"""A server may have so many times the mean load while others return: with less, one that is late would hold up those
+that serve."""
 _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
@@ -70,8 +78,12 @@ class Policy(Protocol):
 
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None: ...
 
+    def declined(self, request: RouteRequest) -> None:
+        """The server that was chosen for `request` does not get it now."""
+        return
 
-class RoundRobin:
+
+class RoundRobin(Policy):
     """Each server in turn."""
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
@@ -97,7 +109,7 @@ class RoundRobin:
         return None
 
 
-class _LeastLoaded:
+class _LeastLoaded(Policy):
     """The server with the least load; ties go to the lower index.
 
     A heap with an entry for every load that a server came to have; an entry that is its load no longer goes as it comes
@@ -145,7 +157,7 @@ class LeastTokens(_LeastLoaded):
         super().__init__(servers, lambda view: (view.tokens, view.sequences))
 
 
-class PrefixAffine:
+class PrefixAffine(Policy):
     """A conversation stays on the server that holds its cache; a new one goes where the fewest tokens are outstanding.
 
     It moves when its server takes no requests, and stays where it went. Of more than `conversations` the one unused for
@@ -171,6 +183,9 @@ class PrefixAffine:
                 self._home.popitem(last=False)
         return chosen
 
+    def declined(self, request: RouteRequest) -> None:
+        self._home.pop(request.affinity, None)
+
 
 POLICIES: dict[str, type[Policy]] = {
     "round_robin": RoundRobin,
@@ -195,6 +210,10 @@ class Router:
         self._of_rollout: dict[str, set[str]] = {}
         self._of_worker: dict[str, set[str]] = {}
         self._of_server: dict[int, set[str]] = {}
+        self._sequences = 0
+        self._routable = 0
+        self.returning = 0
+        """Servers that are out of service for a moment."""
 
     @property
     def servers(self) -> list[ServerView]:
@@ -221,8 +240,10 @@ class Router:
             view = None
         if view is None:
             view = self._servers[index] = ServerView(index, url, version, routable)
+            self._routable += routable
         elif (view.version, view.routable) == (version, routable):
             return
+        self._routable += routable - view.routable
         view.version, view.routable = version, routable
         self._policy.changed(view)
 
@@ -231,6 +252,7 @@ class Router:
         for request_id in list(self._of_server.get(index, ())):
             self.release(request_id)
         if (view := self._servers.pop(index, None)) is not None:
+            self._routable -= view.routable
             view.routable = False
             self._policy.changed(view)
 
@@ -241,7 +263,11 @@ class Router:
         self.release(request.request_id)
         if (view := self._policy.choose(request, min_version)) is None:
             return None
+        if self._is_beyond_its_share(view, request):
+            self._policy.declined(request)
+            return None
         view.sequences += request.n
+        self._sequences += request.n
         view.tokens += request.tokens
         self._policy.changed(view)
         self._placements[request.request_id] = _Placement(request, worker, view.index)
@@ -251,6 +277,13 @@ class Router:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
         return view
 
+    def _is_beyond_its_share(self, view: ServerView, request: RouteRequest) -> bool:
+        """Whether the server has too much of the load to get `request`, while others return."""
+        if not self.returning:
+            return False
+        mean = (self._sequences + request.n) / (self._routable + self.returning)
+        return view.sequences > SHARE * mean
+
     def release(self, request_id: str) -> None:
         """The request no longer runs."""
         placement = self._placements.pop(request_id, None)
@@ -259,6 +292,7 @@ class Router:
         request = placement.request
         view = self._servers[placement.server]
         view.sequences -= request.n
+        self._sequences -= request.n
         view.tokens -= request.tokens
         self._policy.changed(view)
         _discard(self._of_server, placement.server, request_id)

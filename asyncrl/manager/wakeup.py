@@ -6,10 +6,10 @@ import asyncio
 
 
 class Signal:
-    """Wakes whoever waits. Notifying costs nothing while nobody does."""
+    """Wakes whoever waits, those first that have waited longest. Notifying costs nothing while nobody does."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[bool]] = set()
+        self._waiters: dict[asyncio.Future[bool], None] = {}
 
     def notify(self) -> None:
         """Wake everyone who waits now."""
@@ -19,8 +19,8 @@ class Signal:
     def next(self) -> asyncio.Future[bool]:
         """A future that the next `notify` completes; cancel it when it is not wanted any more."""
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        waiter.add_done_callback(self._waiters.discard)
+        self._waiters[waiter] = None
+        waiter.add_done_callback(lambda done: self._waiters.pop(done, None))
         return waiter
 
     async def wait(self, timeout_s: float) -> bool:

@@ -136,7 +136,7 @@ class FleetRunner:
                     case CancelUpdate():
                         self._cancel(order)
                     case CheckHealth():
-                        self._spawn(self._check(order.server, order.url))
+                        self._spawn(self._check(order.server, order.url, ordered=True))
             self._show()
             await self._wait_for_change()
 
@@ -206,7 +206,11 @@ class FleetRunner:
                     self._spawn(self._check(life.index, life.url))
             await asyncio.sleep(self._config.health_interval_s)
 
-    async def _check(self, server: int, url: str) -> None:
+    async def _check(self, server: int, url: str, *, ordered: bool = False) -> None:
+        """See whether the server is well; that one which serves still is changes nothing, of many servers each second.
+
+        `ordered`: it is in quarantine until then.
+        """
         self._checking.add(url)
         expected = self._decisions.expected_version(server, url)
         client = GenerationServerClient(self._http, url)
@@ -217,19 +221,23 @@ class FleetRunner:
                 raise WeightsChanged(f"{url} names v{served}, it was brought to v{expected}: was it started again?")
         except HttpError as error:
             gone = isinstance(error, (HttpUnreachable, WeightsChanged))
-            if self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
+            if changed := self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
                 self._log.warning("generation server %d gets no requests for now: %s", server, error)
         else:
-            if self._decisions.healthy(server, url):
+            if changed := self._decisions.healthy(server, url):
                 self._log.info("generation server %d gets requests again", server)
         finally:
             self._checking.discard(url)
-        self._show()
-        self._changed.notify()
+        if changed or ordered:
+            self._show()
+            self._changed.notify()
 
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
         lives = {life.index: life for life in self._decisions.servers}
+        self._service.router.returning = sum(
+            life.state is ServerState.UPDATING and not life.failures for life in lives.values()
+        )
         for index, (url, in_use) in list(self._shown.items()):
             life = lives.get(index)
             if life is None or life.url != url:

@@ -1,0 +1,59 @@
+"""What asynchronous training gains on hundreds of devices: the control plane's real code in virtual time.
+
+    python benchmarks/simulate.py [--tables splits eta512 ...] [--quick] [--json PATH] [--docs DIR]
+    python benchmarks/simulate.py --fit [--steps 24]
+
+Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
+row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` measures the embedded engine on
+this machine, prints the model's parameters, and holds a real run of the demo beside what the simulator says of it
+(`simulator.fit`). The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from simulator.report import Kept, plot, tables
+from simulator.run import Stalled, simulate
+from simulator.scenarios import TABLES
+
+
+def main() -> None:
+    """Simulate what is missing, print the tables, write them where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), help="only these")
+    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, its figures mean nothing")
+    parser.add_argument("--json", type=Path, default=Path("simulate.json"), help="where finished rows are kept")
+    parser.add_argument("--docs", type=Path, help="folder for tables.md and scale.png")
+    parser.add_argument("--fit", action="store_true", help="measure the embedded engine and check one real run")
+    parser.add_argument("--steps", type=int, default=24, help="train steps of the real run of --fit")
+    parser.add_argument("--seed", type=int, help="of all rows, in place of 1")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.CRITICAL)
+    if args.fit:
+        from simulator.fit import fit
+
+        fit(args.steps)
+        return
+    kept = Kept(args.json)
+    cells = [cell for name in args.tables for cell in TABLES[name](args.quick)]
+    for cell in cells:
+        setup = kept.seeded(cell.setup, args.seed)
+        if not kept.has(setup):
+            try:
+                kept.add(setup, simulate(setup))
+            except Stalled as stalled:
+                raise SystemExit(f"{cell.table}: {cell.label}: {stalled}") from stalled
+            print(f"{cell.table}: {cell.label}: {kept.line(setup)}", flush=True)
+    text = tables(cells, kept, args.seed)
+    print(text)
+    if args.docs is not None:
+        args.docs.mkdir(parents=True, exist_ok=True)
+        (args.docs / "tables.md").write_text(text)
+        plot(cells, kept, args.docs / "scale.png", args.seed)
+
+
+if __name__ == "__main__":
+    main()

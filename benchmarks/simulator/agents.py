@@ -1,0 +1,127 @@
+"""What RolloutWorkers roll out in a simulation, in place of a user's data set, agent and environment.
+
+The agent of single answers is asyncrl's own. Tokens mean nothing: a prompt's first one is its number, by which lengths
+of its answers are alike, and an answer's all are one that stands for its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl.agents.sample_builder import SampleBuilder
+from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample
+from asyncrl.api.environment import StepResult
+from asyncrl.api.generation import SamplingParams
+from asyncrl.api.seeds import seed_from
+from asyncrl.datasets.order import PromptRef, prompt_seed
+from asyncrl.inference.seeds import uniform
+from simulator.lengths import LogNormal
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Episodes of several turns: `least` to `most` of them, after each but the last a tool that takes `tool_s`, a
+    log-normal time in seconds, and answers `tool_tokens` tokens."""
+
+    least: int
+    most: int
+    tool_median_s: float
+    tool_sigma: float
+    tool_limit_s: float
+    tool_tokens: int
+
+    def number(self, seed: int) -> int:
+        """Turns of the episode with this seed."""
+        return self.least + int(uniform(seed, 1) * (self.most - self.least + 1))
+
+    def tool_s(self, seed: int) -> float:
+        """Seconds of a call."""
+        thousandths = LogNormal(1e3 * self.tool_median_s, self.tool_sigma, int(1e3 * self.tool_limit_s), alike=0.0)
+        return 1e-3 * thousandths.tokens(0, seed)
+
+
+class _NoWords:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+
+class _Scored(Environment):
+    """Every answer is worth nothing, at once."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Mapping[str, Any]]:
+        return None, {}
+
+    async def step(self, action: Any) -> StepResult:
+        return None, 0.0, True, False, {}
+
+
+class TurnsAgent(Agent):
+    """An episode of several turns with a tool between them."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:  # type: ignore[override]
+        """See `Agent`."""
+        builder = SampleBuilder(prompt.input_ids)
+        seed = prompt.sampling.seed
+        assert seed is not None
+        number = self._turns.number(seed)
+        for turn in range(number):
+            own = seed_from("turn", seed, turn)
+            sampling = replace(prompt.sampling, seed=own)
+            (completion,) = (
+                await client.generate(GenerationRequest(f"{prompt.prompt_id}/{turn}", builder.tokens, 1, sampling))
+            ).completions
+            builder.generate(completion)
+            if turn < number - 1:
+                await asyncio.sleep(self._turns.tool_s(own))
+                builder.observe([2 + own % 1_000_003] * self._turns.tool_tokens)
+        return builder.build(0.0, truncated=False)
+
+
+class _Client:
+    """An episode's client that counts nothing."""
+
+    metrics: Mapping[str, float] = {}
+
+    def __init__(self, policy: GenerationClient, prompt: Prompt) -> None:
+        self.generate = policy.generate
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedCode:
+    """What `RolloutLoop` takes of `Plugins`.
+
+    Args:
+        turns: episodes of several turns; None: single answers.
+        prompt_tokens: of a prompt; with the rest in the run's units.
+    """
+
+    def __init__(
+        self, turns: Turns | None, *, run_seed: int, group_size: int, prompt_tokens: int, max_new_tokens: int
+    ) -> None:
+        tokenizer: Any = _NoWords()
+        self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
+        self.episode_client: Any = _Client
+        self._seed, self._group, self._prompt = run_seed, group_size, prompt_tokens
+        self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
+
+    def make_envs(self, size: int) -> Callable[[], Environment]:
+        """See `Plugins`."""
+        return _Scored
+
+    def train_prompt(self, ref: PromptRef) -> Prompt:
+        """See `Plugins`."""
+        seed = prompt_seed(self._seed, ref.order, ref.attempt)
+        tokens = (seed_from("prompt number", self._seed, ref.row), *[1] * (self._prompt - 1))
+        sampling = replace(self._sampling, seed=seed)
+        return Prompt(ref.prompt_id, ref.order, {}, tokens, self._group, sampling)

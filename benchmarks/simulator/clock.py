@@ -1,0 +1,70 @@
+"""An asyncio event loop in virtual time.
+
+`loop.time()` is a number. Where a real loop would sleep until its next timer, this one sets the number forward and goes
+on at once. So a run of hours takes the time that its Python code takes, every `asyncio.sleep`, timeout and deadline of
+the code that runs in it is kept to the microsecond, and two runs are alike. Nothing may come from outside of the loop:
+no socket, no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+from unittest import mock
+
+T = TypeVar("T")
+_NAMED = 12
+"""Waiting tasks that the message about a deadlock names."""
+
+
+class Deadlock(RuntimeError):
+    """Everything waits for something that no timer brings; the message says what."""
+
+
+class _Skip(selectors.SelectSelector):
+    """Waits by setting its loop's time forward. It reports no file descriptor: there are none to wait for."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Deadlock(f"at {self.loop.time():.3f} s nothing is due and nothing runs: {_waiting(self.loop)}")
+        self.loop.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module's docstring. `now`: seconds since the loop was made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        selector = _Skip()
+        selector.loop = self
+        super().__init__(selector)
+        self._clock_resolution = 1e-6  # of the base class: timers due within it run together, whatever a sum rounds to
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.now
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` in a loop of its own, from time 0. Code that asks `time.monotonic` is told virtual time too.
+
+    Raises:
+        Deadlock: see there.
+    """
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch("time.monotonic", runner.get_loop().time):
+        return runner.run(main)
+
+
+def _waiting(loop: VirtualLoop) -> str:
+    names = []
+    for task in asyncio.all_tasks(loop):
+        frames = task.get_stack(limit=1)
+        place = f" (line {frames[0].f_lineno} of {frames[0].f_code.co_name})" if frames else ""
+        names.append(f"{getattr(task.get_coro(), '__qualname__', task.get_name())}{place}")
+    shown = sorted(names)[:_NAMED]
+    return "; ".join(shown) + (f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

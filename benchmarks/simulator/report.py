@@ -1,0 +1,113 @@
+"""Finished rows, kept in a file; the tables and the plot that are made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from simulator.run import Outcome, Setup
+from simulator.scenarios import Cell
+
+COLUMNS = (
+    "| run | step | speed-up | generation idle | training idle | age, mean (max) | prefilled again | dropped as stale |"
+)
+RULE = "|---|--:|--:|--:|--:|--:|--:|--:|"
+
+
+class Kept:
+    """Outcomes by setup, in a JSON file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._rows: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
+
+    @staticmethod
+    def seeded(setup: Setup, seed: int | None) -> Setup:
+        """With that seed, where one is given."""
+        return setup if seed is None else replace(setup, seed=seed)
+
+    def has(self, setup: Setup) -> bool:
+        """Whether it is finished."""
+        return _key(setup) in self._rows
+
+    def add(self, setup: Setup, outcome: Outcome) -> None:
+        """It is finished."""
+        row = asdict(outcome) | {"staleness": {str(age): count for age, count in outcome.staleness.items()}}
+        self._rows = json.loads(self._file.read_text()) if self._file.exists() else {}  # of others that run beside
+        self._rows[_key(setup)] = row | {"name": setup.name}
+        self._file.write_text(json.dumps(self._rows, indent=1) + "\n")
+
+    def get(self, setup: Setup) -> Outcome:
+        """Its outcome."""
+        row = dict(self._rows[_key(setup)])
+        row["staleness"] = Counter({int(age): count for age, count in dict(row["staleness"]).items()})  # type: ignore[call-overload]
+        return Outcome(**{field.name: row[field.name] for field in fields(Outcome)})  # type: ignore[arg-type]
+
+    def line(self, setup: Setup) -> str:
+        """In short."""
+        found = self.get(setup)
+        return (
+            f"step {found.step_s:.1f} s, waits {found.wait_s:.1f} s, generation idle {found.generation_idle:.0%}, "
+            f"training idle {found.training_idle:.0%}, age {found.staleness_mean:.2f} ({found.staleness_max}), "
+            f"{found.running:.0f} running, CPU {found.real_s:.0f} s {found.faults or ''}"
+        )
+
+
+def _key(setup: Setup) -> str:
+    return hashlib.sha256(repr(setup).encode()).hexdigest()[:16]
+
+
+def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
+    """All tables as Markdown."""
+    lines: list[str] = []
+    for table in dict.fromkeys(cell.table for cell in cells):
+        rows = [(cell, kept.get(kept.seeded(cell.setup, seed))) for cell in cells if cell.table == table]
+        baseline = min((found.step_s for cell, found in rows if cell.baseline), default=None)
+        if baseline is None:  # against the table's first row
+            baseline = rows[0][1].step_s
+        lines += [f"### {table}", "", COLUMNS, RULE, *(_row(cell, found, baseline) for cell, found in rows), ""]
+        faults = [f"- {cell.label}: {fault}" for cell, found in rows for fault in found.faults]
+        lines += [*faults, ""] if faults else []
+    return "\n".join(lines)
+
+
+def _row(cell: Cell, found: Outcome, baseline: float) -> str:
+    answers = sum(count for reason, count in found.dropped.items() if reason == "stale")
+    rollouts = cell.setup.batch * cell.setup.steps
+    return (
+        f"| {cell.label} | {found.step_s:.0f} s | {baseline / found.step_s:.2f} | {found.generation_idle:.0%} | "
+        f"{found.training_idle:.0%} | {found.staleness_mean:.2f} ({found.staleness_max}) | {found.interrupted:.2f} | "
+        f"{answers / (rollouts + answers):.1%} |"
+    )
+
+
+def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None) -> None:
+    """Step time over η, by number of devices, the baseline's as lines; and where the devices' time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for table in dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")):
+        own = [cell for cell in cells if cell.table == table]
+        found = {cell: kept.get(kept.seeded(cell.setup, seed)) for cell in own}
+        baseline = min(found[cell].step_s for cell in own if cell.baseline)
+        runs = [cell for cell in own if not cell.baseline]
+        etas = [cell.setup.eta for cell in runs]
+        name = table.partition(":")[0]
+        axes[0].plot(etas, [baseline / found[cell].step_s for cell in runs], marker="o", label=name)
+        axes[1].plot(etas, [found[cell].staleness_mean for cell in runs], marker="o", label=name)
+    axes[0].axhline(1.0, color="grey", linewidth=0.8)
+    axes[0].set_ylabel("speed-up over synchronous")
+    axes[1].set_ylabel("mean age of trained tokens, versions")
+    for each in axes:
+        each.set_xlabel("η")
+        each.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    pyplot.close(figure)

@@ -1,0 +1,462 @@
+"""One simulated run: the control plane's own code, and around it what is simulated.
+
+Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `ManagerClient`,
+`RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptStream`; `Collector`, `SampleBuffer` and the ranks'
+`Inbox`. Simulated: the servers (`Engine`), the time that a step and its publishing take, HTTP and ZMQ (calls in
+process), name resolution (a call). The master's step is the loop below, in the order of `asyncrl.master.train_loop`.
+
+At the end the run is brought to rest and audited: no rollout may be lost, nothing may stay placed on a server, every
+server that lives has to serve the newest version, and no trained token may be older than allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.datasets.order import PromptStream
+from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
+from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.messages import Empty, GateBooks, StatusReply
+from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.settings import ManagerConfig, UpdateMode
+from asyncrl.master.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.collector import Collector
+from asyncrl.master.records import Drop
+from asyncrl.master.settings import OnStale
+from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.loop import RolloutLoop
+from asyncrl.rollout.settings import Pacing, RolloutConfig
+from asyncrl.runtime.waiting import cancel
+from asyncrl.trainer.messages import Discard
+from asyncrl.weights.transports.disk import DiskManagerEnd
+from simulator.agents import SimulatedCode, Turns
+from simulator.clock import run as run_virtual
+from simulator.engine import EngineCounts, EngineModel
+from simulator.faults import Faults, Fleet
+from simulator.lengths import Lengths
+from simulator.trainer import DataHead, TrainerModel
+from simulator.wire import Network, VerbsHost, VirtualHttp
+
+HOLD_S = 10.0
+"""As the master's: how long the manager holds one question about expiring rollouts."""
+LEASE_TICK_S = 1.0
+REST_LIMIT_S = 7200.0
+"""Virtual time in which a run has to come to rest after its last step."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. Lengths are in tokens, times in seconds; settings are named as in an experiment.
+
+    Attributes:
+        servers, engine: generation servers and the speed of each.
+        trainer: the speed of training.
+        devices: of generation and of training; the same ones where `colocated`.
+        lengths: of answers, at most `max_new_tokens` each.
+        batch, group: rollouts per step, answers per rollout.
+        grain: tokens that one simulated token stands for.
+        turns: episodes of several turns; None: single answers.
+        in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
+        steps, warm_up: train steps, of which so many are not measured.
+        step_limit_s: a step that takes longer is a stall.
+    """
+
+    name: str
+    servers: int
+    engine: EngineModel
+    trainer: TrainerModel
+    devices: tuple[int, int]
+    lengths: Any
+    eta: int
+    batch: int
+    group: int
+    max_new_tokens: int
+    prompt_tokens: int = 512
+    grain: int = 1
+    colocated: bool = False
+    turns: Turns | None = None
+    workers: int = 8
+    in_flight: int | None = None
+    steps: int = 12
+    warm_up: int = 4
+    seed: int = 1
+    update_mode: UpdateMode = UpdateMode.interrupt
+    update_fraction: float = 1.0
+    update_timeout_s: float = 60.0
+    routing: str = "least_requests"
+    pacing: Pacing = Pacing.eager
+    on_stale: OnStale = OnStale.drop
+    health_interval_s: float = 10.0
+    request_timeout_s: float = 600.0
+    rollout_timeout_s: float = 3600.0
+    lease_s: float = 10.0
+    faults: Faults = field(default_factory=Faults)
+    step_limit_s: float = 7200.0
+    encode: bool = False
+
+
+@dataclass
+class Outcome:
+    """What came out. Shares are of the measured time; `staleness` by version of age, in tokens."""
+
+    step_s: float
+    wait_s: float
+    generation_idle: float
+    training_idle: float
+    idle: float
+    """Of all devices."""
+    running: float
+    """Sequences at a server, on average."""
+    tokens_per_s: float
+    staleness: Counter[int]
+    interrupted: float
+    """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
+    retracted: int
+    dropped: dict[str, int]
+    deaths: int
+    silences: int
+    virtual_s: float
+    real_s: float
+    calls: int
+    steps: list[float]
+    faults: list[str]
+    """What the audit found."""
+
+    @property
+    def staleness_mean(self) -> float:
+        """Versions, over trained tokens."""
+        total = self.staleness.total()
+        return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        """Versions."""
+        return max(self.staleness, default=0)
+
+
+class Stalled(RuntimeError):
+    """A step took longer than allowed; the message tells what the gate and the buffer have."""
+
+
+class _Client(ManagerClient):
+    """The real client, whose calls stay in the process."""
+
+    def __init__(self, worker: str, network: Network) -> None:
+        super().__init__("http://manager", worker, None)
+        self._http = VirtualHttp(network)
+
+
+class _Rollouts(RolloutClient):
+    """Likewise."""
+
+    def __init__(self, manager: ManagerClient, network: Network, **settings: Any) -> None:
+        super().__init__(manager, security=None, **settings)
+        self._http = VirtualHttp(network)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Where the run stood at a time."""
+
+    at: float
+    counts: EngineCounts
+    train_s: float
+    wait_s: float
+
+
+class Simulation:
+    """See the module's docstring. Make it within a virtual loop; `run` is its whole life."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._loop = asyncio.get_running_loop()
+        clock = self._loop.time
+        self.network = Network(encode=setup.encode)
+        self.service = ManagerService(
+            batch_size=setup.batch,
+            max_staleness=setup.eta,
+            routing=setup.routing,
+            lease_s=30.0,
+            place_first=setup.update_mode != UpdateMode.finish,
+            pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
+            clock=clock,
+        )
+        self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction)
+        config = ManagerConfig(
+            update_mode=setup.update_mode,
+            update_timeout_s=setup.update_timeout_s,
+            health_interval_s=setup.health_interval_s,
+        )
+        http = VirtualHttp(self.network)
+        self.fleet_runner = FleetRunner(
+            *(self.decisions, self.service, http, DiskManagerEnd()), config=config, log=_log, clock=clock
+        )
+        self.network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (Empty, self._status)})
+        lengths: Lengths = setup.lengths.coarse(setup.grain)
+        self.fleet = Fleet(
+            *(setup.servers, setup.engine.coarse(setup.grain), lengths, self.network, self.fleet_runner.registered),
+            setup.faults,
+            lease_s=setup.lease_s,
+            seed=setup.seed,
+        )
+        self.trainer = setup.trainer.coarse(setup.grain)
+        self.head = DataHead(4 * setup.batch * (setup.eta + 2))
+        self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
+        self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
+        self.manager = _Client("master_worker/0", self.network)
+        self.version = 0
+        self.staleness: Counter[int] = Counter()
+        self.steps: list[float] = []
+        self._train_s = self._wait_s = 0.0
+        self._drops: list[Drop] = []
+        self._trained: list[str] = []
+        self._known = (0, 0, 0)
+        self._books = GateBooks(0, 0, {}, 0)
+
+    async def run(self) -> Outcome:
+        """All steps, then rest and audit.
+
+        Raises:
+            Stalled, Deadlock: see there.
+        """
+        setup, began = self.setup, time.process_time()
+        self.fleet.start()
+        background = [
+            asyncio.create_task(self.fleet_runner.run()),
+            asyncio.create_task(self.fleet.run()),
+            asyncio.create_task(self._leases()),
+            *(asyncio.create_task(self._worker(index)) for index in range(setup.workers)),
+        ]
+        self.collector.start()
+        self.service.begin(0, (f"rollout_worker/{index}" for index in range(setup.workers)))
+        training = asyncio.create_task(self._train())
+        try:
+            await self._unless_failed(training, background)
+            first, last = training.result()
+            virtual_s = self._loop.time()
+            resting = asyncio.create_task(self._audit())
+            await self._unless_failed(resting, background)
+            faults = resting.result()
+        finally:
+            await cancel(training, *background)
+            await self.collector.close()
+            await self.manager.close()
+        return self._outcome(first, last, virtual_s, time.process_time() - began, faults)
+
+    async def _unless_failed(self, task: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
+        endless = [each for each in background if not each.done()]
+        while not task.done():
+            done, _ = await asyncio.wait([task, *endless], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {task}:
+                ended.result()  # faults that have all happened end well
+                endless.remove(ended)
+        task.result()
+
+    async def _status(self, request: Empty) -> StatusReply:
+        target = self.decisions.target
+        newest = None if target is None else target.version
+        workers = self.service.leases.workers
+        return StatusReply(self.service.gate_state(), self.fleet_runner.status(), newest, workers)
+
+    async def _leases(self) -> None:
+        while True:
+            for worker in self.service.expire_workers():
+                _log.warning("the lease of %s has run out", worker)
+            await asyncio.sleep(LEASE_TICK_S)
+
+    async def _worker(self, index: int) -> None:
+        """A RolloutWorker."""
+        setup = self.setup
+        most = setup.in_flight or setup.batch * (setup.eta + 1)
+        concurrent = -(-most // setup.workers)
+        code: Any = SimulatedCode(
+            setup.turns,
+            run_seed=setup.seed,
+            group_size=setup.group,
+            prompt_tokens=max(1, setup.prompt_tokens // setup.grain),
+            max_new_tokens=max(1, setup.max_new_tokens // setup.grain),
+        )
+        config = RolloutConfig(
+            max_concurrent=concurrent,
+            rollout_timeout_s=setup.rollout_timeout_s,
+            request_timeout_s=setup.request_timeout_s,
+        )
+        manager = _Client(f"rollout_worker/{index}", self.network)
+        stream = PromptStream(1_000_000, setup.seed, index, setup.workers)
+        requests = concurrent if setup.turns is None else concurrent * setup.group
+        async with _Rollouts(
+            manager, self.network, max_concurrent=requests, request_timeout_s=setup.request_timeout_s
+        ) as client:
+            await RolloutLoop(stream, code, manager, client, self.head.push, config).run()
+
+    # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
+
+    async def _train(self) -> tuple[_Mark, _Mark]:
+        marks = []
+        for step in range(self.setup.steps):
+            if step == self.setup.warm_up:
+                marks.append(self._mark())
+            try:
+                async with asyncio.timeout(self.setup.step_limit_s):
+                    await self._step()
+            except TimeoutError:
+                raise Stalled(await self._diagnosis()) from None
+        return marks[0], self._mark()
+
+    async def _step(self) -> None:
+        begun = self._loop.time()
+        batch = await self._next_batch()
+        has_data = self._loop.time()
+        tokens = sum(record.tokens for record in batch.records)
+        step_s = self.trainer.step_s(tokens)
+        await asyncio.sleep(step_s)
+        self.buffer.mark_trained(batch)
+        self.version += 1
+        for record in batch.records:
+            for version, count in record.version_tokens.items():
+                self.staleness[batch.version - version] += count
+        self._trained += [record.rollout_id for record in batch.records]
+        await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
+        await asyncio.sleep(self.trainer.publish_s)
+        self.fleet_runner.publish(Target(self.version, f"v{self.version}"))
+        await self._report()
+        await self.manager.status()
+        self._wait_s += has_data - begun
+        self._train_s += step_s + self.trainer.publish_s
+        self.steps.append(self._loop.time() - begun)
+
+    async def _next_batch(self) -> TrainBatch:
+        while True:
+            await self._enough_rollouts()
+            if self.setup.on_stale == OnStale.wait:
+                while await self.manager.wait_expiring(self.version, HOLD_S):
+                    pass
+                await self.collector.refresh()
+            batch = self.buffer.take(self.version)
+            if batch is not None:
+                return batch
+
+    async def _enough_rollouts(self) -> None:
+        while True:
+            self.buffer.expire(self.version)
+            await self._report()
+            if len(self.buffer) >= self.setup.batch:
+                return
+            await self.collector.changed()
+
+    async def _report(self) -> None:
+        self._drops += self.buffer.pop_drops()
+        drops, trained = self._drops, self._trained
+        if not trained and not drops:
+            return
+        self._drops, self._trained = [], []
+        reply = await self.manager.report_consumed(
+            self.version, trained, [drop.message for drop in drops], *self._known
+        )
+        self._known = (reply.seq, reply.events_seq, reply.measured_seq)
+        self._books = reply.books
+        self.buffer.give_up(reply.given_up)
+        if drops:
+            await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
+
+    async def _diagnosis(self) -> str:
+        status = await self.manager.status()
+        states = Counter(f"{life.state} v{life.version} {life.reason}".strip() for life in self.decisions.servers)
+        return (
+            f"{self.setup.name}, seed {self.setup.seed}: no step {self.version} within {self.setup.step_limit_s:g} s; "
+            f"at {self._loop.time():.0f} s: {self.buffer.describe()}; {status.description[:300]}; servers: {states}"
+        )
+
+    # what comes out
+
+    def _mark(self) -> _Mark:
+        counts = EngineCounts()
+        counts.add(self.fleet.counts())
+        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s)
+
+    async def _audit(self) -> list[str]:
+        """Let what runs end, then look whether everything is accounted for."""
+        found: list[str] = []
+        await self.manager.close_gate()
+        deadline = self._loop.time() + REST_LIMIT_S
+        gate, router = self.service.gate, self.service.router
+        while gate.books().running and self._loop.time() < deadline:  # noqa: ASYNC110 (virtual time)
+            await asyncio.sleep(1.0)
+        if running := gate.books().running:
+            found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
+        await asyncio.sleep(5.0)
+        await self.collector.refresh()
+        books = gate.books()
+        if not books.balanced:
+            found.append(f"the books do not balance: {books}")
+        if books.trained != self.setup.steps * self.setup.batch:
+            found.append(f"the gate counts {books.trained} trained, not {self.setup.steps * self.setup.batch}")
+        if books.finished_untrained != len(self.buffer):
+            found.append(f"the gate counts {books.finished_untrained} finished, the buffer has {len(self.buffer)}")
+        placed = sum(view.sequences for view in router.servers)
+        if placed:
+            found.append(f"{placed} sequences are placed on servers where nothing runs")
+        if self.fleet.sequences:
+            found.append(f"{self.fleet.sequences} answers run on servers and nobody waits for them")
+        if self.staleness and max(self.staleness) > self.setup.eta and self.setup.on_stale != OnStale.mask:
+            found.append(f"a token of age {max(self.staleness)} was trained, η is {self.setup.eta}")
+        if not self.setup.faults.any:
+            for life in self.decisions.servers:
+                if life.state is not ServerState.SERVING or life.version != self.version:
+                    found.append(f"server {life.index} is {life.state} at {life.version}, not serving {self.version}")
+        return found
+
+    def _outcome(self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]) -> Outcome:
+        setup, elapsed = self.setup, last.at - first.at
+        servers_s = elapsed * setup.servers
+        busy = (last.counts.busy_s - first.counts.busy_s) / servers_s
+        trained = (last.train_s - first.train_s) / elapsed
+        generated = last.counts.generated - first.counts.generated
+        generation, training = setup.devices
+        if setup.colocated:
+            idle = 1.0 - busy - trained
+        else:
+            idle = ((1.0 - busy) * generation + (1.0 - trained) * training) / (generation + training)
+        steps = self.steps[setup.warm_up :]
+        return Outcome(
+            step_s=elapsed / len(steps),
+            wait_s=(last.wait_s - first.wait_s) / len(steps),
+            generation_idle=1.0 - busy,
+            training_idle=1.0 - trained,
+            idle=idle,
+            running=(last.counts.running_s - first.counts.running_s) / servers_s,
+            tokens_per_s=generated * setup.grain / elapsed,
+            staleness=self.staleness,
+            interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
+            retracted=last.counts.retracted - first.counts.retracted,
+            dropped=dict(self._books.dropped),
+            deaths=self.fleet.deaths,
+            silences=self.fleet.silences,
+            virtual_s=virtual_s,
+            real_s=real_s,
+            calls=self.network.calls,
+            steps=self.steps,
+            faults=faults,
+        )
+
+
+def simulate(setup: Setup) -> Outcome:
+    """Run `setup` in virtual time.
+
+    Raises:
+        Stalled, Deadlock: see there.
+    """
+
+    async def main() -> Outcome:
+        return await Simulation(setup).run()
+
+    return run_virtual(main())

@@ -1,0 +1,60 @@
+"""A training step by a model of its time, and what stands in for the ModelWorkers that receive trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl.api import Trajectory
+from asyncrl.comm.request_reply import Done
+from asyncrl.trainer.inbox import Inbox
+from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerModel:
+    """A step takes `fixed_s` and `token_s` for each token of its batch, prompts included; then its weights are
+    published in `publish_s`. `switch_s`: where the same devices generate, to change from that to training and back.
+    """
+
+    token_s: float
+    fixed_s: float
+    publish_s: float
+    switch_s: float = 0.0
+
+    def step_s(self, tokens: float) -> float:
+        """Of a batch of `tokens`, without publishing."""
+        return self.fixed_s + self.token_s * tokens + self.switch_s
+
+    def coarse(self, grain: int) -> TrainerModel:
+        """In units of `grain` tokens."""
+        return replace(self, token_s=self.token_s * grain)
+
+
+class DataHead:
+    """The ModelWorkers' end as far as the collector and the pushers see it: the real inbox, polled in process."""
+
+    def __init__(self, capacity: int) -> None:
+        self._arrived = asyncio.Event()
+        self.inbox = Inbox(0, capacity, self._arrived.set)
+
+    async def push(self, trajectory: Trajectory) -> None:
+        """Hand a trajectory over; returns once it is held."""
+        self.inbox.put(trajectory, 0.0)
+
+    async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> Any:
+        """Answer what the master asks."""
+        if isinstance(request, Discard):
+            self.inbox.remove(request.rollout_ids)
+            return Done()
+        self._arrived.clear()
+        found: PolledBuffer = self.inbox.poll(request.cursor)
+        if not found.rollouts and request.timeout_s:
+            try:
+                async with asyncio.timeout(request.timeout_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                pass
+            found = self.inbox.poll(request.cursor)
+        return found

@@ -1,0 +1,86 @@
+"""Calls between the parts of a simulated run: what `asyncrl.comm.http.JsonHttp` does, without sockets.
+
+A host is whatever answers under a URL. A call takes `latency_s` there and as long back (all of it there, which is one
+timer), keeps its time limit, and fails as HTTP does: no such host is `HttpUnreachable`, silence is `HttpTimeout`, what
+the host refuses is `HttpRefused`. With `encode` everything is written as JSON and read again, as on the wire: slower,
+and exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncrl.comm.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
+from asyncrl.manager.messages import BadRequest, Empty, Verb
+
+
+class Host(Protocol):
+    """What answers under a URL."""
+
+    async def answer(self, path: str, body: Any) -> Any:
+        """The reply to a call.
+
+        Raises:
+            ConnectionError: the connection broke.
+            BadRequest: refused.
+        """
+        ...
+
+
+class Network:
+    """Which host is at which URL. `latency_s`: of one way."""
+
+    def __init__(self, latency_s: float = 0.0002, *, encode: bool = False) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.latency_s, self.encode = latency_s, encode
+        self.calls = 0
+
+
+class VirtualHttp(JsonHttp):
+    """A `JsonHttp` of this network."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(None)
+        self._network = network
+
+    async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
+        """See `JsonHttp`."""
+        network = self._network
+        network.calls += 1
+        base, slash, path = url.partition("/")[2].lstrip("/").partition("/")
+        if network.encode and body is not None:
+            body = msgspec.json.decode(msgspec.json.encode(body), type=type(body))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(2 * network.latency_s)  # of both ways: one timer for a call
+                host = network.hosts.get(f"http://{base}")
+                if host is None:
+                    raise ConnectionRefusedError("nothing listens there")
+                answer = await host.answer(slash + path, body)
+        except TimeoutError as error:
+            raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
+        except ConnectionError as error:
+            raise HttpUnreachable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+        except BadRequest as error:
+            raise HttpRefused(url, 400, str(error).encode()) from error
+        return decoded_reply(url, 200, msgspec.json.encode(answer), reply) if network.encode else answer
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class VerbsHost:
+    """A host of verbs, as the manager's."""
+
+    def __init__(self, verbs: dict[str, Verb]) -> None:
+        self._verbs = verbs
+
+    async def answer(self, path: str, body: Any) -> Any:
+        """See `Host`."""
+        kind, handler = self._verbs[path]
+        request = Empty() if body is None else body
+        assert isinstance(request, kind), f"{path} takes a {kind.__name__}, not a {type(request).__name__}"
+        return await handler(request)

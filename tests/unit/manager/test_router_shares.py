@@ -1,0 +1,67 @@
+"""While servers return from an update, the first ones back are not given what belongs to all."""
+
+import pytest
+
+from asyncrl.manager.messages import RouteRequest
+from asyncrl.manager.router import POLICIES, SHARE, Router
+
+
+def _request(number: int, n: int = 8) -> RouteRequest:
+    return RouteRequest(10, 100, n, request_id=f"r{number}", rollout_id=f"r{number}", affinity=f"c{number}")
+
+
+def _fleet(policy: str, servers: int) -> Router:
+    router = Router(policy, 1_000)
+    for index in range(servers):
+        router.update(index, f"http://server{index}", 0, True)
+    return router
+
+
+def _all_leave(router: Router) -> None:
+    for view in router.servers:
+        router.update(view.index, view.url, 0, False)
+    router.returning = len(router)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("placed_before", [True, False])
+def test_no_server_back_from_an_update_gets_more_than_its_share(policy: str, placed_before: bool) -> None:
+    servers, requests = 8, [_request(number) for number in range(64)]
+    router = _fleet(policy, servers)
+    if placed_before:
+        assert all(router.schedule(request, "w/0") for request in requests)
+    _all_leave(router)
+    waiting = list(requests)
+    for index in range(servers):
+        router.update(index, f"http://server{index}", 1, True)
+        router.returning -= 1
+        waiting = [request for request in waiting if router.schedule(request, "w/0", 1) is None]
+    assert not waiting
+    loads = [view.sequences for view in router.servers]
+    assert max(loads) <= SHARE * sum(loads) / servers + 8
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_request_finds_a_server_that_has_none_whoever_returns(policy: str) -> None:
+    router = _fleet(policy, 4)
+    _all_leave(router)
+    router.update(2, "http://server2", 1, True)
+    router.returning = 3
+    placed = router.schedule(_request(0), "w/0", 1)
+    assert placed is not None
+    assert placed.index == 2
+
+
+def test_a_server_that_is_late_does_not_hold_up_those_that_serve() -> None:
+    router = _fleet("least_requests", 16)
+    router.update(0, "http://server0", 0, False)
+    router.returning = 1
+    placed = [router.schedule(_request(number), "w/0") for number in range(320)]
+    assert all(placed)
+
+
+def test_who_leaves_for_good_is_waited_for_by_nobody() -> None:
+    router = _fleet("least_requests", 8)
+    for index in range(1, 8):
+        router.remove(index)
+    assert all(router.schedule(_request(number), "w/0") for number in range(32))
