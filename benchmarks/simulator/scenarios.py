@@ -124,6 +124,15 @@ def _etas(devices: int, etas: Sequence[int], tensors: Sequence[int], quick: bool
     return cells
 
 
+def _in_flight(quick: bool) -> list[Cell]:
+    table = "64 devices, η = 8: rollouts in flight"
+    cells = _baselines(table, 64, (8,), quick=quick)
+    base = asynchronous(64, _generating(64), 4, 8, quick=quick, update_mode=UpdateMode.in_place)
+    for batches in (2, 3, 4, 6):
+        cells.append(Cell(table, f"{batches} batches", replace(base, in_flight=batches * 64)))
+    return [*cells, Cell(table, "9 batches, all that η allows", base)]
+
+
 def _best(devices: int, quick: bool) -> list[Cell]:
     """The fastest found at 64 devices."""
     table = f"{devices} devices: the best found"
@@ -157,7 +166,9 @@ def _faults(quick: bool) -> list[Cell]:
         "a tenth of the servers twice as slow": Faults(slow_share=0.1, slow_factor=2.0),
         "each server dies once in 30 min, back after 90 s": Faults(death_every_s=1800.0),
         "each server silent for 60 s once in 30 min": Faults(silence_every_s=1800.0, silence_s=60.0),
-        "half of the servers taken away from 300 s to 600 s": Faults(preempted_share=0.5, preempted_for_s=300.0),
+        "half of the servers taken away for 10 min": Faults(
+            preempted_share=0.5, preempted_at_s=1_200.0, preempted_for_s=600.0
+        ),
     }
     return [Cell(table, label, replace(base, faults=faults)) for label, faults in named.items()]
 
@@ -195,6 +206,7 @@ TABLES = {
     "updates": _updates,
     "faults": _faults,
     "agents": _agents,
+    "inflight": _in_flight,
     "eta512": lambda quick: _etas(512, (1, 4, 8), (8,), quick),
     "best64": lambda quick: _best(64, quick),
     "best512": lambda quick: _best(512, quick),
