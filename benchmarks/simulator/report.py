@@ -13,9 +13,10 @@ from simulator.run import Outcome, Setup
 from simulator.scenarios import Cell
 
 COLUMNS = (
-    "| run | step | speed-up | generation idle | training idle | age, mean (max) | prefilled again | dropped as stale |"
+    "| run | trained tokens/s | speed-up | step | generation idle | training idle | age, mean (max) | "
+    "prefilled again | in vain |"
 )
-RULE = "|---|--:|--:|--:|--:|--:|--:|--:|"
+RULE = "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 
 
 class Kept:
@@ -51,7 +52,8 @@ class Kept:
         """In short."""
         found = self.get(setup)
         return (
-            f"step {found.step_s:.1f} s, waits {found.wait_s:.1f} s, generation idle {found.generation_idle:.0%}, "
+            f"{found.trained_per_s:.0f} tokens/s, step {found.step_s:.1f} s, waits {found.wait_s:.1f} s, "
+            f"generation idle {found.generation_idle:.0%}, "
             f"training idle {found.training_idle:.0%}, age {found.staleness_mean:.2f} ({found.staleness_max}), "
             f"{found.running:.0f} running, CPU {found.real_s:.0f} s {found.faults or ''}"
         )
@@ -66,9 +68,9 @@ def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
     lines: list[str] = []
     for table in dict.fromkeys(cell.table for cell in cells):
         rows = [(cell, kept.get(kept.seeded(cell.setup, seed))) for cell in cells if cell.table == table]
-        baseline = min((found.step_s for cell, found in rows if cell.baseline), default=None)
+        baseline = max((found.trained_per_s for cell, found in rows if cell.baseline), default=None)
         if baseline is None:  # against the table's first row
-            baseline = rows[0][1].step_s
+            baseline = rows[0][1].trained_per_s
         lines += [f"### {table}", "", COLUMNS, RULE, *(_row(cell, found, baseline) for cell, found in rows), ""]
         faults = [f"- {cell.label}: {fault}" for cell, found in rows for fault in found.faults]
         lines += [*faults, ""] if faults else []
@@ -76,12 +78,12 @@ def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
 
 
 def _row(cell: Cell, found: Outcome, baseline: float) -> str:
-    answers = sum(count for reason, count in found.dropped.items() if reason == "stale")
-    rollouts = cell.setup.batch * cell.setup.steps
+    vain = max(0.0, 1 - found.trained_per_s / found.tokens_per_s)
     return (
-        f"| {cell.label} | {found.step_s:.0f} s | {baseline / found.step_s:.2f} | {found.generation_idle:.0%} | "
+        f"| {cell.label} | {found.trained_per_s / 1e3:.0f} k | {found.trained_per_s / baseline:.2f} | "
+        f"{found.step_s:.0f} s | {found.generation_idle:.0%} | "
         f"{found.training_idle:.0%} | {found.staleness_mean:.2f} ({found.staleness_max}) | {found.interrupted:.2f} | "
-        f"{answers / (rollouts + answers):.1%} |"
+        f"{vain:.0%} |"
     )
 
 
@@ -96,11 +98,11 @@ def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None)
     for table in dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")):
         own = [cell for cell in cells if cell.table == table]
         found = {cell: kept.get(kept.seeded(cell.setup, seed)) for cell in own}
-        baseline = min(found[cell].step_s for cell in own if cell.baseline)
+        baseline = max(found[cell].trained_per_s for cell in own if cell.baseline)
         runs = [cell for cell in own if not cell.baseline]
         etas = [cell.setup.eta for cell in runs]
         name = table.partition(":")[0]
-        axes[0].plot(etas, [baseline / found[cell].step_s for cell in runs], marker="o", label=name)
+        axes[0].plot(etas, [found[cell].trained_per_s / baseline for cell in runs], marker="o", label=name)
         axes[1].plot(etas, [found[cell].staleness_mean for cell in runs], marker="o", label=name)
     axes[0].axhline(1.0, color="grey", linewidth=0.8)
     axes[0].set_ylabel("speed-up over synchronous")

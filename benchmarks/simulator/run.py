@@ -117,6 +117,9 @@ class Outcome:
     running: float
     """Sequences at a server, on average."""
     tokens_per_s: float
+    """Generated."""
+    trained_per_s: float
+    """Tokens trained, of those that were generated: what counts. A step of short answers is soon done."""
     staleness: Counter[int]
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
@@ -171,6 +174,7 @@ class _Mark:
     counts: EngineCounts
     train_s: float
     wait_s: float
+    trained: int
 
 
 class Simulation:
@@ -381,7 +385,7 @@ class Simulation:
     def _mark(self) -> _Mark:
         counts = EngineCounts()
         counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s)
+        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.total())
 
     async def _audit(self) -> list[str]:
         """Let what runs end, then look whether everything is accounted for."""
@@ -435,6 +439,7 @@ class Simulation:
             idle=idle,
             running=(last.counts.running_s - first.counts.running_s) / servers_s,
             tokens_per_s=generated * setup.grain / elapsed,
+            trained_per_s=(last.trained - first.trained) * setup.grain / elapsed,
             staleness=self.staleness,
             interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
             retracted=last.counts.retracted - first.counts.retracted,
