@@ -2,7 +2,8 @@
 
     python benchmarks/demo_tools.py [--seeds 1 2] [--json PATH] [setting=value ...]
 
-Each seed is one `tool_calculator`, as `make demo-tools` runs it; its base model is made first where there is none. Exit code 1 where a run does not go from below 0.3 to above 0.8 within ten minutes.
+Each seed is one `tool_calculator`, as `make demo-tools` runs it; its base model is made first where there is none. Exit
+code 1 where a run does not go from below 0.3 to above 0.8 within ten minutes.
 """
 
 from __future__ import annotations
