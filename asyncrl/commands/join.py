@@ -40,7 +40,8 @@ GONE_S = 60.0
 """A run whose manager is not to be found for so long is over; one that died is followed by another before."""
 STOP_LIMIT_S = 10.0
 """So long a server may take to end after it was asked to."""
-_LOOK_S = 0.5
+_LOOK_S = 2.0
+"""Between two looks at names and servers; a stop is heard at once."""
 
 
 class JoinError(Exception):

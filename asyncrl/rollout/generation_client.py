@@ -365,7 +365,8 @@ class RolloutClient:
         if self._routing is not None and work.rollout_id is not None:
             routing = RoutingWanted(self._routing, min(draft.routed for draft in open_drafts.values()))
         fork = self._fork(items, wire_rid(work.own_id, request.n, attempt))
-        parts = await self._call(server, items, sampling, routing, fork)
+        rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]
+        parts = await self._call(server, rids, self._answers(server, items, sampling, routing, fork))
         for draft, part in zip(open_drafts.values(), parts, strict=True):
             if routing is not None:
                 draft.extend_routing(part.routing, routing.start)
@@ -401,18 +402,12 @@ class RolloutClient:
         return await server.generate(items, sampling, timeout_s=left_s, routing=routing)
 
     async def _call(
-        self,
-        server: GenerationServerClient,
-        items: list[GenerateItem],
-        sampling: SamplingParams,
-        routing: RoutingWanted | None,
-        fork: GenerateItem | None,
+        self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[Completion]]
     ) -> list[Completion]:
-        """One HTTP call that ends early where the manager says the server is lost; it is aborted if nobody waits, or
-        takes long.
+        """What `answers` brings; it ends early where the manager says the server is lost. Its `rids` are aborted if
+        nobody waits, or it takes long.
         """
-        call = asyncio.create_task(self._answers(server, items, sampling, routing, fork))
-        rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]
+        call = asyncio.create_task(answers)
         calls = self._calls_to.setdefault(server.url, set())
         calls.add(call)
         try:

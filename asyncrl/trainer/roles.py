@@ -84,11 +84,15 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank could not.
         """
-        state = {"train_state": self._train_state(), "master_state": order.master_state}
+        spread = order.of_last_step and self.copies.spread
+        train_state = self._train_state() if spread else self.state.state_dict()
+        state = {"train_state": train_state, "master_state": order.master_state}
         self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
 
     def _train_state(self) -> dict[str, Any]:
-        """What training keeps beside models, as the actor's publisher has it: who writes it, writes the same."""
+        """What training keeps beside models, as the actor's publisher has it: where each host writes it, all write the
+        same.
+        """
         mine = json.dumps(self.state.state_dict()).encode()
         everyone = self.world.everyone.all_gather_bytes(mine)
         state: dict[str, Any] = json.loads(everyone[self.world.placement.actor.publisher])

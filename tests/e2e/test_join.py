@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,31 +27,38 @@ from .clusters import await_that
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 300.0
-Join = Callable[..., subprocess.Popen[str]]
+Join = Callable[..., Any]
+
+
+class Joined:
+    """A `join` as a child, and what it has printed."""
+
+    def __init__(self, run_dir: Path, *options: str) -> None:
+        self._printed = run_dir.parent / f"join-{time.monotonic_ns()}.txt"
+        command = [sys.executable, "-m", "asyncrl.launch", "join", str(run_dir), "--kind", "generation_server"]
+        with self._printed.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+
+    @property
+    def output(self) -> str:
+        return self._printed.read_text()
 
 
 @pytest.fixture
-def join() -> Iterator[Join]:
-    """`join(run_dir, *options)`: one more server for a run."""
-    started: list[subprocess.Popen[str]] = []
+def join() -> Iterator[Callable[..., Joined]]:
+    """`join(run_dir, *options)`: more servers for a run."""
+    started: list[Joined] = []
 
-    def start(run_dir: Path, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "asyncrl.launch", "join", str(run_dir), "--kind", "generation_server"]
-        started.append(
-            subprocess.Popen(
-                [*command, *options],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        )
+    def start(run_dir: Path, *options: str) -> Joined:
+        started.append(Joined(run_dir, *options))
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for joined in started:
+        joined.process.kill()
+        joined.process.wait()
 
 
 def servers(run: Any) -> dict[int, ServerStatus]:
@@ -87,17 +95,16 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     run.wait_for_step(2, LIMIT_S)
     joined = join(run.run_dir, "--count", "2")
     await_use(run, 1, 2)
-    joined.send_signal(signal.SIGINT)
-    output, _ = joined.communicate(timeout=LIMIT_S)
-    assert joined.returncode == 130, output
-    assert "generation_server/1 joins (pid" in output
-    assert "generation_server/2 serves at " in output
-    assert "generation_server/2 left" in output
+    await_that(lambda: "generation_server/2 serves at " in joined.output, "the line that says so", LIMIT_S)
+    joined.process.send_signal(signal.SIGINT)
+    assert joined.process.wait(LIMIT_S) == 130, joined.output
+    assert "generation_server/1 joins (pid" in joined.output
+    assert "generation_server/2 left" in joined.output
     await_that(lambda: [*servers(run)] == [0], "the manager to see that they left", LIMIT_S)
 
     lost = join(run.run_dir, "--count", "1")
     await_use(run, 1)
-    lost.kill()
+    lost.process.kill()
     await_that(lambda: [*servers(run)] == [0], "the manager to see that it is gone", LIMIT_S)
     at = int(run.rows()[-1]["step"])
     run.wait_for_step(at + 3, LIMIT_S)
@@ -118,9 +125,8 @@ def test_what_joined_ends_with_the_run(start_run: Any, ctrl_c: Any, join: Join) 
     await_use(run, 1)
     ctrl_c(run)
     assert run.wait(LIMIT_S) == 130, run.output + run.logs()
-    output, _ = joined.communicate(timeout=LIMIT_S)
-    assert joined.returncode == 0, output
-    assert "the run is over" in output
+    assert joined.process.wait(LIMIT_S) == 0, joined.output
+    assert "the run is over" in joined.output
 
 
 @pytest.mark.parametrize(
