@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.observability.metrics import read_rows
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
@@ -310,7 +311,7 @@ class Run:
         return alive
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return read_rows(self.run_dir / "metrics.jsonl")
 
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of the train steps."""
