@@ -34,8 +34,8 @@ from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid
 
-LIMIT_S = 10.0
-LIMIT_MS = 10_000
+LIMIT_S = 60.0
+LIMIT_MS = 60_000
 ELSEWHERE = "127.0.0.3"
 """An address at which nobody else binds, so that a port which is left can be taken again."""
 
