@@ -457,7 +457,7 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     assert gate.asked.count(first) == 1
 
     again = FakeGate(admit=4)
-    again.goal = 5
+    again.goal = 12
     original = again.allocate
 
     async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
