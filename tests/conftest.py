@@ -52,6 +52,8 @@ SETTINGS: dict[str, Any] = {
     "eval.size": 8,
     "checkpoint.interval": 2,
     "logging.tensorboard": "false",
+    "system.start_timeout_s": 240,  # of a busy machine
+    "system.stall_timeout_s": 240,
 }
 REQUIRED_METRICS = {
     "step",
