@@ -130,7 +130,7 @@ KUBECTL = r"""#!{python}
 import json, os, sys
 from pathlib import Path
 
-HOSTS = {{"tiny-trial0-box2-0": "127.0.0.2", "tiny-trial0-box3-0": "127.0.0.3"}}
+HOSTS = {{"tiny-hosts-box2-0": "127.0.0.2", "tiny-hosts-box3-0": "127.0.0.3"}}
 folder, verb, arguments = Path("{folder}"), sys.argv[1], sys.argv[2:]
 with (folder / "asked").open("a") as asked:
     asked.write(json.dumps(sys.argv[1:]) + "\n")

@@ -28,6 +28,8 @@ HOSTS = (
     "{name: %s, address: 127.0.0.3, runs: [rollout_worker]}]"
 )
 """An address each, as hosts have; the launcher's own has no name."""
+TRIAL = "hosts"
+"""By this name processes are known, whoever started them; runs of other tests may go on beside these."""
 TRAINING_HOSTS = (
     "[{address: 127.0.0.1, runs: [master_worker, gserver_manager, generation_server]},"
     "{name: %s, address: 127.0.0.2, runs: [model_worker]},"
@@ -38,9 +40,8 @@ TRAINING_HOSTS = (
 def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, Any]:
     """Settings of a run over three hosts."""
     setting, _, hosts = (HOSTS % (first, second)).partition("=")
-    return {"system__launcher": launcher, setting.replace(".", "__"): hosts} | (
-        {"system__launcher_args": str(list(arguments))} if arguments else {}
-    )
+    settings = {"trial_name": TRIAL, "system__launcher": launcher, setting.replace(".", "__"): hosts}
+    return settings | ({"system__launcher_args": str(list(arguments))} if arguments else {})
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +266,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            if line.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/" in line:
+            if line.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/{TRIAL}]" in line:
                 found += [process] if process.cwd() == os.getcwd() else []
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
