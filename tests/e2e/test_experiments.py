@@ -183,7 +183,6 @@ class Sums:
 """
 
 
-@pytest.mark.timeout(400)
 def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_losses_of_one_rank(
     tmp_path: Path,
 ) -> None:
@@ -261,7 +260,7 @@ def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_r
     assert all(1 <= row["agent/turns"] <= 12 for row in rows)
     assert all(row["reward/mean"] == pytest.approx(row["agent/return"]) for row in rows)
     assert all(row["rollout/env_s"] > 0 for row in rows)
-    assert len({row["agent/turns"] for row in rows}) > 1
+    assert any(row["agent/turns"] > 1 for row in rows)
 
 
 def test_who_answers_wrongly_tries_again(start_run: Any) -> None:

@@ -208,6 +208,7 @@ def test_a_hostile_completion_is_wrong_without_delay(completion: str) -> None:
 def test_a_busy_machine_makes_no_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is on this process's CPU time: a parser that is kept waiting for longer has as much of it as before."""
     parse, verify = math_answer._math_verify()
+    assert answers_agree("2+x", "x+2")  # what it does once, the first time, is done
 
     def kept_waiting(*args: object, **kwargs: object) -> object:
         time.sleep(0.3)

@@ -297,7 +297,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
     loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not enough():  # noqa: ASYNC110  # what is waited for is the loop itself
                 await asyncio.sleep(0)
     finally:
