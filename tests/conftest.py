@@ -28,7 +28,11 @@ from asyncrl.runtime.last_step import LastStep
 # loads beside this one only. Chosen here, the order of the tests does not matter.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
-hypothesis.settings.register_profile("asyncrl", deadline=None)  # tests assert behaviour, never time
+# Tests assert behaviour, never time; and what they look at is the same each time. To look further:
+# pytest --hypothesis-profile=explore
+_NO_TIME = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("asyncrl", derandomize=True, **_NO_TIME)
+hypothesis.settings.register_profile("explore", **_NO_TIME)
 hypothesis.settings.load_profile("asyncrl")
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b
 
 def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrl.launch", "eval", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weights(

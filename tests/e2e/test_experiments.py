@@ -143,7 +143,7 @@ def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_he
     settings = [f"model.path={tiny_chat_model}", f"dataset.path={data}", "dataset.args.held_out_share=0.2"]
     settings += ["batch_size=8", "phases=[{steps: 30}]", "eval.interval=10", f"fileroot={tmp_path}", "warmup_steps=3"]
     command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens carry loss" in done.stdout
     assert "<|im_start|>assistant\n⟦" in done.stdout
@@ -195,7 +195,7 @@ def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_
 
     def launched() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "asyncrl.launch", "sft", *settings, "trainer.parallel=d2"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     killed = launched()
     assert killed.returncode == 1

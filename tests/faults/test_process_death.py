@@ -73,17 +73,6 @@ def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(
     assert f"continuing from checkpoint v{saved_version(run)}: step" in again.output
 
 
-def test_ctrl_c_stops_after_a_checkpoint_of_the_last_step(start_run: Any, ctrl_c: Any) -> None:
-    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)
-    run.wait_for_step(3)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output
-    assert saved_version(run) == last_step(run) >= 3
-    books = run.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert run.survivors() == []
-
-
 STUCK_EVALUATION = """
 import asyncio
 from asyncrl.agents.single_turn import SingleTurnAgent
@@ -129,24 +118,26 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize(("kind", "pause_s", "stall_s"), [("model_worker", 60.0, 120.0), ("master_worker", 23.0, 20.0)])
-def test_a_process_that_is_stopped_for_a_while_ends_nothing(
-    start_run: Any, ctrl_c: Any, kind: str, pause_s: float, stall_s: float
-) -> None:
-    """A ModelWorker for a minute, which is longer than its lease and what a poll may take; the master longer than a run
-    may be without a step.
+def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl_c: Any) -> None:
+    """A ModelWorker for a minute, which is longer than its lease and what a poll may take; a master, of another run,
+    for longer than a run may be without a step.
     """
-    run = start_run(total_train_steps=ENDLESS, system__stall_timeout_s=stall_s)
-    run.wait_for_step(2)
-    stopped = psutil.Process(run.worker(f"{kind}/0").pid)
-    stopped.suspend()
-    with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
-        run.process.wait(pause_s)
-    before = last_step(run)
-    stopped.resume()
-    run.wait_for_step(before + 3)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output + run.logs()
-    assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
-    assert balanced(run), run.output
-    assert run.survivors() == []
+    settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
+    ranks = start_run(trial_name="rank", **settings)
+    masters = start_run(trial_name="master", system__stall_timeout_s=20.0, **settings)
+    stopped: dict[str, psutil.Process] = {}
+    for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
+        run.wait_for_step(2)
+        stopped[kind] = run.worker(f"{kind}/0")
+        stopped[kind].suspend()
+    for run, kind, pause_s in ((masters, "master_worker", 23.0), (ranks, "model_worker", 60.0 - 23.0)):
+        with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
+            run.process.wait(pause_s)
+        before = last_step(run)
+        stopped[kind].resume()
+        run.wait_for_step(before + 3)
+        ctrl_c(run)
+        assert run.wait() == 130, run.output + run.logs()
+        assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
+        assert balanced(run), run.output
+        assert run.survivors() == []

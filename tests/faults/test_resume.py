@@ -52,6 +52,10 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(
     else:
         ctrl_c(first)
         assert first.wait() == 130, first.output
+        assert newest_state(first)["version"] == first.rows()[-1]["step"], "the last step is saved"
+        books = first.summary()["books"]
+        assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+        assert first.survivors() == []
     held.open()
     begun = newest_state(first)["version"]
     assert begun >= 4

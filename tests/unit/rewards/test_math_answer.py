@@ -196,7 +196,7 @@ def test_no_completion_raises(completion: str) -> None:
     assert math_answer_reward(GSM8K_ROW, f"#### {completion}") in (0.0, 1.0)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "completion",
     ["#### " + "9" * 100_000, "\\boxed{" * 20_000, "#### 1e999999999", "#### 1/" + "7" * 10_000, "#### 10^8!"],
