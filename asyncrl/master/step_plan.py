@@ -30,8 +30,9 @@ def plan_step(
         cuts: for each grid of `placement.distinct` how its copies are dealt the batch, all in the same order.
     """
     grids, (received, *_) = placement.distinct, cuts
-    sources = [placement.actor.data_heads[entry.src] for entry in received]
-    heads = [[grid.data_heads[entry.dst] for entry in cut] for grid, cut in zip(grids, cuts, strict=True)]
+    copies = {grid: grid.data_heads for grid in grids}  # each look at it would make it anew
+    sources = [copies[grids[0]][entry.src] for entry in received]
+    heads = [[places[entry.dst] for entry in cut] for places, cut in zip(copies.values(), cuts, strict=True)]
     leaving = _by_worker(sources)
     shares = {
         (grid, worker): GridShare(
@@ -41,7 +42,7 @@ def plan_step(
             tuple(tuple(of_grid[row] for row in rows) for of_grid in heads),
         )
         for grid, of_grid in zip(grids, heads, strict=True)
-        for worker, rows in _by_worker(of_grid, grid.data_heads).items()
+        for worker, rows in _by_worker(of_grid, copies[grid]).items()
     }
     return [
         BeginStep(
@@ -51,7 +52,7 @@ def plan_step(
             leaving=tuple(received[row].rollout_id for row in leaving.get(worker, ())),
             targets=tuple(tuple(of_grid[row] for row in leaving.get(worker, ())) for of_grid in heads),
             shares=tuple(
-                shares[grid, grid.data_heads[grid.coordinates(worker).data]] if worker in grid.members else None
+                shares[grid, copies[grid][grid.coordinates(worker).data]] if worker in grid.members else None
                 for grid in grids
             ),
             master=master,
