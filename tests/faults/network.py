@@ -145,17 +145,17 @@ def network(count: int, *, outside: bool = False) -> Iterator[Network]:
             _ip("netns", "add", host.namespace)
             closing.callback(_ip, "netns", "delete", host.namespace)
             closing.callback(_end_processes, host.namespace)
-            taps.append(_tap(f"asy{number}"))
+            taps.append(_tap(_device(number)))
             closing.callback(os.close, taps[-1])
-            _ip("link", "set", f"asy{number}", "netns", host.namespace, "name", "eth0")
+            _ip("link", "set", _device(number), "netns", host.namespace, "name", "eth0")
             _bring_up(["-n", host.namespace], "eth0", host.address, number)
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             hosts.append(host)
         if outside:
             hosts.append(Host(f"{net}.{count + 1}", ""))
-            taps.append(_tap(f"asy{count}"))
+            taps.append(_tap(_device(count)))
             closing.callback(os.close, taps[-1])
-            _bring_up([], f"asy{count}", hosts[-1].address, count)
+            _bring_up([], _device(count), hosts[-1].address, count)
         running = Network(hosts, taps)
         closing.callback(running.close)
         yield running
@@ -166,6 +166,11 @@ def _bring_up(where: list[str], device: str, address: str, number: int) -> None:
     _ip(*where, "link", "set", device, "address", mac, "mtu", str(_MTU))
     _ip(*where, "addr", "add", f"{address}/24", "dev", device)
     _ip(*where, "link", "set", device, "up")
+
+
+def _device(number: int) -> str:
+    """The name of a device on this machine; at most 15 characters."""
+    return f"asy{os.getpid()}-{number}"
 
 
 def _tap(name: str) -> int:

@@ -71,10 +71,8 @@ class Spread:
         """The address of each endpoint that is in name resolution, by name."""
         with make_resolver("etcd3", "/asyncrl/tiny/trial0", etcd=self._etcd.access()) as resolver:
             found = resolver.get_subtree()
-        values = {name: value for name, value in found.items() if "//" in value}
-        return {
-            name: str(urlsplit(value[value.index("//") :].partition('"')[0]).hostname) for name, value in values.items()
-        }
+        ends = {name: value.partition("//")[2].partition('"')[0] for name, value in found.items() if "//" in value}
+        return {name: str(urlsplit(f"//{end}").hostname) for name, end in ends.items()}
 
 
 @pytest.fixture
@@ -127,7 +125,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     assert len(given_up) == 2
     with spread.network.cut_off(third):
         for connection in connections_to(run, "host3"):
-            connection.kill()
+            connection.terminate()
         run.wait_for_line("model_worker/1 (on host3) was lost with the connection to its host", LIMIT_S)
         run.wait_for_line("rollout_worker/0 (on host3) was lost with the connection to its host", LIMIT_S)
         assert all(process.is_running() for process in given_up)  # nobody could tell them
@@ -162,8 +160,5 @@ def processes_of(run: Run, *workers: str) -> list[psutil.Process]:
 
 def connections_to(run: Run, name: str) -> list[psutil.Process]:
     """The `ssh` of this run's launcher to `name`."""
-    return [
-        process
-        for title, process in run.remember_processes().items()
-        if title.startswith("ssh ") and f" {name} " in title
-    ]
+    children = run.remember_processes()
+    return [process for title, process in children.items() if title.startswith("ssh ") and f" {name} " in title]
