@@ -17,7 +17,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.commands.audit import audit
 from asyncrl.runtime.keeper import PLACE_VARIABLE
 
-from ..conftest import Run, StartRun
+from ..conftest import LIMIT_S, Run, StartRun
 from ..e2e.clusters import await_that, ssh_hosts
 from ..etcd_cluster import EtcdCluster, needs_etcd
 from .network import Network, network
@@ -34,8 +34,6 @@ CUT_S = 20.0
 """Twice as long as a lease."""
 SHORT_CUT_S = 12.0
 SOME_STEPS = 2
-START_LIMIT_S = 600.0  # of a busy machine
-LIMIT_S = 300.0
 
 
 class Spread:
@@ -63,7 +61,7 @@ class Spread:
             "system__hosts": f"[{', '.join(entries)}]",
             "system__name_resolve": "etcd3",
             "system__name_resolve_root": self._etcd.address,
-            "system__start_timeout_s": START_LIMIT_S,
+            "system__start_timeout_s": LIMIT_S,
             "trainer__parallel": "d2",
         }
 
@@ -82,7 +80,7 @@ def spread(tmp_path: Path) -> Iterator[Spread]:
 
 
 def makes_steps(run: Run, steps: int = SOME_STEPS) -> None:
-    run.wait_for_step(int(run.rows()[-1]["step"]) + steps, LIMIT_S)
+    run.wait_for_step(int(run.rows()[-1]["step"]) + steps)
 
 
 def silence(seconds: float) -> None:
@@ -96,7 +94,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     first, second, third = spread.hosts
     settings = spread.settings | {"eval__interval": 0, "checkpoint__interval": 0, "total_train_steps": 100_000}
     run = start_run(inside=first.inside, **settings)
-    run.wait_for_step(2, START_LIMIT_S)
+    run.wait_for_step(2)
     assert spread.published() == {
         "generation_servers/0": second.address,
         "gserver_manager": first.address,
@@ -126,17 +124,17 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     with spread.network.cut_off(third):
         for connection in connections_to(run, "host3"):
             connection.terminate()
-        run.wait_for_line("model_worker/1 (on host3) was lost with the connection to its host", LIMIT_S)
-        run.wait_for_line("rollout_worker/0 (on host3) was lost with the connection to its host", LIMIT_S)
+        run.wait_for_line("model_worker/1 (on host3) was lost with the connection to its host")
+        run.wait_for_line("rollout_worker/0 (on host3) was lost with the connection to its host")
         assert all(process.is_running() for process in given_up)  # nobody could tell them
-    run.wait_for_line("the trainer went on after", LIMIT_S)
-    run.wait_for_line("rollout_worker/0 went on after", LIMIT_S)
+    run.wait_for_line("the trainer went on after")
+    run.wait_for_line("rollout_worker/0 went on after")
     await_that(lambda: not any(process.is_running() for process in given_up), f"the end of {given_up}")
     makes_steps(run)
 
     with spread.network.cut_off(third):
         ctrl_c(run)
-        run.wait_for_line("stopping after a checkpoint", LIMIT_S)
+        run.wait_for_line("stopping after a checkpoint")
         silence(3.0)  # the ranks are in a collective, or the master waits for its checkpoint
     assert run.wait(LIMIT_S) == 130, run.output + run.logs()
     steps = [int(row["step"]) for row in run.rows()]
