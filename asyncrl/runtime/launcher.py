@@ -169,8 +169,9 @@ class Launcher:
 
     async def _guard_claim(self) -> None:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
-        while not await self._has_lost_claim():
+        while not self._claim_lost:
             await asyncio.sleep(LEASE_S / 3)
+            await self._has_lost_claim()
         self._display.note(f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over")
         self._ends.put_nowait(None)
 

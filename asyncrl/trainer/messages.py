@@ -138,7 +138,8 @@ class Standing(Reply, frozen=True):
 class TakeUp(Request[Standing], frozen=True):
     """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
 
-    From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every rollout that is held.
+    From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every
+    rollout that is held.
     """
 
     incarnation: int
