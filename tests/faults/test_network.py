@@ -95,7 +95,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     settings = spread.settings | {"eval__interval": 0, "checkpoint__interval": 0, "total_train_steps": 100_000}
     run = start_run(inside=first.inside, **settings)
     run.wait_for_step(2)
-    assert spread.published() == {
+    expected = {
         "generation_servers/0": second.address,
         "gserver_manager": first.address,
         "trajectory_pullers/0": second.address,
@@ -104,6 +104,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
         "workers/model_worker/1": third.address,
         "workers/rollout_worker/0": third.address,
     }
+    await_that(lambda: spread.published() == expected, f"{expected} in name resolution")
 
     for host, seconds in ((second, CUT_S), (third, SHORT_CUT_S), (first, SHORT_CUT_S)):
         with spread.network.cut_off(host):
@@ -122,7 +123,9 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     given_up = processes_of(run, "model_worker/1", "rollout_worker/0")
     assert len(given_up) == 2
     with spread.network.cut_off(third):
-        for connection in connections_to(run, "host3"):
+        connections = connections_to(run, "host3")
+        assert len(connections) == 2
+        for connection in connections:
             connection.terminate()
         run.wait_for_line("model_worker/1 (on host3) was lost with the connection to its host")
         run.wait_for_line("rollout_worker/0 (on host3) was lost with the connection to its host")
@@ -140,7 +143,7 @@ def test_a_run_over_three_hosts_outlives_all_that_happens_between_them(
     steps = [int(row["step"]) for row in run.rows()]
     assert steps == list(range(1, len(steps) + 1))
     assert (run.run_dir / "checkpoints" / f"v{steps[-1]}").is_dir()
-    assert run.summary()["restarts"] == {"the trainer": 1, "rollout_worker/0": 1}
+    assert run.summary()["restarts"].keys() == {"the trainer", "rollout_worker/0"}
     assert audit(run.run_dir).findings == ()
 
 
@@ -157,6 +160,7 @@ def processes_of(run: Run, *workers: str) -> list[psutil.Process]:
 
 
 def connections_to(run: Run, name: str) -> list[psutil.Process]:
-    """The `ssh` of this run's launcher to `name`."""
-    children = run.remember_processes()
-    return [process for title, process in children.items() if title.startswith("ssh ") and f" {name} " in title]
+    """Each `ssh` of this run's launcher to `name`; their command lines are the same."""
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    lines = [(child, child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child, line in lines if line[:1] == ["ssh"] and name in line]
