@@ -3,6 +3,8 @@
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
     run                             who has the trial: `TrialHolder`
+    launch                          the launch whose processes have these names; those of others end
+    incarnations/<kind>/<index>     how many of a worker's processes were given up; those end that were
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
@@ -54,6 +56,12 @@ WORKERS = "workers"
 """Subtree of every worker's address."""
 DATA_STATE_KEY = "data_state"
 """`DataState`: present once the RolloutWorkers may begin."""
+
+
+LAUNCH_KEY = "launch"
+"""The launch whose processes have the names of this trial; it stays when that one ends."""
+INCARNATIONS = "incarnations"
+"""Subtree of how many processes of each worker were given up; there is no entry for those of which none was."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,6 +146,11 @@ def worker_key(kind: str, index: int) -> str:
 def status_key(kind: str, index: int) -> str:
     """`WorkerStatus` of worker `index` of `kind`."""
     return f"{STATUSES}/{kind}/{index}"
+
+
+def incarnation_key(kind: str, index: int) -> str:
+    """How many processes of worker `index` of `kind` were given up."""
+    return f"{INCARNATIONS}/{kind}/{index}"
 
 
 def puller_key(dp: int) -> str:

@@ -5,8 +5,9 @@ Nothing but the keeper's path is on a command line: what to run, and the environ
 standard input. Logs come back over the connection into the run's folder.
 
 The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
-So a host that is cut off for longer runs nothing that the launcher has given up; until then the incarnation in every
-message tells the lost process from the one that took its place.
+So a host that is cut off for longer runs nothing that the launcher has given up. Until then, the keeper of what takes
+a lost process's place on that host kills it first (`keeper.end_earlier`); and whoever finds its names taken by a later
+incarnation, wherever that runs, ends by itself (`asyncrl.runtime.worker`).
 
 A connection that ends counts as the death of its process at once (`EXIT_LOST`): there is nothing to come back to, as
 the keeper has ended it, or will by itself. Bridging a short cut is the new connection's part: ssh tries for 20 s.
@@ -21,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import time
 from abc import abstractmethod
 from pathlib import Path
 
@@ -77,7 +79,8 @@ class RemoteBackend(LauncherBackend):
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """Environment of the process, on top of that of the login on its host."""
-        return carried_environment(plan) | self.mark
+        place = f"{time.time_ns()} {plan.name} {self.run_dir}"
+        return carried_environment(plan) | self.mark | {keeper.PLACE_VARIABLE: place}
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """See the base class; `plan.host` says where."""

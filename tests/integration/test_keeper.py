@@ -303,11 +303,12 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
 class Ordered:
     """A keeper as ssh starts it on another host: told all over its standard input."""
 
-    def __init__(self, folder: Path, program: str, silence_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, program: str, silence_s: float = 60.0, place: str = "") -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", keeper.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        order = keeper.Order([sys.executable, "-c", program], {"MINE": "my secret"}, str(folder), silence_s)
+        environment = {"MINE": "my secret"} | ({keeper.PLACE_VARIABLE: place} if place else {})
+        order = keeper.Order([sys.executable, "-c", program], environment, str(folder), silence_s)
         self.tell(json.dumps(order._asdict()).encode() + b"\n")
 
     def tell(self, what: bytes) -> None:
@@ -361,6 +362,28 @@ def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -
     pid = int(ordered.line().split()[0])
     assert ordered.end() == 128 + signal.SIGKILL
     assert not psutil.pid_exists(pid)
+
+
+def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tmp_path: Path) -> None:
+    """Also where it cannot hear of anything, as it is stopped with its keeper."""
+    place = f"model_worker/1 {tmp_path}"
+    earlier, other = (Ordered(tmp_path, SAYS_AND_WAITS, place=p) for p in (f"7 {place}", f"8 {place}0"))
+    old, beside = (psutil.Process(int(ordered.line().split()[0])) for ordered in (earlier, other))
+    for pid in (earlier.process.pid, old.pid):
+        os.kill(pid, signal.SIGSTOP)
+    later = Ordered(tmp_path, SAYS_AND_WAITS, place=f"10 {place}")
+    assert later.line() == f"pid {old.pid} was given up, and still ran: killed"
+    new = psutil.Process(int(later.line().split()[0]))
+    assert not runs(old)
+    os.kill(earlier.process.pid, signal.SIGCONT)
+    assert earlier.end() == 128 + signal.SIGKILL
+    late = Ordered(tmp_path, SAYS_AND_WAITS, place=f"9 {place}")  # an order that lay in a cut connection
+    assert (late.line(), late.end()) == ("", 1)  # as of a lost connection
+    assert runs(new)
+    assert runs(beside)
+    for ordered in (later, other):
+        ordered.tell(keeper.KILL)
+        ordered.end()
 
 
 DAEMON_AND_WAITS = """
