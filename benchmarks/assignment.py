@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import structs
 
-from asyncrl.master.assignment import assign, minibatch_of_groups
-from asyncrl.trainer.messages import Assignment, RolloutRecord
+from asyncrl.master.assignment import Assignment, assign, minibatch_of_groups
+from asyncrl.trainer.messages import RolloutRecord
 
 TARGET_MS = 10.0
 

@@ -1,11 +1,12 @@
-"""The control plane at 1,000 RolloutWorkers, 512 servers, 256 ranks and 70,000 rollouts at a time, with the real code.
+"""The control plane at 1,000 RolloutWorkers, 512 servers, 256 ranks and 100,000 rollouts at a time, with the real code.
 
     python benchmarks/scale.py [--rows admission expire ...] [--against PATH] [--rounds N] [--quick] [--json PATH]
 
-Each row is measured in a process of its own. `--against` names another checkout of this repository, for example a
-worktree of the commit before a change: every row is then measured there and here in turns, round by round, and the
-table gives the median of each and their ratio. Times are CPU seconds of the process that is measured, so that a busy
-machine changes them little. A row that a checkout cannot carry out says why in place of a figure.
+Each row is measured in a process of its own, has a target, and is met or MISSED. `--against` names another checkout of
+this repository, for example a worktree of the commit before a change (`git worktree add /tmp/before COMMIT`): every row
+is then measured there and here in turns, round by round, and the table gives the median of each and their ratio. Times
+are CPU seconds of the process that is measured, so that a busy machine changes them little. A row that a checkout
+cannot carry out says why in place of a figure.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -20,15 +22,21 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve()
 WORKERS, SERVERS, RANKS = 1_000, 512, 256
 ROLLOUTS = 70_000
+LIVE, BATCH, ETA = 100_000, 12_500, 7
+"""Rollouts at a time, as the settings allow them: (η + 1) * B."""
+MOVED = 8_192
+"""Rollouts of a step."""
 ASKED = 8
 """Rollouts in one call of a worker."""
 
@@ -190,11 +198,17 @@ def _answer_peers(ports: Any) -> None:
         return Done()
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    server = RequestServer("127.0.0.1", None, immediate={EndStep: done})
+    server = RequestServer("0.0.0.0", None, immediate={EndStep: done})
     ports.send(server.endpoint)
     with contextlib.suppress(EOFError):  # whoever asked failed
         ports.recv()
     server.close()
+
+
+def _addresses(endpoint: str) -> Iterator[str]:
+    """Addresses of what listens at the port of `endpoint` on all interfaces: Linux has all of 127.0.0.0/8."""
+    port = endpoint.rpartition(":")[2]
+    return (f"tcp://127.0.{high}.{low}:{port}" for high in range(8) for low in range(1, 251))
 
 
 async def _peers(count: int, endpoint: str) -> float:
@@ -204,11 +218,12 @@ async def _peers(count: int, endpoint: str) -> float:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     shared = {}
     with contextlib.suppress(ImportError):  # a checkout in which each peer has a context of its own
-        from asyncrl.master.connections import context_of_peers
+        from asyncrl.master.connections import router_of_peers
 
-        shared = {"context": context_of_peers(count)}
+        shared = {"router": router_of_peers(SimpleNamespace(security=None), count)}  # type: ignore[arg-type]
     before = len(os.listdir("/proc/self/fd"))
-    clients = [RequestClient(endpoint, None, **shared) for _ in range(count)]
+    at = _addresses(endpoint)
+    clients = [RequestClient(next(at), None, **shared) for _ in range(count)]
     await asyncio.gather(*(client.call(EndStep(), timeout_s=120.0) for client in clients))
     taken = len(os.listdir("/proc/self/fd")) - before
     for client in clients:
@@ -228,12 +243,251 @@ def peers(quick: bool) -> float:
         process.join(10)
 
 
+def _step() -> tuple[Any, Any]:
+    """A step of `MOVED` rollouts that two grids over the same `RANKS` ranks are dealt alike: the cuts, the placement.
+
+    Each stays where it was received, so that a rank can be asked alone.
+    """
+    from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+
+    try:
+        from asyncrl.master.assignment import Assignment
+    except ImportError:  # a checkout in which all ranks are told everything
+        from asyncrl.trainer.messages import Assignment
+    placed = Placement({"actor": WorkerGrid(data=RANKS), "ref": WorkerGrid(data=RANKS, replicas=2)})
+    cut = [Assignment(f"e0-{row}-0123456789abcdef", row % RANKS, row % RANKS, 0) for row in range(MOVED)]
+    return [cut, cut], placed
+
+
+def _requests(cuts: Any, placed: Any) -> list[Any]:
+    """What each rank is told."""
+    try:
+        from asyncrl.master.step_plan import plan_step
+    except ImportError:
+        from asyncrl.trainer.messages import BeginStep
+
+        return [BeginStep(1, 0, 1, tuple(cuts[0]), (tuple(entry.dst for entry in cuts[1]),))] * RANKS
+    return plan_step(cuts, placed, version=1, min_version=0, minibatches=1)
+
+
+def step_told(quick: bool) -> float:
+    """Kilobytes that the busiest of `RANKS` ranks is sent as a step of `MOVED` rollouts begins."""
+    from asyncrl.comm.request_reply.messages import encode
+
+    return max(len(encode(request)) for request in _requests(*_step())) / 1e3
+
+
+def step_of_master(quick: bool) -> float:
+    """Milliseconds of the master to tell all ranks what they get, which assignment to which being known."""
+    from asyncrl.comm.request_reply.messages import pack
+
+    cuts, placed = _step()
+    took = []
+    for _ in range(2 if quick else 5):
+        began = time.process_time()
+        for number, request in enumerate(_requests(cuts, placed)):
+            pack(number, request.verb, request)
+        took.append(time.process_time() - began)
+    return 1e3 * min(took)
+
+
+def step_of_rank(quick: bool) -> float:
+    """Milliseconds of one rank to read what it is told, and to see what it sends and gets of both grids."""
+    from asyncrl.comm.request_reply.messages import DEFAULT_MAX_BYTES, decode, encode
+    from asyncrl.trainer import redistribute
+    from asyncrl.trainer.messages import BeginStep
+    from asyncrl.trainer.parallel import Ranks
+
+    cuts, placed = _step()
+    rank = RANKS // 2
+    request = _requests(cuts, placed)[rank]
+    encoded = memoryview(encode(request))
+    held: Any = {entry.rollout_id: object() for entry in cuts[0] if entry.src == rank}
+    took = []
+    for _ in range(5 if quick else 20):
+        began = time.process_time()
+        step: Any = decode(encoded, BeginStep, DEFAULT_MAX_BYTES)
+        if hasattr(redistribute, "deals"):
+            arrived = [
+                redistribute.redistribute(dealt, held, Ranks(rank))
+                for dealt in redistribute.deals(step, placed).values()
+            ]
+        else:
+            arrived = [
+                redistribute.redistribute(
+                    dict(zip(step.leaving, targets, strict=True)),
+                    dict(zip(share.rollout_ids, share.sources, strict=True)),
+                    held,
+                    Ranks(rank),
+                )
+                for targets, share in zip(step.targets, step.shares, strict=True)
+            ]
+        took.append(time.process_time() - began)
+        assert [len(came) for came in arrived] == [MOVED // RANKS] * 2
+    return 1e3 * min(took)
+
+
+def ended_known(quick: bool) -> float:
+    """Of `LIVE` rollouts that are dropped at once, those that the gate still knows as ended."""
+    from asyncrl.manager.staleness_gate import StalenessGate, Ticket
+
+    gate = StalenessGate(BATCH, ETA)
+    gate.resume(0)
+    for number in range(LIVE):
+        gate.start(Ticket(f"r{number}", f"p{number}", number, "rollout_worker/0"))
+    for number in range(LIVE):
+        gate.drop(f"r{number}", "failed")
+    return sum(gate.outcome(f"r{number}") == "failed" for number in range(LIVE))
+
+
+def homes_known(quick: bool) -> float:
+    """Of `LIVE` conversations those that come back to the server that has their cache."""
+    from asyncrl.manager import messages as m
+
+    service, servers = _service(batch_size=BATCH, max_staleness=ETA, routing="prefix_affine"), 16
+    _servers(service, servers)
+
+    def place(number: int) -> int:
+        request = m.RouteRequest(100, 100, 1, request_id=f"q{number}", rollout_id=None, affinity=f"c{number}")
+        index: int = service.router.schedule(request, "rollout_worker/0").index
+        service.router.release(f"q{number}")
+        return index
+
+    first = [place(number) for number in range(0, LIVE)]
+    for server in range(servers):  # a new conversation would now go elsewhere
+        for more in range(server % 7):
+            request = m.RouteRequest(100, 100, 1, request_id=f"busy{server}-{more}", rollout_id=None)
+            service.router.schedule(request, "rollout_worker/1")
+    return sum(place(number) == first[number] for number in range(LIVE))
+
+
+async def _losses(quick: bool) -> float:
+    from asyncrl.manager import messages as m
+
+    service = _service(batch_size=BATCH, max_staleness=ETA)
+    _servers(service, SERVERS)
+    service.begin(0)
+    before = (await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=-1))).seq
+    for server in range(SERVERS):
+        service.server_lost(f"http://server{server}")
+    return len((await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=before))).urls)
+
+
+def losses_known(quick: bool) -> float:
+    """Of `SERVERS` servers that are lost while a worker does not ask, those that it is told of."""
+    return asyncio.run(_losses(quick))
+
+
+def inbox(quick: bool) -> float:
+    """Megabytes that an inbox of at most 64 MB takes of the memory, after rollouts of 16 answers of 32k tokens each."""
+    import numpy as np
+
+    from asyncrl.api.trajectory import Sample, Trajectory
+    from asyncrl.trainer.inbox import Inbox
+
+    rollouts, limit, length = 32, 64 << 20, 32_768
+    with tempfile.TemporaryDirectory() as folder:
+        bounded: dict[str, Any] = {}
+        with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
+            from asyncrl.trainer.kept_inbox import KeptInbox
+
+            if "memory_bytes" in inspect.signature(Inbox).parameters:
+                bounded = {"memory_bytes": limit, "spilled": KeptInbox(Path(folder) / "spilled")}
+        held = Inbox(0, 4096, **bounded)
+
+        def trajectory(number: int) -> Trajectory:
+            tokens = np.arange(length, dtype=np.int32)
+            samples = [
+                Sample(
+                    tokens + index,
+                    np.ones(length, np.uint8),
+                    np.full(length, -1.0, np.float32),
+                    np.zeros(length, np.int32),
+                    1.0,
+                )
+                for index in range(16)
+            ]
+            return Trajectory(f"r{number}", f"p{number}", number, samples, {})
+
+        def resident() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+        held.put(trajectory(0), 1.0)
+        before = resident()
+        for number in range(1, rollouts):
+            held.put(trajectory(number), 1.0)
+        taken = resident() - before
+        assert len(held.poll(0).rollouts) == rollouts
+        assert len(held.get([f"r{number}" for number in range(rollouts)])) == rollouts
+    return taken / 1e6
+
+
+def update(quick: bool) -> float:
+    """Of `SERVERS` servers the most that are out of service at a time in an update, where a tenth may be."""
+    from asyncrl.manager.fleet.decisions import BeginUpdate, FleetDecisions, ServerState, Target
+    from asyncrl.manager.settings import UpdateMode
+
+    settable = "update_fraction" in inspect.signature(FleetDecisions).parameters
+    fleet = FleetDecisions(UpdateMode.interrupt, 60.0, **({"update_fraction": 0.1} if settable else {}))
+    for server in range(SERVERS):
+        fleet.register(server, f"http://server{server}", 0, 0.0)
+    fleet.publish(Target(1, "/weights/v1"))
+    out: list[BeginUpdate] = []
+    most = 0
+    while any(life.version != 1 for life in fleet.servers):
+        out += [order for order in fleet.poll(0.0, {}) if isinstance(order, BeginUpdate)]
+        most = max(most, sum(life.state is not ServerState.SERVING for life in fleet.servers))
+        done = out.pop(0)
+        assert fleet.succeeded(done.server, done.attempt)
+    return most
+
+
+async def _manager_reads() -> float:
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.manager.fleet.decisions import Target
+    from asyncrl.manager.process import GserverManager
+    from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    with tempfile.TemporaryDirectory() as folder:
+        version = Path(folder)
+        weights = version / "model.safetensors"
+        weights.write_bytes(os.urandom(64 << 20))
+        fields: Any = {field: {} for field in Manifest.__struct_fields__}
+        fields |= {"role": "actor", "version": 1, "files": {weights.name: file_entry(weights)}}
+        write_manifest(version, Manifest(**fields))
+        taken: list[Target] = []
+        manager: Any = GserverManager.__new__(GserverManager)  # no more of it than what takes a version in
+        manager.config, manager._first_manifest = ExperimentConfig(), None
+        manager._fleet_runner = SimpleNamespace(publish=taken.append)
+        before = read()
+        await manager._take(Target(1, folder))
+        assert taken, "it was refused"
+        return (read() - before) / weights.stat().st_size
+
+
+def manager_reads(quick: bool) -> float:
+    """What the manager reads of a version before an update of embedded servers begins, in parts of the version."""
+    return asyncio.run(_manager_reads())
+
+
 ROWS = (
     RowKind("admission", f"an admission, {WORKERS} workers waiting", "ms", 0.2, "less", admission),
     RowKind("cycles", f"cycles through HTTP, {SERVERS} servers", "per core-second", 10_000, "more", cycles),
     RowKind("expire", "buffer.expire, 60,000 records", "ms", 0.01, "less", expire),
     RowKind("blocking", f"gate.blocking, {ROLLOUTS} rollouts, a signal", "ms", 0.1, "less", blocking),
-    RowKind("peers", f"{WORKERS + RANKS} peers of the master, soft limit 1024", "descriptors", 4, "less", peers),
+    RowKind("peers", f"{WORKERS + RANKS} peers of the master, soft limit 1024", "descriptors", 1.05, "less", peers),
+    RowKind("step_told", f"a step of {MOVED} to one of {RANKS} ranks", "kB", 10, "less", step_told),
+    RowKind("step_of_rank", "  read and planned by a rank, 2 grids", "ms", 0.5, "less", step_of_rank),
+    RowKind("step_of_master", "  planned and told by the master, 2 grids", "ms", 100, "less", step_of_master),
+    RowKind("ended_known", f"ended rollouts known, of {LIVE}", "rollouts", LIVE, "more", ended_known),
+    RowKind("homes_known", f"affinities kept, of {LIVE}", "conversations", LIVE, "more", homes_known),
+    RowKind("losses_known", f"losses of servers told, of {SERVERS}", "servers", SERVERS, "more", losses_known),
+    RowKind("inbox", "inbox of 64 MB, 32 rollouts of 16 x 32k tokens", "MB", 100, "less", inbox),
+    RowKind("update", f"out of service in an update of {SERVERS}, a tenth", "servers", SERVERS // 10, "less", update),
+    RowKind("manager_reads", "  read by the manager before it begins", "versions", 0.01, "less", manager_reads),
 )
 
 
@@ -259,7 +513,8 @@ def measure(rows: list[RowKind], against: Path | None, rounds: int, quick: bool)
                 taken[name].append(measure_in(checkout, row.name, quick))
         found.append(
             {"row": row.name, "what": row.what, "unit": row.unit, "wanted": row.wanted, "better": row.better}
-            | {name: _median(values) for name, values in taken.items()}
+            | (medians := {name: _median(values) for name, values in taken.items()})
+            | {"met": _met(row, medians["here"])}
         )
     return found
 
@@ -271,19 +526,22 @@ def _median(values: list[float | str]) -> float | str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = [f"{'what':<46}{'unit':>16}{'wanted':>12}{'there':>14}{'here':>14}{'better by':>12}"]
+    lines = [f"{'what':<48}{'unit':>16}{'wanted':>10}{'there':>10}{'here':>10}{'better by':>12}"]
     for row in rows:
         there, here = row.get("there"), row["here"]
         ratio = ""
         if isinstance(there, float) and isinstance(here, float) and here and there:
             ratio = f"{there / here if row['better'] == 'less' else here / there:.1f} x"
-        lines.append(
-            f"{row['what']:<46}{row['unit']:>16}{row['wanted']:>12g}{_shown(there):>14}{_shown(here):>14}{ratio:>12}"
-        )
+        figures = f"{row['unit']:>16}{row['wanted']:>10g}{_shown(there):>10}{_shown(here):>10}{ratio:>12}"
+        lines.append(f"{row['what']:<48}{figures}  {'met' if row['met'] else 'MISSED'}")
     notes = [
         f"{row['row']}: {row[side]}" for row in rows for side in ("there", "here") if isinstance(row.get(side), str)
     ]
     return "\n".join([*lines, *notes])
+
+
+def _met(row: RowKind, here: float | str) -> bool:
+    return isinstance(here, float) and (here <= row.wanted if row.better == "less" else here >= row.wanted)
 
 
 def _shown(value: float | str | None) -> str:

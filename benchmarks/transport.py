@@ -189,7 +189,7 @@ class AsyncioLink:
     ) -> None:
         self.address, self.writable = address, False
         self._on_writable, self._on_message = on_writable, on_message
-        plain = sockets.dealer(context, security, high_water=high_water)
+        plain = sockets.connecting(context, zmq.DEALER, security, high_water=high_water)
         self._plain_monitor = plain.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED))
         self._socket = zmq.asyncio.Socket.from_socket(plain)
         self._monitor = zmq.asyncio.Socket.from_socket(self._plain_monitor)

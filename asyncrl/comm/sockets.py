@@ -54,21 +54,6 @@ class Context(zmq.Context[Socket]):
         """Leave what was not closed to the end of the process."""
 
 
-DESCRIPTORS_PER_LINK = 4
-"""Of a `PeerLink`: its connection, and what wakes its socket and the two ends of its monitor."""
-_MANY_SOCKETS = 16_384
-
-
-def context_of_many() -> Context:
-    """A context for the links to thousands of peers, which share its two threads; libzmq's own limit is 1,023 sockets.
-
-    End it with `destroy(linger=0)`, after its links.
-    """
-    context = Context()
-    context.max_sockets = _MANY_SOCKETS
-    return context
-
-
 def bind(
     context: Context,
     host: str,
@@ -92,9 +77,9 @@ def bind(
     return socket, endpoint.rstrip(b"\0").decode(), gate
 
 
-def dealer(context: Context, security: SocketSecurity | None, *, high_water: int) -> Socket:
-    """A DEALER to connect."""
-    socket = context.socket(zmq.DEALER)
+def connecting(context: Context, kind: int, security: SocketSecurity | None, *, high_water: int) -> Socket:
+    """A socket of `kind`, DEALER or ROUTER, to connect. `high_water`: messages in libzmq's buffer per peer; 0: any."""
+    socket = context.socket(kind)
     _configure(socket, send_high_water=high_water, receive_high_water=high_water)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = RECONNECT_MAX_MS
@@ -253,7 +238,7 @@ class PeerLink:
 
     def _open(self) -> None:
         self._reopening = None
-        socket = dealer(self._context, self._security, high_water=self._high_water)
+        socket = connecting(self._context, zmq.DEALER, self._security, high_water=self._high_water)
         self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), self._loop, self._observe)
         self._main = LoopSocket(socket, self._loop, self._serve)
         try:

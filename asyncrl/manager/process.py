@@ -30,7 +30,8 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.descriptors import allow_descriptors
+from asyncrl.runtime.descriptors import allow_connections
+from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
@@ -71,7 +72,8 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        allow_descriptors()  # a connection for each worker and server
+        workers, servers = (KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER))
+        allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
         self._fleet_runner = FleetRunner(

@@ -18,14 +18,25 @@ Shapes: G groups of the batch, M groups of a minibatch, R ranks and shares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.trainer.messages import Assignment, RolloutRecord
+from asyncrl.trainer.messages import RolloutRecord
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in minibatch `minibatch`."""
+
+    rollout_id: str
+    src: int
+    dst: int
+    minibatch: int
 
 
 def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> Ints:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -13,15 +12,12 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.security import SocketSecurity
-from asyncrl.comm.sockets import DESCRIPTORS_PER_LINK, Context, context_of_many
+from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.descriptors import allow_descriptors
+from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.waiting import cancel
 from asyncrl.runtime.worker import AsyncWorker
 
-OTHER_DESCRIPTORS = 128
-"""Open files of a master beside its peers: logs, journals, name resolution, HTTP."""
 GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
 LOOK_UP_S = 0.5
@@ -44,8 +40,7 @@ class ReplaceableWorker:
         resolver: name resolution, where the successor registers.
         key: under which the worker's `WorkerAddress` is.
         registered: the one to begin with.
-        security: the run's keys, or None for plaintext.
-        context: see `RequestClient`.
+        router: see `RequestClient`.
     """
 
     def __init__(
@@ -53,21 +48,20 @@ class ReplaceableWorker:
         resolver: NameResolver,
         key: str,
         registered: str,
-        security: SocketSecurity | None,
-        context: Context | None = None,
+        router: CallRouter,
     ) -> None:
-        self._resolver, self._key, self._security, self._context = resolver, key, security, context
+        self._resolver, self._key, self._router = resolver, key, router
         self._follow(registered)
 
     @classmethod
-    async def connect(cls, worker: AsyncWorker, kind: str, index: int, context: Context) -> Self:
+    async def connect(cls, worker: AsyncWorker, kind: str, index: int, router: CallRouter) -> Self:
         """The worker `index` of `kind`, once it has registered.
 
         Raises:
             NameResolveTimeout, StopRequested: see `connect`.
         """
         key = names.worker_key(kind, index)
-        return cls(worker.resolver, key, await worker.registered(key), worker.security, context)
+        return cls(worker.resolver, key, await worker.registered(key), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
         """Make the call, to whoever is the worker, and return its reply.
@@ -102,7 +96,7 @@ class ReplaceableWorker:
     def _follow(self, registered: str) -> None:
         self._registered = registered
         endpoint = names.WorkerAddress.decode(registered).endpoint
-        self._client = RequestClient(endpoint, self._security, name=self._key, context=self._context)
+        self._client = RequestClient(endpoint, self._router.security, name=self._key, router=self._router)
 
     async def _moved(self) -> str:
         """What is registered, once it is another process."""
@@ -114,8 +108,8 @@ class ReplaceableWorker:
             await asyncio.sleep(LOOK_UP_S)
 
 
-async def connect(worker: AsyncWorker, kind: str, count: int, context: Context) -> list[RequestClient]:
-    """Clients of the `count` workers of `kind`, by index, once all have registered. They share `context`.
+async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter) -> list[RequestClient]:
+    """Clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
 
     Raises:
         NameResolveTimeout: one did not within `system.start_timeout_s`.
@@ -124,24 +118,19 @@ async def connect(worker: AsyncWorker, kind: str, count: int, context: Context) 
     keys = [names.worker_key(kind, index) for index in range(count)]
     found = [names.WorkerAddress.decode(await worker.registered(key)) for key in keys]
     return [
-        RequestClient(at.endpoint, worker.security, name=key, context=context)
+        RequestClient(at.endpoint, worker.security, name=key, router=router)
         for at, key in zip(found, keys, strict=True)
     ]
 
 
-def context_of_peers(peers: int) -> Context:
-    """The context that the clients of so many peers share; for it this process may open all the files it is allowed.
+def router_of_peers(worker: AsyncWorker, peers: int) -> CallRouter:
+    """What the clients of so many peers share; for it this process may open all the files that it is allowed.
 
     Raises:
         OSError: these are too few.
     """
-    allowed, wanted = allow_descriptors(), DESCRIPTORS_PER_LINK * peers + OTHER_DESCRIPTORS
-    if allowed < wanted:
-        raise OSError(
-            errno.EMFILE,
-            f"{peers} other processes take {wanted} open files and the hard limit is {allowed}: raise it (ulimit -Hn)",
-        )
-    return context_of_many()
+    allow_connections(DESCRIPTORS_PER_CONNECTION * peers, f"{peers} other processes")
+    return CallRouter(worker.security)
 
 
 class NothingEvaluated(RuntimeError):

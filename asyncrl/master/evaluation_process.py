@@ -7,7 +7,7 @@ import math
 
 from asyncrl.comm import names
 from asyncrl.comm.request_reply import RequestClient
-from asyncrl.master.connections import connect, context_of_peers, evaluate
+from asyncrl.master.connections import connect, evaluate, router_of_peers
 from asyncrl.master.evaluation_statistics import evaluation_statistics
 from asyncrl.rollout.settings import EvaluationSet, evaluation_sets
 from asyncrl.runtime.run_dir import METRICS_FILE
@@ -25,11 +25,11 @@ class EvaluationMaster(AsyncWorker):
 
     async def main(self) -> None:
         """Evaluate each set, then end, which ends the launch."""
-        context = context_of_peers(self.config.rollout.workers)
+        router = router_of_peers(self, self.config.rollout.workers)
         try:
-            workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers, context)
+            workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers, router)
         except StopRequested:
-            context.destroy(0)
+            router.close()
             return
         self.ready()
         try:
@@ -42,7 +42,7 @@ class EvaluationMaster(AsyncWorker):
         finally:
             for worker in workers:
                 worker.close()
-            context.destroy(0)
+            router.close()
 
     async def _evaluate(self, workers: list[RequestClient], each: EvaluationSet) -> dict[str, float | str]:
         evaluating = evaluate(workers, each.name, VERSION, self.config.eval.timeout_s)

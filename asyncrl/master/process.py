@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, context_of_peers
+from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.train_loop import Peers, TrainLoop
@@ -49,9 +49,9 @@ class MasterWorker(AsyncWorker):
         """Peers for kept samples in place of rollouts."""
         gate = OfflineGate()
         board = ReplayBoard(self, gate, self.config.train_batch_size)
-        context = context_of_peers(self._placement.workers)
-        closing.callback(context.destroy, 0)
-        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, context)
+        router = router_of_peers(self, self._placement.workers)
+        closing.callback(router.close)
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, router)
         for client in trainers:
             closing.callback(client.close)
         folder, total = Path(self.config.samples.replay), self.config.total_train_steps
@@ -69,15 +69,15 @@ class MasterWorker(AsyncWorker):
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         if self.config.samples.replay:
             return await self._replaying(closing)
+        workers = range(self.config.rollout.workers)
+        router = router_of_peers(self, self._placement.workers + len(workers))
+        closing.callback(router.close)
         url = await self.registered(names.MANAGER_KEY)
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, find=find)
         closing.push_async_callback(manager.close)
-        workers = range(self.config.rollout.workers)
-        context = context_of_peers(self._placement.workers + len(workers))
-        closing.callback(context.destroy, 0)
-        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, context)
-        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index, context) for index in workers]
+        trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, router)
+        rollouts = [await ReplaceableWorker.connect(self, names.ROLLOUT_WORKER, index, router) for index in workers]
         for trainer in trainers:
             closing.callback(trainer.close)
         for rollout in rollouts:

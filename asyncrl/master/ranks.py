@@ -35,17 +35,28 @@ class Ranks:
         """
         return await self.some(self._workers, request)
 
+    async def each(self, requests: Sequence[Request[R]]) -> list[R]:
+        """Make to every rank its own call; both by worker index.
+
+        Raises:
+            Stalled: one did not answer in time.
+        """
+        return await self._answers(list(zip(self._workers, requests, strict=True)))
+
     async def some(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
         """Make the call to `workers`; the replies in their order.
 
         Raises:
             Stalled: one did not answer in time.
         """
-        try:
-            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker in workers))
-        except TimeoutError as error:
-            raise Stalled(f"{request.verb}: {error} (limit: system.stall_timeout_s)") from error
+        return await self._answers([(worker, request) for worker in workers])
 
     async def publisher(self, request: Request[R]) -> R:
         """Make the call to the rank that leads the others."""
         return (await self.some([self._workers[self._publisher]], request))[0]
+
+    async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:
+        try:
+            return await asyncio.gather(*(worker.call(request, timeout_s=self._limit_s) for worker, request in calls))
+        except TimeoutError as error:
+            raise Stalled(f"{calls[0][1].verb}: {error} (limit: system.stall_timeout_s)") from error

@@ -67,6 +67,7 @@ from asyncrl.master.saving import Checkpoints, KeptSteps, Progress
 from asyncrl.master.settings import OnStale
 from asyncrl.master.stall import StallWatch
 from asyncrl.master.standing import Source
+from asyncrl.master.step_plan import plan_step
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.settings import evaluation_sets
@@ -75,7 +76,6 @@ from asyncrl.runtime.run_dir import DATA_STATE_FILE
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
-    BeginStep,
     CollectWeights,
     Discard,
     EndStep,
@@ -358,14 +358,21 @@ class TrainLoop:
 
     async def _train(self, batch: TrainBatch) -> Row:
         minibatches = self.config.trainer.ppo_minibatches
-        actor, *others = (
+        placement = self.peers.placement
+        cuts = [
             assign(batch.records, grid.data, minibatches, self.config.seed, batch.version)
-            for grid in self.peers.placement.distinct
+            for grid in placement.distinct
+        ]
+        steps = plan_step(
+            cuts,
+            placement,
+            version=batch.version,
+            min_version=batch.min_version,
+            minibatches=minibatches,
+            master=self._incarnation,
         )
-        elsewhere = tuple(tuple(entry.dst for entry in cut) for cut in others)
         self._model_in_step = True
-        request = BeginStep(batch.version, batch.min_version, minibatches, tuple(actor), elsewhere, self._incarnation)
-        await self._ranks.all(request)
+        await self._ranks.each(steps)
         stats = await self._executor.run()
         await self._ranks.all(EndStep())
         self.buffer.mark_trained(batch)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 
+OTHERS = 128
+"""Of a process that has many connections, beside them: logs, journals, name resolution, servers of HTTP."""
 
-def allow_descriptors() -> int:
-    """Let this process open as many files as its hard limit allows, of which there are then so many.
+
+def allow_connections(connections: int, to_whom: str) -> None:
+    """Let this process open as many files as its hard limit allows, among them so many connections.
 
     The soft limit, mostly 1,024, is for programs that wait with `select`; none of a run's processes does.
+
+    Raises:
+        OSError: the hard limit does not allow it; the message calls their other ends `to_whom`.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    if hard < (wanted := connections + OTHERS):
+        raise OSError(
+            errno.EMFILE,
+            f"the connections to {to_whom} take {wanted} open files and the hard limit is {hard}: raise it, here and "
+            f"for whatever starts the run (ulimit -Hn {wanted})",
+        )

@@ -1,30 +1,32 @@
 """Moving what a call wrote from the ranks of one role to those of another that is spread over another grid.
 
-Both grids have all samples of the step, dealt each in its own way, and both know how: so from the head of each copy
-that has a rollout its rows go straight to the head of the copy that wants them, and from there to that copy's ranks.
+Both grids have all samples of the step, dealt each in its own way, and each copy knows of its own rollouts which copy
+of the other grid has them: so from the head of each copy that has a rollout its rows go straight to the head of the
+copy that wants them, and from there to that copy's ranks. Both count them in data order.
 What crosses is the rows and, once per pair of heads, their type and whether there is one per token or per sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.messages import MoveColumns
+from asyncrl.trainer.messages import GridShare, MoveColumns
 from asyncrl.trainer.parallel import Ranks, World
-from asyncrl.trainer.redistribute import Deal, transfer
+from asyncrl.trainer.redistribute import transfer
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.worker_grid import WorkerGrid
 
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.int32)
 _PER_TOKEN, _PER_SAMPLE = 0, 1
 
-Deals = Mapping[WorkerGrid, Sequence[Deal]]
+Shares = Mapping[WorkerGrid, GridShare]
+"""What the master dealt to this rank's copy of each grid that it is of."""
 
 
-def move_columns(request: MoveColumns, world: World, dealt: Deals, batches: Mapping[WorkerGrid, StepBatch]) -> None:
+def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Mapping[WorkerGrid, StepBatch]) -> None:
     """Give the batch of the grid of `request.target` the columns. Called by all ranks of both grids.
 
     Raises:
@@ -33,7 +35,7 @@ def move_columns(request: MoveColumns, world: World, dealt: Deals, batches: Mapp
     source, target = world.placement.grid(request.source), world.placement.grid(request.target)
     for key in request.keys:
         column = batches[source][key].cpu() if source in batches else None  # one that was put off is computed by all
-        arrived = _exchange(key, column, (source, target), world, dealt, batches)
+        arrived = _exchange(key, column, (source, target), world, shares, batches)
         if target in batches:
             batch, place = batches[target], world.places[target]
             batch[key] = _hand_down(arrived, batch, place.copy).to(batch.device)
@@ -44,23 +46,20 @@ def _exchange(
     column: Tensor | None,
     grids: tuple[WorkerGrid, WorkerGrid],
     world: World,
-    dealt: Deals,
+    shares: Shares,
     batches: Mapping[WorkerGrid, StepBatch],
 ) -> Tensor | None:
     """The column of this rank's batch in the target grid, where it is a head of it; None elsewhere."""
     source, target = grids
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[int]] = {}  # places of rollouts in this rank's target batch, by the head they come from
-    places = dict.fromkeys(range(source.data), 0), dict.fromkeys(range(target.data), 0)
-    here = world.worker
-    for leaving, arriving in zip(dealt[source], dealt[target], strict=True):
-        at, to = places[0][leaving.data], places[1][arriving.data]
-        places[0][leaving.data] += 1
-        places[1][arriving.data] += 1
-        if leaving.target == here and column is not None:
-            sends.setdefault(arriving.target, []).append(_rows(column, batches[source], at, key))
-        if arriving.target == here:
-            wanted.setdefault(leaving.target, []).append(to)
+    here, grids_of_all = world.worker, world.placement.distinct
+    if column is not None and world.places[source].copy.leads:
+        for at, worker in enumerate(shares[source].heads[grids_of_all.index(target)]):
+            sends.setdefault(worker, []).append(_rows(column, batches[source], at, key))
+    if target in batches and world.places[target].copy.leads:
+        for to, worker in enumerate(shares[target].heads[grids_of_all.index(source)]):
+            wanted.setdefault(worker, []).append(to)
     kind = _header(column, batches[source], key) if column is not None else None
     outgoing = {worker: torch.cat(rows) for worker, rows in sorted(sends.items())}
     headers = {worker: torch.zeros(2, dtype=torch.int64) for worker in sorted(wanted)}

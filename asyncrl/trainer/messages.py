@@ -104,15 +104,6 @@ class SendWeights(Request[Done], frozen=True):
     timeout_s: float
 
 
-class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rollout `rollout_id` moves from data index `src` to `dst` and is trained in minibatch `minibatch`."""
-
-    rollout_id: str
-    src: int
-    dst: int
-    minibatch: int
-
-
 class InStep(Reply, frozen=True):
     """Whether a step has begun here whose end is not kept."""
 
@@ -145,19 +136,34 @@ class TakeUp(Request[Standing], frozen=True):
     incarnation: int
 
 
+class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a step's batch that one copy of a grid gets, in data order; all ranks of the copy are told the same.
+
+    Attributes:
+        sources: the worker that received each rollout.
+        heads: for each grid of the placement, in its order, the worker that heads the copy which gets each rollout.
+    """
+
+    rollout_ids: tuple[str, ...]
+    minibatches: tuple[int, ...]
+    sources: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...]
+
+
 class BeginStep(Request[Done], frozen=True):
-    """Bring this rank's rollouts of the step at `version` here and pack them; every rank gets the same request.
+    """Bring the rollouts of this rank's part of the step at `version` here and pack them; each rank gets its own part.
 
     `master`: the incarnation of the master that asks for it. `min_version`: only tokens of this version or newer carry
-    loss. `assignment` is in data order, with the actor's data indices. `elsewhere`: for each further grid of the
-    placement, in its order, the data index that gets each rollout.
+    loss. `leaving`: what was received here, in data order; `targets`: for each grid of the placement, in its order, the
+    worker to which each of them goes. `shares`: for each grid what its copy here gets; None: there is none here.
     """
 
     version: int
     min_version: int
     num_minibatches: int
-    assignment: tuple[Assignment, ...]
-    elsewhere: tuple[tuple[int, ...], ...] = ()
+    leaving: tuple[str, ...]
+    targets: tuple[tuple[int, ...], ...]
+    shares: tuple[GridShare | None, ...]
     master: int = 0
 
 

@@ -57,6 +57,7 @@ from asyncrl.trainer.messages import (
     Discard,
     EndStep,
     FinishShare,
+    GridShare,
     InStep,
     LoadCheckpoint,
     LoadedCheckpoint,
@@ -75,7 +76,7 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.redistribute import Deal, deals, hand_down, redistribute
+from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
@@ -99,7 +100,7 @@ class ModelWorker(Worker):
         super().__init__(spec)
         self._open = ExitStack()
         self._batches: dict[WorkerGrid, StepBatch] = {}
-        self._deals: dict[WorkerGrid, list[Deal]] = {}
+        self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
         self._last_step = LastStep.of_rank(self.config, self.run_dir)
@@ -329,17 +330,22 @@ class ModelWorker(Worker):
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
         self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
-        self._deals = deals(step, self._world.placement)
-        leaving = [deal.rollout_id for deal in self._deals[self._world.placement.actor] if deal.source == self.index]
-        held = self._inbox.get(leaving)
-        for grid, dealt in self._deals.items():
-            arrived = redistribute(dealt, held, self._world.everyone)
-            if (place := self._world.places.get(grid)) is None:
+        held = self._inbox.get(step.leaving)
+        self._shares = {}
+        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
+            place = self._world.places.get(grid)
+            leaving = dict(zip(step.leaving, targets, strict=True))
+            expected = {}
+            if share is not None and place is not None and place.copy.leads:
+                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
+            arrived = redistribute(leaving, expected, held, self._world.everyone)
+            if share is None or place is None:
                 continue
+            self._shares[grid] = share
             trajectories = hand_down(arrived, place.copy)
             self._batches[grid] = build_step_batch(
                 trajectories,
-                [deal.minibatch for deal in dealt if deal.data == place.data.rank],
+                share.minibatches,
                 version=step.version,
                 num_minibatches=step.num_minibatches,
                 min_version=step.min_version,
@@ -347,13 +353,13 @@ class ModelWorker(Worker):
             )
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
-        self._inbox.remove(leaving)
+        self._inbox.remove(step.leaving)
         self._forget(self._in_step)  # of the step before, whose state is kept by now
-        self._in_step = leaving
+        self._in_step = list(step.leaving)
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:
-        move_columns(request, self._world, self._deals, self._batches)
+        move_columns(request, self._world, self._shares, self._batches)
         return Done()
 
     def _run_call(self, call: RunCall) -> CallStats:

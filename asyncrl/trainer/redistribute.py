@@ -2,68 +2,44 @@
 
 Bytes of the codec, over `torch.distributed` point to point on the CPU. All trajectories from one rank to another travel
 as one message, preceded by its size; all sends and receives are posted before the first is waited for, so that no order
-of ranks can block. Every rank works from the same deals, so each knows what to send and to expect.
+of ranks can block. The master plans which goes where, and each rank is told what it sends and what it is to expect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.trainer.messages import BeginStep
 from asyncrl.trainer.parallel import Ranks
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """A rollout goes from the worker `source`, which received it, to `target`, the head of data index `data`."""
-
-    rollout_id: str
-    source: int
-    target: int
-    data: int
-    minibatch: int
-
-
-def deals(step: BeginStep, placement: Placement) -> dict[WorkerGrid, list[Deal]]:
-    """Where each rollout of `step` goes, for every grid; in data order."""
-    actor, *others = placement.distinct
-    data = {actor: tuple(entry.dst for entry in step.assignment)}
-    data |= dict(zip(others, step.elsewhere, strict=True))
-    return {
-        grid: [
-            Deal(entry.rollout_id, actor.data_heads[entry.src], grid.data_heads[index], index, entry.minibatch)
-            for entry, index in zip(step.assignment, indices, strict=True)
-        ]
-        for grid, indices in data.items()
-    }
-
-
-def redistribute(dealt: Sequence[Deal], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
-    """The trajectories that come to this rank, in the order of `dealt`. Called by all ranks with the same `dealt`.
+def redistribute(
+    leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
+) -> list[Trajectory]:
+    """The `expected` trajectories, in that order. Called by all ranks, each with its own part of one plan.
 
     Args:
+        leaving: what this rank received, in data order, by rollout id: the worker that it goes to, this one too.
+        expected: what comes to this rank, in data order, by rollout id: the worker that received it, this one too.
         held: the trajectories on this rank, by rollout id.
         ranks: all workers.
 
     Raises:
         KeyError: this rank should hold a rollout that it does not.
     """
-    for deal in dealt:
-        if deal.source == ranks.rank and deal.rollout_id not in held:
-            raise KeyError(f"rank {ranks.rank} should hold rollout {deal.rollout_id!r} but does not")
-    mine = {deal.rollout_id: held[deal.rollout_id] for deal in dealt if deal.source == deal.target == ranks.rank}
+    for rollout_id in leaving:
+        if rollout_id not in held:
+            raise KeyError(f"rank {ranks.rank} should hold rollout {rollout_id!r} but does not")
+    mine = {rollout_id: held[rollout_id] for rollout_id, target in leaving.items() if target == ranks.rank}
     if ranks.world > 1:
-        mine |= {trajectory.rollout_id: trajectory for trajectory in _exchange(dealt, held, ranks)}
-    return [mine[deal.rollout_id] for deal in dealt if deal.target == ranks.rank]
+        mine |= {each.rollout_id: each for each in _exchange(leaving, expected, held, ranks)}
+    return [mine[rollout_id] for rollout_id in expected]
 
 
 def hand_down(trajectories: Sequence[Trajectory], copy: Ranks) -> list[Trajectory]:
@@ -76,16 +52,14 @@ def hand_down(trajectories: Sequence[Trajectory], copy: Ranks) -> list[Trajector
     return list(trajectories) if copy.leads else _unpack(received)
 
 
-def _exchange(dealt: Sequence[Deal], held: Mapping[str, Trajectory], ranks: Ranks) -> list[Trajectory]:
+def _exchange(
+    leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
+) -> list[Trajectory]:
     going: dict[int, list[Trajectory]] = {}
-    sources = set()
-    for deal in dealt:
-        if deal.source == deal.target:
-            continue
-        if deal.source == ranks.rank:
-            going.setdefault(deal.target, []).append(held[deal.rollout_id])
-        if deal.target == ranks.rank:
-            sources.add(deal.source)
+    for rollout_id, target in leaving.items():
+        if target != ranks.rank:
+            going.setdefault(target, []).append(held[rollout_id])
+    sources = set(expected.values()) - {ranks.rank}
     outgoing = {target: _pack(trajectories) for target, trajectories in sorted(going.items())}
     sizes = {source: torch.zeros(1, dtype=torch.int64) for source in sorted(sources)}
     transfer({target: torch.tensor([len(data)]) for target, data in outgoing.items()}, sizes, ranks)

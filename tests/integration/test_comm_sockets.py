@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from asyncrl.comm.sockets import Context, dealer, send
+import zmq
+
+from asyncrl.comm.sockets import Context, connecting, send
 
 BOUND = """
 import sys, time
@@ -30,7 +32,7 @@ def test_a_peer_that_goes_while_its_messages_wait_at_the_high_water_mark_does_no
     ) as bound:
         assert bound.stdout is not None
         context = Context()
-        socket = dealer(context, None, high_water=1000)
+        socket = connecting(context, zmq.DEALER, None, high_water=1000)
         socket.connect(bound.stdout.readline().strip())
         assert socket.poll(10_000, 2)
         sent = 0

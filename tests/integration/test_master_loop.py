@@ -186,7 +186,7 @@ class FakeWorkers:
 
     def _held(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """Those that were neither trained nor discarded."""
-        begun = {item.rollout_id for request in self.requests(BeginStep) for item in request.assignment}
+        begun = {rollout for _, request in self.log if isinstance(request, BeginStep) for rollout in request.leaving}
         return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
 
     def stands(self, worker: int) -> Standing:
@@ -200,7 +200,8 @@ class FakeWorkers:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
 
     def trained_rollouts(self) -> list[str]:
-        return [entry.rollout_id for step in self.requests(BeginStep) for entry in step.assignment]
+        """Of each step in data order; where there are several ranks, rank by rank."""
+        return [rollout for _, step in self.log if isinstance(step, BeginStep) for rollout in step.leaving]
 
 
 @dataclass
@@ -440,18 +441,21 @@ async def test_a_run_that_is_stopped_leaves_its_last_weights_on_disk(tmp_path: P
     assert published == [(1, False), (1, True)]
 
 
-async def test_a_batch_is_in_data_order_and_every_rank_is_told_the_same(tmp_path: Path) -> None:
+async def test_a_batch_is_in_data_order_and_every_rank_is_told_its_part(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1), FakeWorkers(count=2))
     for worker, orders in ((0, (5, 0)), (1, (3, 1))):
         for order in orders:
             await run.deliver(range(order, order + 1), worker=worker)
     await run.loop.run()
-    steps = [request for _, request in run.workers.log if isinstance(request, BeginStep)]
-    assert len(steps) == 2
-    assert steps[0] == steps[1]
-    assert [entry.rollout_id for entry in steps[0].assignment] == ["r0", "r1", "r3", "r5"]
-    assert [entry.src for entry in steps[0].assignment] == [0, 1, 1, 0]
-    assert sorted(entry.dst for entry in steps[0].assignment) == [0, 0, 1, 1]
+    first, second = [request for _, request in run.workers.log if isinstance(request, BeginStep)]
+    assert (first.leaving, second.leaving) == (("r0", "r5"), ("r1", "r3"))
+    shares = [share for step in (first, second) for share in step.shares if share is not None]
+    assert [len(share.rollout_ids) for share in shares] == [2, 2]
+    assert all(list(share.rollout_ids) == sorted(share.rollout_ids) for share in shares)
+    came_from = {
+        rollout: source for share in shares for rollout, source in zip(share.rollout_ids, share.sources, strict=True)
+    }
+    assert came_from == {"r0": 0, "r5": 0, "r1": 1, "r3": 1}
 
 
 async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_the_actors_ranks(tmp_path: Path) -> None:
@@ -477,7 +481,9 @@ async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_t
     assert asked(RunCall, name="actor_train") == list(range(8)) * 2
     assert set(asked(SaveCheckpoint)) == set(range(9))
     steps = [request for _, request in run.workers.log if isinstance(request, BeginStep)]
-    assert {(entry.src, entry.dst) for step in steps for entry in step.assignment} == {(1, 0), (1, 1)}
+    assert {len(step.leaving) for step in steps if step is not steps[2] and step is not steps[11]} == {0}
+    assert {worker for step in (steps[2], steps[11]) for worker in step.targets[0]} == {0, 2}, "both of the actor's"
+    assert {worker for step in (steps[2], steps[11]) for worker in step.targets[1]} == {8}, "the reference model's one"
     discards = [(worker, request) for worker, request in run.workers.log if isinstance(request, Discard)]
     assert discards == [(2, Discard(("again0",)))], "the head of data index 1 is worker 2"
 

@@ -5,34 +5,39 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
+import zmq
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
-from asyncrl.comm.request_reply import RequestClient, RequestServer
-from asyncrl.comm.security import RunSecret
-from asyncrl.comm.sockets import DESCRIPTORS_PER_LINK
+from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, messages
+from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.connections import (
     NameBoard,
     NothingEvaluated,
     ReplaceableWorker,
     connect,
-    context_of_peers,
     evaluate,
+    router_of_peers,
 )
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
+LIMIT_MS = 60_000
+ELSEWHERE = "127.0.0.3"
+"""An address at which nobody else binds, so that a port which is left can be taken again."""
 
 
 @contextmanager
@@ -73,28 +78,35 @@ def soft_limit(descriptors: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_peers_share_threads_and_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
-    peers, secret = 200, RunSecret.create(tmp_path / "secret").sockets()
+def addresses(port: int) -> Iterator[str]:
+    """Addresses of what listens at `port` of every interface: Linux has all of 127.0.0.0/8."""
+    for high, low in product(range(8), range(1, 251)):
+        yield f"tcp://127.0.{high}.{low}:{port}"
+
+
+async def test_hundreds_of_peers_share_a_socket_and_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    peers, secret = 300, RunSecret.create(tmp_path / "secret").sockets()
 
     async def share(request: Evaluate) -> EvaluationResult:
         return EvaluationResult((answered(request.version),), 0, 0, 0)
 
-    serving = RequestServer("127.0.0.1", secret, immediate={Evaluate: share})
+    serving = RequestServer("0.0.0.0", secret, immediate={Evaluate: share})
     try:
         with soft_limit(256):
             threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-            context = context_of_peers(peers)
-            clients = [RequestClient(serving.endpoint, secret, context=context) for _ in range(peers)]
+            router = router_of_peers(Registered([], secret), peers)
+            at = addresses(int(serving.endpoint.rpartition(":")[2]))
+            clients = [RequestClient(next(at), secret, router=router) for _ in range(peers)]
             calls = [client.call(Evaluate("x", number), timeout_s=60.0) for number, client in enumerate(clients)]
             replies = await asyncio.gather(*calls)
             assert [reply.answers[0].row for reply in replies] == list(range(peers))
             assert len(os.listdir("/proc/self/task")) - threads <= 4
             of_the_server = peers
             taken = len(os.listdir("/proc/self/fd")) - files - of_the_server
-            assert taken <= DESCRIPTORS_PER_LINK * peers + 16
+            assert taken <= DESCRIPTORS_PER_CONNECTION * peers + 16
             for client in clients:
                 client.close()
-            context.destroy(linger=0)
+            router.close()
     finally:
         serving.close()
 
@@ -102,10 +114,8 @@ async def test_peers_share_threads_and_a_low_soft_limit_of_open_files_is_raised(
 class Registered:
     """A worker that finds the others in a table."""
 
-    security = None
-
-    def __init__(self, endpoints: list[str]) -> None:
-        self.resolver = None
+    def __init__(self, endpoints: list[str], security: SocketSecurity | None = None) -> None:
+        self.resolver, self.security = None, security
         self._found = {
             names.worker_key(names.ROLLOUT_WORKER, index): names.WorkerAddress(endpoint, 1).encode()
             for index, endpoint in enumerate(endpoints)
@@ -117,20 +127,103 @@ class Registered:
 
 async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_takes_no_other_along() -> None:
     with rollout_worker([0], 5) as first, rollout_worker([1], 5) as second:
-        context = context_of_peers(2)
-        found: Any = Registered([first.endpoint, second.endpoint])
-        clients = await connect(found, names.ROLLOUT_WORKER, 2, context)
+        router = CallRouter(None)
+        clients = await connect(Registered([first.endpoint, second.endpoint]), names.ROLLOUT_WORKER, 2, router)
         assert (await evaluate(clients, "hard", 5, LIMIT_S)).answers == tuple(map(answered, (0, 1)))
         clients[0].close()
         assert (await evaluate(clients[1:], "hard", 5, LIMIT_S)).answers == (answered(1),)
-        context.destroy(linger=0)
+        router.close()
+
+
+async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_another_is_found() -> None:
+    router = CallRouter(None)
+    dies, lives = Holding(ELSEWHERE), Holding("127.0.0.1")
+    first, second = (RequestClient(each.server.endpoint, None, router=router) for each in (dies, lives))
+    calls = [asyncio.ensure_future(each.call(Evaluate("x", 0), timeout_s=60.0)) for each in (first, second)]
+    await asyncio.gather(dies.asked.wait(), lives.asked.wait())
+    port = dies.server.endpoint.rpartition(":")[2]
+    dies.server.close()
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await calls[0]
+    dies.answer.set()
+    lives.answer.set()
+    assert (await calls[1]).answers == (answered(0),)
+    # The successor at its address: the same call is made again, over a connection of its own.
+    context = zmq.Context()
+    successor = context.socket(zmq.ROUTER)
+    successor.bind(f"tcp://{ELSEWHERE}:{port}")
+    again = asyncio.ensure_future(first.call(Evaluate("x", 7), timeout_s=60.0))
+    assert await asyncio.to_thread(successor.poll, LIMIT_MS)
+    sender, number, body = successor.recv_multipart()
+    assert messages.decode(memoryview(body), Evaluate, 1000) == Evaluate("x", 7)
+    successor.send_multipart([sender, number, messages.encode(EvaluationResult((answered(7),), 0, 0, 0))])
+    assert (await again).answers == (answered(7),)
+    successor.close(linger=0)
+    context.term()
+    for each in (first, second, router, lives.server):
+        each.close()
+
+
+async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_up_are_never_sent() -> None:
+    router, context = CallRouter(None), zmq.Context()
+    late = context.socket(zmq.ROUTER)
+    late.bind(f"tcp://{ELSEWHERE}:*")
+    address = late.last_endpoint.rstrip(b"\0").decode()
+    late.unbind(address)
+    client = RequestClient(address, None, router=router)
+    with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
+        await client.call(Evaluate("given up", 0), timeout_s=0.1)
+    waiting = asyncio.ensure_future(client.call(Evaluate("waits", 1), timeout_s=60.0))
+    await asyncio.sleep(0)
+    late.bind(address)
+    assert await asyncio.to_thread(late.poll, LIMIT_MS)
+    sender, number, body = late.recv_multipart()
+    assert messages.decode(memoryview(body), Evaluate, 1000) == Evaluate("waits", 1)
+    late.send_multipart([sender, number, messages.encode(EvaluationResult((), 0, 1, 1))])
+    assert (await waiting).min_version == 1
+    client.close()
+    router.close()
+    late.close(linger=0)
+    context.term()
+
+
+async def test_one_address_has_one_client_of_a_router_and_all_have_its_keys(tmp_path: Path) -> None:
+    router, secret = CallRouter(None), RunSecret.create(tmp_path / "secret").sockets()
+    with rollout_worker([0], 5) as worker:
+        client = RequestClient(worker.endpoint, None, router=router)
+        with pytest.raises(ValueError, match=r"has a connection: close it first"):
+            RequestClient(worker.endpoint, None, router=router)
+        client.close()
+        with pytest.raises(ValueError, match="other keys than this client"):
+            RequestClient(worker.endpoint, secret, router=router)
+        with pytest.raises(ValueError, match=r"address 'localhost:80' is no endpoint: use tcp://<IP address>:<port>"):
+            RequestClient("localhost:80", None, router=router)
+        again = RequestClient(worker.endpoint, None, router=router)
+        assert (await again.call(Evaluate("hard", 5), timeout_s=LIMIT_S)).answers == (answered(0),)
+        again.close()
+    router.close()
+
+
+class Holding:
+    """A worker that holds its answers until it may give them."""
+
+    def __init__(self, host: str) -> None:
+        loop, self.asked, self.answer = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        async def share(request: Evaluate) -> EvaluationResult:
+            loop.call_soon_threadsafe(self.asked.set)
+            await asyncio.to_thread(self.answer.wait, LIMIT_S)
+            return EvaluationResult((answered(request.version),), 0, 0, 0)
+
+        self.server = RequestServer(host, None, immediate={Evaluate: share})
 
 
 def test_too_few_open_files_are_refused_with_how_many_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.master.connections.allow_descriptors", lambda: 1024)
-    with pytest.raises(OSError, match=r"1256 other processes take 5152 open files and the hard limit is 1024"):
-        context_of_peers(1256)
-    context_of_peers(200).destroy()
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (256, 1024))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    refused = r"1256 other processes take 1384 open files and the hard limit is 1024: raise it.*\(ulimit -Hn 1384\)"
+    with pytest.raises(OSError, match=refused):
+        router_of_peers(Registered([]), 1256)
 
 
 async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_path: Path) -> None:
@@ -144,13 +237,15 @@ async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_pat
     key = names.worker_key(names.ROLLOUT_WORKER, 0)
     dies = RequestServer("127.0.0.1", None, immediate={Evaluate: never})
     with FileResolver(str(tmp_path)) as resolver, rollout_worker([1], 5) as successor:
-        worker = ReplaceableWorker(resolver, key, names.WorkerAddress(dies.endpoint, 1).encode(), None)
+        router = CallRouter(None)
+        worker = ReplaceableWorker(resolver, key, names.WorkerAddress(dies.endpoint, 1).encode(), router)
         evaluation = asyncio.create_task(evaluate([worker], "hard", 5, LIMIT_S))
         await asked.wait()
         dies.close()
         resolver.add(key, names.WorkerAddress(successor.endpoint, 2).encode())
         assert [answer.row for answer in (await evaluation).answers] == [1]
         worker.close()
+        router.close()
 
 
 async def test_a_name_is_awaited_for_so_long_unless_the_run_stops(tmp_path: Path) -> None:

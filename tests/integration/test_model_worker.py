@@ -26,12 +26,11 @@ from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.tokenizers import CharTokenizer
-from asyncrl.master.assignment import assign
+from asyncrl.master.assignment import Assignment, assign
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.step_plan import plan_step
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.trainer.messages import (
-    Assignment,
-    BeginStep,
     CollectWeights,
     CommitCheckpoint,
     Discard,
@@ -49,6 +48,7 @@ from asyncrl.trainer.messages import (
     Standing,
     TakeUp,
 )
+from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 from asyncrl.weights.canary import read_canary
 from asyncrl.weights.manifest import verify
 
@@ -142,7 +142,7 @@ class Workers:
         records = await self.records()
         assert len(records) == GROUPS
         assignment = assign(records, len(self.clients), MINIBATCHES, seed=1, version=step)
-        await self.all(BeginStep(step, 0, MINIBATCHES, tuple(assignment), master=self.master))
+        await self.begin(assignment, step, MINIBATCHES)
         stats: dict[str, Any] = {}
         for call in load_graph(self.config).order():
             request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
@@ -151,6 +151,13 @@ class Workers:
             stats |= replies[0].stats
         await self.all(EndStep())
         return stats
+
+    async def begin(self, assignment: list[Assignment], step: int, minibatches: int) -> None:
+        """Tell each rank its part of the plan."""
+        placed = Placement({"actor": WorkerGrid(data=len(self.clients))})
+        told = plan_step([assignment], placed, version=step, min_version=0, minibatches=minibatches, master=self.master)
+        calls = zip(self.clients, told, strict=True)
+        await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client, request in calls))
 
     async def publish(self, version: int) -> str:
         return (await self.all(Publish("actor", version, to_disk=True, master=self.master)))[0].path
@@ -289,7 +296,7 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         await workers.push(0)  # the first of these is there already
         await workers.all(Discard(tuple(f"step0-{order}" for order in range(3))))
         with pytest.raises(RemoteError, match="should hold rollout"):
-            await workers.all(BeginStep(0, 0, 1, (Assignment("step0-0", 0, 0, 0),)))
+            await workers.begin([Assignment("step0-0", 0, 0, 0)], 0, 1)
         with pytest.raises(RemoteError, match="outside a step"):
             await workers.all(RunCall("x", "actor", "actor_train", (), (), {}))
         assert await workers.close() == [0]
@@ -316,8 +323,8 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
 
         assert await workers.all(LookIntoStep()) == [InStep(False)]
         assert await workers.all(TakeUp(2)) == [Standing(in_step=False, master_state=state)]
-        with pytest.raises(RemoteError, match="master 0 asks for a step, which master 2 has followed"):
-            await workers.all(BeginStep(1, 0, 1, ()))
+        with pytest.raises(RemoteError, match="master 1 asks for a step, which master 2 has followed"):
+            await workers.begin([], 1, 1)
         with pytest.raises(RemoteError, match="master 1 asks for a version, which master 2 has followed"):
             await workers.publish(1)
         with pytest.raises(RemoteError, match="master 1 asks for a checkpoint, which master 2 has followed"):

@@ -10,10 +10,8 @@ from asyncrl.comm import awake
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
+from asyncrl.comm.request_reply.router import CallRouter
 from asyncrl.comm.security import SocketSecurity
-from asyncrl.comm.sockets import Context, PeerLink
-
-_SOCKET_HIGH_WATER = 1000  # calls in libzmq's own buffer
 
 
 class RemoteError(Exception):
@@ -45,7 +43,10 @@ class RequestClient:
         security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
         max_bytes: limit of one reply.
-        context: of several clients, whose owner ends it after them; None: one of its own.
+        router: that of several clients, whose owner closes it after them; None: one of its own.
+
+    Raises:
+        ValueError: `address` is no endpoint, or another client of `router` has it; or the router has other keys.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RequestClient:
         *,
         name: str | None = None,
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
-        context: Context | None = None,
+        router: CallRouter | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._peer = f"{name} ({address})" if name else address
@@ -66,16 +67,17 @@ class RequestClient:
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
-        self._context, self._shares_context = context or Context(), context is not None
-        self._link = PeerLink(
-            self._context,
-            address,
-            security,
-            high_water=_SOCKET_HIGH_WATER,
-            on_writable=self._on_writable,
-            on_message=self._on_message,
-            on_lost=self._on_lost,
-        )
+        if router is not None and router.security != security:
+            raise ValueError(f"the router to {self._peer} has other keys than this client: give both the run's")
+        self._router, self._shares_router = router or CallRouter(security), router is not None
+        try:
+            self._connection = self._router.connect(
+                address, on_connected=self._flush, on_message=self._on_message, on_lost=self._on_lost
+            )
+        except ValueError:
+            if not self._shares_router:
+                self._router.close()
+            raise
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
         """Make the call and return its reply. Requests reach the server in the order of the calls.
@@ -108,21 +110,18 @@ class RequestClient:
         if not self._closed:
             self._closed = True
             self._fail_all("the client was closed")
-            self._link.close()
-            if not self._shares_context:
-                self._context.term()
+            self._connection.close()
+            if not self._shares_router:
+                self._router.close()
 
     def _flush(self) -> None:
-        while self._unsent and self._link.writable and self._link.send(self._unsent[0][1]):
+        while self._unsent and self._connection.send(self._unsent[0][1]):
             self._unsent.popleft()
 
-    def _on_writable(self, link: PeerLink) -> None:
-        self._flush()
-
-    def _on_lost(self, link: PeerLink) -> None:
+    def _on_lost(self) -> None:
         self._fail_all("the connection broke: the process died, or the network did")
 
-    def _on_message(self, link: PeerLink, frames: list[memoryview]) -> None:
+    def _on_message(self, frames: list[memoryview]) -> None:
         try:
             call, verb, body = messages.unpack(frames)
         except MessageError as error:

@@ -16,7 +16,7 @@ import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.comm.request_reply import MessageError
 from asyncrl.comm.request_reply.messages import Failure, Reply, Request, decode, encode
-from asyncrl.trainer.messages import Assignment, BeginStep, PollBuffer
+from asyncrl.trainer.messages import BeginStep, GridShare, PollBuffer
 
 LIMIT = 1 << 20
 ROOMS = (asyncrl.trainer.messages, asyncrl.rollout.messages)
@@ -71,8 +71,9 @@ def test_every_call_is_named_after_its_type_and_knows_its_reply() -> None:
 
 
 def test_a_wrong_field_deep_inside_is_named_with_its_path() -> None:
-    step = BeginStep(0, 0, 1, (Assignment("a", 0, 0, 0), Assignment("b", 0, "one", 0)))  # type: ignore[arg-type]
-    with pytest.raises(MessageError, match=r"BeginStep: Expected `int`, got `str` - at `\$.assignment\[1\].dst`"):
+    share = GridShare(("a", "b"), (0, 0), (0, "one"), ((0, 0),))  # type: ignore[arg-type]
+    step = BeginStep(0, 0, 1, (), ((),), (None, share))
+    with pytest.raises(MessageError, match=r"BeginStep: Expected `int`, got `str` - at `\$.shares\[1\].sources\[1\]`"):
         decode(memoryview(encode(step)), BeginStep, LIMIT)
 
 
