@@ -20,6 +20,7 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.datasets.curriculum import Curriculum
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.runner import FleetRunner
@@ -168,9 +169,13 @@ class GserverManager(AsyncWorker):
                 continue
 
     async def _take(self, target: Target) -> None:
-        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving."""
+        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving.
+
+        Checksums are whoever's who reads: the embedded engine's. SGLang makes none, so for that it is done here.
+        """
+        summed = self.config.generation.backend == GenerationBackend.sglang
         try:
-            manifest = await asyncio.to_thread(verify, Path(target.path))
+            manifest = await asyncio.to_thread(verify, Path(target.path), checksums=summed)
             if self._first_manifest is not None:
                 self._first_manifest.check_same_tensors(manifest)
             if manifest.version != target.version:

@@ -20,6 +20,9 @@ States of a server::
 - At most `update_fraction` of all servers are out of service for an update at a time, at least one: the others serve
   the version before meanwhile, and with them the gate stays at it until the last has left it. What failed and is tried
   again serves nothing anyway and does not count, so that it holds up nobody.
+- A server that found the files damaged before it touched its weights (the embedded engine sums them as it reads) has
+  the weights it had. It serves them again, and is brought to the next version that is published; where it was in
+  quarantine nobody knows what it has, and it stays there.
 - A server that fails its health check is quarantined too and comes back the same way; where no weights are published
   yet (it has the initial model) it comes back when it is healthy. Naming another version than it was brought to counts
   as a failure: somebody started the server again at the same address.
@@ -79,7 +82,8 @@ class Target:
 class BeginUpdate:
     """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
 
-    `frozen`: an update in place failed before, so what runs may be frozen.
+    `frozen`: an update in place failed before, so what runs may be frozen. `had`: the version it served until now;
+    None where nobody knows.
     """
 
     server: int
@@ -88,6 +92,7 @@ class BeginUpdate:
     target: Target
     pause: PauseMode
     frozen: bool = False
+    had: int | None = None
 
     @property
     def keeps_requests(self) -> bool:
@@ -121,7 +126,11 @@ Order = BeginUpdate | CancelUpdate | CheckHealth
 
 @dataclass(slots=True)
 class ServerLife:
-    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change."""
+    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
+
+    `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
+    files it refused.
+    """
 
     index: int
     url: str
@@ -133,6 +142,8 @@ class ServerLife:
     due: float = 0.0
     reason: str = ""
     goal: Target | None = None
+    had: int | None = None
+    damaged: int | None = None
     checking: bool = False
 
 
@@ -258,6 +269,20 @@ class FleetDecisions:
         self._quarantine(life, reason, now)
         return True
 
+    def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
+        """The server found the version's files damaged and goes on with what it had; whether it serves that again."""
+        life = self._attempted(server, attempt)
+        if life is None or life.goal is None:
+            return False
+        if life.had is None:
+            self._quarantine(life, reason, now)
+            return False
+        life.version, life.damaged = life.had, life.goal.version
+        life.state = ServerState.SERVING
+        life.failures = life.health_failures = 0
+        life.goal, life.reason = None, reason
+        return True
+
     def expected_version(self, server: int, url: str) -> int | None:
         """What the server has to name if it is asked now; None where nobody knows."""
         life = self._servers.get(server)
@@ -311,7 +336,7 @@ class FleetDecisions:
         return [life for life in self._servers.values() if life.state is ServerState.SERVING]
 
     def _outdated(self, life: ServerLife) -> bool:
-        return self.target is not None and life.version != self.target.version
+        return self.target is not None and self.target.version not in (life.version, life.damaged)
 
     def _leaving(self) -> _Leaving:
         lives = self._servers.values()
@@ -327,11 +352,12 @@ class FleetDecisions:
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
+        life.had = None if quarantined else life.version
         life.version = None
         life.goal = self.target
         life.due = now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
-        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen)
+        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen, life.had)
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1

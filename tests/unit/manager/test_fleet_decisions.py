@@ -74,6 +74,33 @@ def test_versions_may_be_skipped() -> None:
     assert updates(fleet.poll(2.0, NOTHING))[0].target.version == 7
 
 
+def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the_next() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(1))
+    orders = updates(fleet.poll(0.0, NOTHING))
+    assert [order.had for order in orders.values()] == [0, 0]
+    fleet.succeeded(1, orders[1].attempt)
+    assert fleet.refused(0, orders[0].attempt, "a file is damaged", 1.0)
+    life = life_of(fleet)
+    assert (life.state, life.version, life.reason) == (ServerState.SERVING, 0, "a file is damaged")
+    assert fleet.served_version == 0
+    assert fleet.poll(2.0, NOTHING) == []  # it is not read again
+    fleet.publish(target(2))
+    assert updates(fleet.poll(3.0, NOTHING)).keys() == {0, 1}
+
+
+def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() -> None:
+    """Nobody knows what it has."""
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
+    again = updates(fleet.poll(BACKOFF.last_s, NOTHING))[0]
+    assert again.had is None
+    assert not fleet.refused(0, again.attempt, "a file is damaged", BACKOFF.last_s)
+    assert life_of(fleet).state is ServerState.QUARANTINED
+    assert fleet.served_version is None
+
+
 def test_a_failed_update_quarantines_with_growing_back_off() -> None:
     fleet = fleet_of(2)
     fleet.publish(target(1))
