@@ -96,6 +96,11 @@ class FleetRunner:
         self._decisions.publish(target)
         self._changed.notify()
 
+    def arrived(self, host: str, target: Target) -> None:
+        """The weights are on the host at this address."""
+        self._decisions.arrived(host, target)
+        self._changed.notify()
+
     async def run(self) -> None:
         """Carry out what the fleet orders until cancelled."""
         try:

@@ -40,7 +40,7 @@ async def update_server(
     target = order.target
     wanted = SendWeights(order.server, client.url, target.version, order.keeps_cache, timeout_s)
     try:
-        await transport.bring(client, wanted, target.path)
+        await transport.bring(client, wanted, target.read_at)
     except DamagedVersion:
         if order.had is not None:
             await client.resume()
