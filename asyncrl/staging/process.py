@@ -38,7 +38,10 @@ class StagingServer(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        service = StagingService(self.run_dir / STAGED_DIR, self.http_security, self._has_model)
+        folder = (
+            self.run_dir / STAGED_DIR / str(self.index)
+        )  # another than that of a host which sees it in spite of all
+        service = StagingService(folder, self.http_security, self._has_model)
         lease_s = self.config.system.heartbeat_s
         try:
             url = await service.http.start(self.config.system.host)

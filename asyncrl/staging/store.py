@@ -79,10 +79,12 @@ class Store:
         return self._coming[key]
 
     async def close(self) -> None:
-        """Give up what is on its way."""
-        for task in self._coming.values():
+        """Give up what is on its way, and remove what is here."""
+        coming = list(self._coming.values())
+        for task in coming:
             task.cancel()
-        await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        await asyncio.gather(*coming, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     @contextmanager
     def reading(self, folder: str) -> Iterator[None]:
@@ -128,7 +130,8 @@ class Store:
         return _copy_at(self._root / folder)
 
     async def _remove_others(self, wanted: Collection[str]) -> None:
-        for folder in [name for name in self._copies if name not in wanted and not self._readers[name]]:
+        busy = {name for name, _ in self._coming} | {name for name, readers in self._readers.items() if readers}
+        for folder in self._copies.keys() - busy.union(wanted):
             del self._copies[folder], self._writing[folder]
             await asyncio.to_thread(atomic_dir.remove, self._root / folder)
 

@@ -321,7 +321,7 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
         }
         for folder in folders.values():
             assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
-            versions = [path.name for path in (folder / "staged").glob("v*")]
+            versions = [path.name for path in folder.glob("staged/*/v*")]
             assert 1 <= len(versions) <= 3, versions  # those before are removed
             assert (folder / "secret").stat().st_mode & 0o077 == 0
         ctrl_c(run)
