@@ -14,8 +14,8 @@ demo-tools: setup
 	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
-	$(PYTHON_IN) -m pytest tests/unit -x -q -n $(TEST_WORKERS) --dist loadfile
-	$(PYTHON_IN) -m pytest tests/integration tests/e2e tests/faults tests/gpu -q
+	$(PYTHON_IN) -m pytest tests/unit tests/integration -x -q -n $(TEST_WORKERS) --dist loadfile
+	$(PYTHON_IN) -m pytest tests/e2e tests/faults tests/gpu -q
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

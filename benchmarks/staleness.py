@@ -1,6 +1,6 @@
 """What staleness costs: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
 
-    python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--quick]
+    python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--etas 0 1 2 4 8] [--quick]
                                    [setting=value ...]
 
 Accuracy over time is that of policies kept every few steps and asked after the run (`kept_policies`). Finished cells
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS))
+    parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--quick", action="store_true", help="two ways, one seed, two values of η, few steps")
     parser.add_argument("--model", type=Path, help="base model; default: that of the `sft` experiment")
     parser.add_argument("--json", type=Path, help="also write the cells here")
@@ -273,7 +274,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     out = args.out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
-    ways, etas, seeds, steps = args.ways, ETAS, args.seeds, args.steps
+    ways, etas, seeds, steps = args.ways, args.etas, args.seeds, args.steps
     if args.quick:
         ways, etas, seeds, steps = QUICK_WAYS, QUICK_ETAS, QUICK_SEEDS, QUICK_STEPS
     if steps < max(WARM_UP + 1, EVALUATIONS * KEPT_EVERY):
@@ -294,6 +295,8 @@ def main() -> None:
     again = ["--quick"] if args.quick else ["--steps", str(steps), "--seeds", *map(str, seeds)]
     if ways != list(WAYS) and not args.quick:
         again += ["--ways", *ways]
+    if etas != list(ETAS) and not args.quick:
+        again += ["--etas", *map(str, etas)]
     again += ["--", *args.overrides] if args.overrides else []
     docs = out if args.quick else Path(__file__).resolve().parents[1] / "docs"
     write_docs(grid, docs, shlex.join(["python", "benchmarks/staleness.py", *again]))

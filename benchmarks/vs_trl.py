@@ -9,8 +9,9 @@ DIR, made at the first run with the versions named below. The two take turns, se
 Evaluation is on nobody's clock: the policy of every second step is kept, by TRL's job while its clock stands still, by
 asyncrl as a checkpoint while its clock goes on, and after the run all are asked the same held-out problems, greedily,
 by the same code. An evaluation within asyncrl's run would generate as many answers as a step does, and hold back newer
-weights meanwhile. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal, median 0.3 s), all verdicts of a batch
-at the same time in both.
+weights meanwhile. Clocks start when the model is loaded: TRL's as it begins to train, asyncrl's as its server takes the
+first request, a few seconds after its train loop begins. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
+median 0.3 s), all verdicts of a batch at the same time in both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,13 +120,34 @@ def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overr
     if slow:
         settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=128"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
     run_dir = out / "vs_trl" / trial
+    shutil.rmtree(run_dir, ignore_errors=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        first_s = _seconds_of_first_step(run_dir, process)
+        code = process.wait(LIMIT_S)
+    finally:
+        process.terminate()
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
-    if done.returncode != 0 or len(rows) != steps:
-        raise SystemExit(f"asyncrl ended with {done.returncode} after {len(rows)} steps; see {run_dir / 'logs'}")
-    curve = kept_policies.curve(run_dir, model, EVALUATE_EVERY)
-    return outcome([row["time/elapsed_s"] for row in rows], curve)
+    if code != 0 or len(rows) != steps:
+        raise SystemExit(f"asyncrl ended with {code} after {len(rows)} steps; see {run_dir / 'logs'}")
+    before_s = rows[0]["time/elapsed_s"] - first_s
+    curve = [(step, at - before_s, found) for step, at, found in kept_policies.curve(run_dir, model, EVALUATE_EVERY)]
+    return outcome([row["time/elapsed_s"] - before_s for row in rows], curve)
+
+
+def _seconds_of_first_step(run_dir: Path, process: subprocess.Popen[bytes]) -> float:
+    """From when the generation server takes requests until the end of the first step."""
+    manager, metrics = run_dir / "logs" / "gserver_manager-0.log", run_dir / "metrics.jsonl"
+    seen: dict[Path, float] = {}
+    while process.poll() is None and metrics not in seen:
+        for file, sign in ((manager, "with version 0"), (metrics, "\n")):
+            if file not in seen and file.is_file() and sign in file.read_text():
+                seen[file] = time.monotonic()
+        time.sleep(0.02)  # a benchmark looks; it synchronises nothing
+    if len(seen) != 2:
+        raise SystemExit(f"asyncrl ended with {process.wait()} before its first step; see {run_dir / 'logs'}")
+    return seen[metrics] - seen[manager]
 
 
 def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,15 +22,25 @@ import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.observability.metrics import read_rows
+from asyncrl.runtime.last_step import LastStep
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
-hypothesis.settings.register_profile("asyncrl", deadline=None)  # tests assert behaviour, never time
+# Tests assert behaviour, never time; and what they look at is the same each time. To look further:
+# pytest --hypothesis-profile=explore
+_NO_TIME = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("asyncrl", derandomize=True, **_NO_TIME)
+hypothesis.settings.register_profile("explore", **_NO_TIME)
 hypothesis.settings.load_profile("asyncrl")
 
-SETTINGS = {
+SHARED_MEMORY = Path("/dev/shm")
+LIMIT_S = 300.0
+"""Of waits for what must come: it is there to end a hang, not to measure how fast a machine is."""
+_STEP = re.compile(r"step (\d+)/")
+
+SETTINGS: dict[str, Any] = {
     "experiment_name": "tiny",
     "train_batch_size": 4,
     "group_size": 2,
@@ -45,6 +56,8 @@ SETTINGS = {
     "eval.size": 8,
     "checkpoint.interval": 2,
     "logging.tensorboard": "false",
+    "system.start_timeout_s": 240,  # of a busy machine
+    "system.stall_timeout_s": 240,
 }
 REQUIRED_METRICS = {
     "step",
@@ -90,6 +103,13 @@ TO_INCLUDE = {
     "gpu": ("no CUDA device", "make test, on a machine with an NVIDIA GPU"),
 }
 """By marker: what tests with it lack where they are skipped, and the command that includes them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs may take their time on a busy machine; the limit of the other tests is too short to tell why."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.hookimpl(trylast=True)
@@ -261,17 +281,16 @@ class Run:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for_line(self, text: str, limit_s: float = 90.0) -> None:
-        """Wait until a line with `text` was printed."""
-        with self._changed:
-            self._changed.wait_for(lambda: any(text in line for line in self.lines) or self._ended, limit_s)
-        assert any(text in line for line in self.lines), f"no {text!r} in:\n{self.output}"
+    def wait_for_line(self, text: str, limit_s: float = LIMIT_S, *, times: int = 1) -> None:
+        """Wait until a line with `text` was printed, so many times."""
+        self._wait_for(lambda: sum(text in line for line in self.lines) >= times, repr(text), limit_s)
 
-    def wait_for_step(self, step: int, limit_s: float = 90.0) -> None:
-        self.wait_for_line(f"step {step}/", limit_s)
+    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> None:
+        """Wait until this step was shown, or a later one: what is attached to a run begins in its middle."""
+        self._wait_for(lambda: self._shown_step() >= step, f"step {step}", limit_s)
         self.remember_processes()
 
-    def wait_for_file(self, name: str, limit_s: float = 90.0) -> None:
+    def wait_for_file(self, name: str, limit_s: float = LIMIT_S) -> None:
         """Wait until there is a file or folder `name` in the run's folder."""
         pause = threading.Event()
         deadline = time.monotonic() + limit_s
@@ -281,15 +300,21 @@ class Run:
             pause.wait(0.05)
         self.remember_processes()
 
-    def wait(self, limit_s: float = 150.0) -> int:
+    def wait(self, limit_s: float = LIMIT_S) -> int:
         """Wait for the end; returns the exit code."""
-        code = self.process.wait(limit_s)
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {limit_s} s:\n{self.output}\n{self.logs()}")
         self._reader.join(10)
         return code
 
     def remember_processes(self) -> dict[str, psutil.Process]:
-        """Everything below the launcher now, by title."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
+        """Everything below the launcher now, by title; nothing once it has ended."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return {}
         self.seen |= {process.pid: process for process in found}
         titles = {}
         for process in found:
@@ -298,17 +323,22 @@ class Run:
         return titles
 
     def worker(self, name: str) -> psutil.Process:
-        """The worker `<kind>/<index>`."""
-        titles = self.remember_processes()
-        return next(process for title, process in titles.items() if title.startswith(f"asyncrl {name} "))
+        """The worker `<kind>/<index>`; one that has just been started is waited for until it has its title."""
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            titles = self.remember_processes()
+            found.extend(process for title, process in titles.items() if title.startswith(f"asyncrl {name} "))
+            return bool(found)
+
+        _poll(lambda: is_there() or self._ended, LIMIT_S)
+        assert found, f"no {name} in:\n{self.output}"
+        return found[0]
 
     def survivors(self) -> list[str]:
-        """What still runs of all processes seen."""
-        alive = []
-        for process in psutil.wait_procs(self.seen.values(), timeout=5)[1]:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(f"{process.pid} {' '.join(process.cmdline())}")
-        return alive
+        """What still runs of all processes seen; each has a moment to end."""
+        _poll(lambda: not any(map(_runs, self.seen.values())), 30.0)
+        return [f"{process.pid} {_title(process)}" for process in self.seen.values() if _runs(process)]
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_rows(self.run_dir / "metrics.jsonl")
@@ -328,18 +358,33 @@ class Run:
         )
 
     def kill_tree(self) -> None:
-        """SIGKILL everything at once."""
+        """SIGKILL everything at once; it has ended when this returns, and writes nothing any more."""
         if self.process.poll() is None:
             self.remember_processes()
             self.process.kill()
         for process in self.seen.values():
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(10)
+        self.process.wait(LIMIT_S)
+        _poll(lambda: not any(map(_runs, self.seen.values())), LIMIT_S)
 
     @property
     def _ended(self) -> bool:
         return not self._reader.is_alive() or self.process.poll() is not None
+
+    def _shown_step(self) -> int:
+        """The last step that was shown; -1: none."""
+        return max((int(found[1]) for line in self.lines if (found := _STEP.match(line))), default=-1)
+
+    def _wait_for(self, so: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Wait until the printed lines make it `so`."""
+        deadline = time.monotonic() + limit_s
+        while not so() and not self._ended and time.monotonic() < deadline:
+            with self._changed:
+                self._changed.wait_for(lambda: so() or self._ended, 1.0)
+        if self._ended:  # what it printed last may not be read yet
+            self._reader.join(10)
+        assert so(), f"no {what} in:\n{self.output}"
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -349,6 +394,44 @@ class Run:
                 self._changed.notify_all()
         with self._changed:
             self._changed.notify_all()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "it has just ended"
+
+
+def _poll(so: Callable[[], bool], limit_s: float) -> None:
+    """Wait until it is `so`, or the limit is over."""
+    deadline, pause = time.monotonic() + limit_s, threading.Event()
+    while not so() and time.monotonic() < deadline:
+        pause.wait(0.05)
+
+
+def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
+    """Shared memory that came since `before` and is of this run, or that no living process uses. Other runs may go on
+    beside the test; they have folders there.
+    """
+
+    def left() -> set[Path]:
+        used = set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):  # the process has ended
+                used |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line}
+        unused = set(SHARED_MEMORY.iterdir()) - before - used
+        return {path for path in unused if not path.is_dir() or path == LastStep(run_dir).folder}
+
+    _poll(lambda: not left(), 30.0)
+    return sorted(map(str, left()))
 
 
 StartRun = Callable[..., Run]
@@ -369,6 +452,53 @@ def start_run(tmp_path: Path, tiny_model: Path) -> Iterator[StartRun]:
     yield start
     for run in runs:
         run.kill_tree()
+
+
+GATED = """
+import asyncio
+from pathlib import Path
+
+from asyncrl.agents.single_turn import SingleTurnAgent
+
+
+class Gated(SingleTurnAgent):
+    "Answers the first prompts of the data order, so many as a file says, and those of evaluations; then it waits."
+
+    async def run_group(self, prompt, make_env, client):
+        while not prompt.prompt_id.startswith("eval-") and prompt.order >= int(Path("{file}").read_text()):
+            await asyncio.sleep(0.05)
+        return await super().run_group(prompt, make_env, client)
+"""
+
+
+class Gate:
+    """A run with these `settings` makes so many steps, and then waits until it may make more.
+
+    So what is done to it is done before its end, however fast the machine is.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._file = folder / "gate"
+        agent = folder / "gated.py"
+        agent.write_text(GATED.format(file=self._file))
+        self.settings = {"agent__path": f"{agent}:Gated"}
+        self.let_make(steps)
+
+    def let_make(self, steps: int) -> None:
+        """Up to this step, of tests' batches."""
+        new = self._file.with_suffix(".new")
+        new.write_text(str(steps * SETTINGS["train_batch_size"]))
+        new.replace(self._file)
+
+    def open(self) -> None:
+        """It may go on to its end."""
+        self.let_make(100_000)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Callable[[int], Gate]:
+    """`gate(steps)`: what a run waits at after so many steps."""
+    return lambda steps: Gate(tmp_path, steps)
 
 
 def interrupt(run: Run) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -23,9 +22,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from asyncrl.comm.name_resolve import EtcdAccess
 
+from .ports import free_ports
+
 USER, PASSWORD = "run", "ein-Passwort"
-_START_LIMIT_S = 30.0
-_CALL_LIMIT_S = 10.0
+_START_LIMIT_S = 120.0
+_CALL_LIMIT_S = 60.0
 
 
 def needs_etcd() -> None:
@@ -44,11 +45,11 @@ class EtcdCluster:
         self._tls = tls
         if tls:
             make_certificates(folder)
-        ports = _free_ports(2 * members)
+        ports = free_ports(3 * members)
         self.members = [f"127.0.0.1:{port}" for port in ports[:members]]
-        peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
+        peers = [f"http://127.0.0.1:{port}" for port in ports[members : 2 * members]]
         cluster = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
-        self._metrics = [f"http://127.0.0.1:{port}" for port in _free_ports(members)]
+        self._metrics = [f"http://127.0.0.1:{port}" for port in ports[2 * members :]]
         self._commands = [self._command(number, peer, cluster) for number, peer in enumerate(peers)]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
 
@@ -256,14 +257,3 @@ def _signs_certificates() -> x509.KeyUsage:
     return x509.KeyUsage(
         **dict.fromkeys((*unused, "encipher_only", "decipher_only"), False), key_cert_sign=True, crl_sign=True
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

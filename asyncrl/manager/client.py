@@ -3,8 +3,9 @@
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
 does so with back-off until `retry_s` is over, at the address that name resolution has by then. Requests to schedule
 made in the same turn of the event loop travel in one HTTP call; what ended (rollouts and requests) travels with the
-worker's next call, whatever that is about, or on its own where none comes within `FLUSH_DELAY_S`. On busy cores the
-number of calls is what the manager costs.
+worker's next call, whatever that is about, or on its own where none comes within `TELL_WITHIN_S`, or within
+`MAKES_ROOM_WITHIN_S` where another rollout may start instead of one that was dropped. On busy cores the number of calls
+is what the manager costs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 120.0
 """How long a call is repeated: a pause of a minute, of the manager or of this process, must not look like its end."""
-FLUSH_DELAY_S = 0.01
-"""How long what ended waits for a call to travel with; where a rollout ends, the call for the next follows at once."""
+TELL_WITHIN_S = 0.05
+"""How long what ended waits for a call to travel with. The gate has no more room for it, as it is to be trained, so
+there is no hurry; the call for the next rollout mostly follows at once."""
+MAKES_ROOM_WITHIN_S = 0.01
+"""How long a rollout that was dropped waits for one."""
 ROUTE_LIFE_S = 0.2
 """How long the server that came with an admission may be used unasked: an agent that begins at once needs less."""
 CLOSE_LIMIT_S = 1.0
@@ -138,7 +142,7 @@ class ManagerClient:
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
         self._pending.finished += rollouts
-        self._flush_soon()
+        self._flush_within(TELL_WITHIN_S if all(ended.accepted for ended in rollouts) else MAKES_ROOM_WITHIN_S)
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
         """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
@@ -151,7 +155,7 @@ class ManagerClient:
     def release(self, request_id: str) -> None:
         """The request is over. May be repeated."""
         self._pending.released.append(request_id)
-        self._flush_soon()
+        self._flush_within(TELL_WITHIN_S)
 
     async def flush(self) -> None:
         """Tell now what ended.
@@ -309,9 +313,14 @@ class ManagerClient:
                 if not answer.done():
                     answer.set_exception(error)
 
-    def _flush_soon(self) -> None:
-        if self._flush_timer is None:
-            self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_DELAY_S, self._flush_now)
+    def _flush_within(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        at, timer = loop.time() + seconds, self._flush_timer
+        if timer is not None:
+            if timer.when() <= at:
+                return
+            timer.cancel()
+        self._flush_timer = loop.call_at(at, self._flush_now)
 
     def _flush_now(self) -> None:
         """No call came that could have told what ended."""

@@ -5,7 +5,8 @@ computes. Each poll acknowledges the reply before it by its cursor, so what a lo
 buffer knows repeats.
 
 Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
-slow while nobody waits for data, faster than anybody could notice while somebody does.
+slow while nobody waits for data, faster than anybody could notice while somebody does. Who waits says how many are
+missing, and a poll is answered when a head has its share of them, or `GATHER_S` after it has one.
 
 A worker that is silent is asked again, as long as its connection stands: it may be stopped for a while. Whether it died
 the launcher knows, and for how long a run may make no step is the train loop's to judge.
@@ -32,6 +33,8 @@ PACE_S = 0.1
 """Time between two polls while nobody waits."""
 PACE_AWAITED_S = 0.004
 """Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
+GATHER_S = 0.05
+"""How long a head gathers its share of what is missing. Where others have more than theirs, a step waits for that."""
 REPLY_LIMIT_S = 20.0
 """Beyond the time a worker may hold the call. Only one that is stopped or stuck does not answer by then: of one that
 died the connection breaks."""
@@ -53,6 +56,7 @@ class Collector:
         self._buffer = buffer
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
+        self._missing = 0
         self._kicks = [asyncio.Event() for _ in heads]
         self._refreshing: list[list[asyncio.Future[None]]] = [[] for _ in heads]
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,12 +79,13 @@ class Collector:
             if task.done() and not task.cancelled():
                 task.result()
 
-    async def changed(self) -> None:
-        """Wait until a record came since the last call.
+    async def changed(self, missing: int = 1) -> None:
+        """Wait until a record came since the last call; so many are `missing` for what is waited for.
 
         Raises:
             Exception: what ended a worker's polls.
         """
+        self._missing = missing
         self._awaited.set()
         try:
             await self._unless_failed(self._changed.wait())
@@ -105,7 +110,7 @@ class Collector:
         while True:
             self._kicks[head].clear()
             refreshing, self._refreshing[head] = self._refreshing[head], []
-            reply = await self._poll(head, cursor, 0.0 if refreshing else POLL_S)
+            reply = await self._poll(self._next_poll(cursor, refresh=bool(refreshing)), head)
             if reply is None:
                 continue
             cursor = reply.cursor
@@ -125,12 +130,19 @@ class Collector:
         finally:
             await cancel(*urgent)
 
-    async def _poll(self, head: int, cursor: int, hold_s: float) -> PolledBuffer | None:
+    def _next_poll(self, cursor: int, *, refresh: bool) -> PollBuffer:
+        """Asks for one rollout; where more are missing, for a head's share of them."""
+        if refresh:
+            return PollBuffer(cursor, 0.0)
+        share = self._missing // len(self._heads) if self._awaited.is_set() else 1
+        return PollBuffer(cursor, POLL_S, share, GATHER_S)
+
+    async def _poll(self, request: PollBuffer, head: int) -> PolledBuffer | None:
         """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
-        request = self._call(head, PollBuffer(cursor, hold_s), hold_s)
-        if not hold_s:
-            return await request
-        poll, kick = asyncio.ensure_future(request), asyncio.ensure_future(self._kicks[head].wait())
+        call = self._call(head, request, request.timeout_s)
+        if not request.timeout_s:
+            return await call
+        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self._kicks[head].wait())
         try:
             await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
             return poll.result() if poll.done() else None

@@ -341,9 +341,11 @@ class TrainLoop:
         while True:
             self.buffer.expire(self.version)
             await self._report()  # what expired leaves the gate's count, which makes room for what the batch lacks
-            if len(self.buffer) >= self.config.train_batch_size:
+            missing = self.config.train_batch_size - len(self.buffer)
+            if missing <= 0:
                 return
-            await self._stall.wait(self._collector.changed(), self.version, "trajectories from the RolloutWorkers")
+            more = self._collector.changed(missing)
+            await self._stall.wait(more, self.version, "trajectories from the RolloutWorkers")
 
     async def _nothing_would_expire(self) -> None:
         """Hold the step until every rollout that a later step could not train is in the buffer."""

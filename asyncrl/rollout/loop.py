@@ -53,6 +53,8 @@ ALLOCATE_WAIT_S = 5.0
 """How long one call waits at the gate before the loop asks again."""
 MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
+GATHER_S = 0.01
+"""How long the loop, where it was full, waits after a rollout's end: those that end in one burst ask in one call."""
 MAX_ATTEMPTS = 3
 """Of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
@@ -151,9 +153,10 @@ class RolloutLoop:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                while self._free == 0:
+                if self._free == 0:
                     self._room.clear()
                     await self._room.wait()
+                    await asyncio.sleep(GATHER_S)
                 for candidate in await self._admitted():
                     self._free -= 1
                     tasks.create_task(self._roll_out(candidate))

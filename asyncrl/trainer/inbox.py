@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -111,6 +113,11 @@ class Inbox:
             self._unacknowledged = []
             for record in self._records.values():
                 self._tell(record)
+
+    def arrived_after(self, cursor: int) -> int:
+        """How many rollouts a poll would tell."""
+        with self._room:
+            return len(self._unacknowledged) - bisect_right(self._unacknowledged, cursor, key=itemgetter(0))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """The records of what came after `cursor`."""

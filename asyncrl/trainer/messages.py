@@ -75,10 +75,14 @@ class PolledBuffer(Reply, frozen=True):
 
 
 class PollBuffer(Request[PolledBuffer], frozen=True):
-    """What was received after `cursor`? Answered once there is something, or after `timeout_s` seconds."""
+    """What was received after `cursor`? Answered once there are `at_least` rollouts, or `gather_s` seconds after the
+    first, or with none after `timeout_s`.
+    """
 
     cursor: int
     timeout_s: float
+    at_least: int = 1
+    gather_s: float = 0.0
 
 
 class Discard(Request[Done], frozen=True):

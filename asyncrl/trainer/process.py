@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -267,15 +267,19 @@ class ModelWorker(Worker):
         return InStep(self._standing.in_step)
 
     async def _poll_buffer(self, request: PollBuffer) -> PolledBuffer:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(request.timeout_s):
-                while True:
-                    arrival = self._arrival = self._arrival or asyncio.Event()  # before looking: later arrivals set it
-                    if (polled := self._inbox.poll(request.cursor)).rollouts:
-                        return polled
-                    await arrival.wait()
-        except TimeoutError:
-            return self._inbox.poll(request.cursor)
+                await self._arrived(request.cursor, 1)
+            async with asyncio.timeout(request.gather_s):
+                await self._arrived(request.cursor, request.at_least)
+        return self._inbox.poll(request.cursor)
+
+    async def _arrived(self, cursor: int, count: int) -> None:
+        while True:
+            arrival = self._arrival = self._arrival or asyncio.Event()  # before looking: later arrivals set it
+            if self._inbox.arrived_after(cursor) >= count:
+                return
+            await arrival.wait()
 
     async def _discard(self, request: Discard) -> Done:
         self._inbox.remove(request.rollout_ids)

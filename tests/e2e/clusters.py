@@ -19,7 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-LIMIT_S = 60.0
+from ..ports import free_ports
+
+LIMIT_S = 120.0
 
 
 def need(*programs: str) -> list[str]:
@@ -29,24 +31,6 @@ def need(*programs: str) -> list[str]:
     if missing := [program for program, place in zip(programs, found, strict=True) if place is None]:
         pytest.skip(f"{', '.join(missing)} not installed")
     return [place for place in found if place is not None]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports in a row that nobody has now."""
-    while True:
-        probes = [socket.socket()]
-        probes[0].bind(("127.0.0.1", 0))
-        first = probes[0].getsockname()[1]
-        try:
-            for port in range(first + 1, first + count):
-                probes.append(socket.socket())
-                probes[-1].bind(("127.0.0.1", port))
-            return list(range(first, first + count))
-        except (OSError, OverflowError):
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
 
 
 @contextmanager
@@ -146,7 +130,7 @@ KUBECTL = r"""#!{python}
 import json, os, sys
 from pathlib import Path
 
-HOSTS = {{"tiny-trial0-box2-0": "127.0.0.2", "tiny-trial0-box3-0": "127.0.0.3"}}
+HOSTS = {{"tiny-hosts-box2-0": "127.0.0.2", "tiny-hosts-box3-0": "127.0.0.3"}}
 folder, verb, arguments = Path("{folder}"), sys.argv[1], sys.argv[2:]
 with (folder / "asked").open("a") as asked:
     asked.write(json.dumps(sys.argv[1:]) + "\n")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.launch import main
+
 pytestmark = pytest.mark.slow
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 4)]
@@ -17,7 +19,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b
 
 def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrl.launch", "eval", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weights(
@@ -76,8 +78,8 @@ def test_the_command_evaluates_a_folder_with_an_experiments_settings(tiny_model:
         (["{model}", "--experiment", "async_ppo", "eval.size=0"], "eval.size=0"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_in_a_line(arguments: list[str], said: str, tiny_model: Path) -> None:
-    done = evaluate(*(argument.format(model=tiny_model) for argument in arguments))
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_evaluated_is_refused_in_a_line(
+    arguments: list[str], said: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *(argument.format(model=tiny_model) for argument in arguments)]) == 2
+    assert said in capsys.readouterr().err

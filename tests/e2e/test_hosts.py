@@ -18,7 +18,8 @@ from asyncrl.commands.audit import audit
 from asyncrl.runtime.last_step import LastStep
 
 from ..etcd_cluster import EtcdCluster, needs_etcd
-from .clusters import await_that, free_ports, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
+from ..ports import free_ports
+from .clusters import await_that, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,8 +29,8 @@ HOSTS = (
     "{name: %s, address: 127.0.0.3, runs: [rollout_worker]}]"
 )
 """An address each, as hosts have; the launcher's own has no name."""
-LIMIT_S = 240.0
-"""Of what takes seconds on a machine that does nothing else."""
+TRIAL = "hosts"
+"""By this name processes are known, whoever started them; runs of other tests may go on beside these."""
 TRAINING_HOSTS = (
     "[{address: 127.0.0.1, runs: [master_worker, gserver_manager, generation_server]},"
     "{name: %s, address: 127.0.0.2, runs: [model_worker]},"
@@ -40,9 +41,8 @@ TRAINING_HOSTS = (
 def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, Any]:
     """Settings of a run over three hosts."""
     setting, _, hosts = (HOSTS % (first, second)).partition("=")
-    return {"system__launcher": launcher, setting.replace(".", "__"): hosts} | (
-        {"system__launcher_args": str(list(arguments))} if arguments else {}
-    )
+    settings = {"trial_name": TRIAL, "system__launcher": launcher, setting.replace(".", "__"): hosts}
+    return settings | ({"system__launcher_args": str(list(arguments))} if arguments else {})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_run_over_ssh_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ss
     first = start_run(total_train_steps=100_000, **ssh)
     first.wait_for_step(3)
     ctrl_c(first)
-    assert first.wait(90) == 130, first.output + first.logs()
+    assert first.wait() == 130, first.output + first.logs()
     assert_gone(first)
 
     goal = int(first.rows()[-1]["step"]) + 3  # it had trained some more before it was stopped
@@ -66,52 +66,48 @@ def test_a_run_over_ssh_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ss
     assert_gone(second)
 
 
-def test_on_the_other_hosts_nothing_outlives_a_killed_launcher(start_run: Any, ssh: dict[str, Any]) -> None:
+def test_a_server_that_dies_on_another_host_is_started_again_and_nothing_there_outlives_a_killed_launcher(
+    start_run: Any, ssh: dict[str, Any]
+) -> None:
     run = start_run(total_train_steps=100_000, **ssh)
     run.wait_for_step(2)
+    (server,) = [process for process in workers_of(run) if "generation_server" in titled(process)]
+    server.kill()
+    run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
+    run.wait_for_line("generation_server/0 went on after")
     workers = workers_of(run)
     assert len(workers) == 5
     run.process.kill()
     await_that(lambda: not workers_of(run), f"the end of {workers}")
 
 
-def test_a_server_that_dies_on_another_host_is_started_again(start_run: Any, ssh: dict[str, Any]) -> None:
-    run = start_run(total_train_steps=100_000, **ssh)
-    run.wait_for_step(2)
-    (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
-    server.kill()
-    run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
-    run.wait_for_line("generation_server/0 went on after")
-    run.process.terminate()
-    assert run.wait(90) == 130, run.output
-    assert_gone(run)
-
-
-@pytest.mark.parametrize("dies", ["a rank", "a host"])
 def test_with_ranks_on_two_hosts_the_death_of_one_costs_the_step_in_hand_alone(
-    start_run: Any, ctrl_c: Any, ssh: dict[str, Any], dies: str
+    start_run: Any, ctrl_c: Any, ssh: dict[str, Any]
 ) -> None:
-    """There is no checkpoint to go back to. With a host its memory is gone, and whatever else runs there."""
+    """First a rank's, then that of a host, with which its memory is gone, and whatever else runs there. There is no
+    checkpoint to go back to.
+    """
     hosts = {"system__hosts": TRAINING_HOSTS % ("box2", "box3")}
     settings = {"trainer__parallel": "d2", "checkpoint__interval": 0, "eval__interval": 0, "seed": 1}
     run = start_run(total_train_steps=100_000, **ssh | hosts | settings)
-    run.wait_for_step(4, LIMIT_S)
-    there = ["model_worker/1", "rollout_worker/0"] if dies == "a host" else ["model_worker/1"]
-    found = {" ".join(process.cmdline()).split()[1]: process for process in workers_of(run)}
-    memory = [LastStep(run.run_dir, host).folder for host in ("127.0.0.2", "127.0.0.3")]
-    for name in there:
-        found[name].kill()
-    if dies == "a host":
-        shutil.rmtree(memory[1])
-    run.wait_for_line("the trainer went on after", LIMIT_S)
-    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
-    kept = int(log.partition("going on after step ")[2].partition(",")[0])
-    run.wait_for_step(kept + 2, LIMIT_S)
+    kept, memory = 2, [LastStep(run.run_dir, host).folder for host in ("127.0.0.2", "127.0.0.3")]
+    for times, there in enumerate((["model_worker/1"], ["model_worker/1", "rollout_worker/0"]), 1):
+        run.wait_for_step(kept + 2)
+        before, memory = kept + 2, [LastStep(run.run_dir, host).folder for host in ("127.0.0.2", "127.0.0.3")]
+        for process in workers_of(run):
+            if any(f" {name} " in titled(process) for name in there):
+                process.kill()
+        if len(there) > 1:
+            shutil.rmtree(memory[1])
+        run.wait_for_line("the trainer went on after", times=times)
+        log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+        kept = int(log.rpartition("going on after step ")[2].partition(",")[0])
+        assert kept >= before
+    run.wait_for_step(kept + 2)
     ctrl_c(run)
-    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
-    assert kept >= 4
+    assert run.wait() == 130, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == list(range(1, len(run.rows()) + 1))
-    assert run.summary()["restarts"] == dict.fromkeys(there[1:], 1) | {"the trainer": 1}
+    assert run.summary()["restarts"] == {"rollout_worker/0": 1, "the trainer": 2}
     assert "cost the steps since the last checkpoint" not in run.logs()
     assert audit(run.run_dir).findings == ()
     assert_gone(run)
@@ -121,7 +117,7 @@ def test_with_ranks_on_two_hosts_the_death_of_one_costs_the_step_in_hand_alone(
 def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:
     nowhere = over("ssh", "nowhere.invalid", "box3", *ast.literal_eval(ssh["system__launcher_args"]))
     run = start_run(**nowhere, system__restarts_per_process=0)
-    assert run.wait(90) == 1
+    assert run.wait() == 1
     assert "generation_server/0 (on nowhere.invalid)" in run.output
     assert "Could not resolve hostname" in run.output
     assert_gone(run)
@@ -135,7 +131,7 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         first = start_run("async_ppo", total_train_steps=100_000, **over("slurm", "n1", "n2"))
         first.wait_for_step(3)
         ctrl_c(first)
-        assert first.wait(90) == 130, first.output + first.logs()
+        assert first.wait() == 130, first.output + first.logs()
         allocate = ["salloc", "--no-shell", "--nodes=2", "--cpus-per-task=4"]
         told = subprocess.run(allocate, env=environment, capture_output=True, text=True, check=True, timeout=60).stderr
         monkeypatch.setenv("SLURM_JOB_ID", re.findall(r"Granted job allocation (\d+)", told)[0])
@@ -145,10 +141,6 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
         assert audit(second.run_dir).findings == ()
         assert_gone(second)
-
-
-RAY_LIMIT_S = 240.0
-"""So long a busy machine may take to start a driver, two actors and a run."""
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +158,13 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             yield settings | {"system__hosts": hosts, "system__start_timeout_s": 300}
 
 
-@pytest.mark.timeout(480)  # with Ray's own start
 def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray: dict[str, Any]) -> None:
     first = start_run(total_train_steps=100_000, **ray)
-    first.wait_for_step(3, RAY_LIMIT_S)
+    first.wait_for_step(3)
     (rollouts,) = [process for process in workers_of(first) if "rollout_worker/0" in titled(process)]
     assert rollouts.environ()["ASYNCRL_HOST"] == "127.0.0.3"  # no two hosts on one node
     ctrl_c(first)
-    assert first.wait(90) == 130, first.output + first.logs()
+    assert first.wait() == 130, first.output + first.logs()
     assert_gone(first)
 
     goal = int(first.rows()[-1]["step"]) + 3
@@ -182,25 +173,24 @@ def test_a_run_on_ray_is_stopped_and_continued(start_run: Any, ctrl_c: Any, ray:
     assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
     assert audit(second.run_dir).findings == ()
     assert_gone(second)
-    assert ray_actors() == []
+    await_that(lambda: not ray_actors(), f"the end of {ray_actors()}")
 
 
-@pytest.mark.timeout(480)
 def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launcher_leaves_nothing(
     start_run: Any, ray: dict[str, Any]
 ) -> None:
     run = start_run(total_train_steps=100_000, **ray)
-    run.wait_for_step(2, RAY_LIMIT_S)
+    run.wait_for_step(2)
     (server,) = [process for process in workers_of(run) if "generation_server" in " ".join(process.cmdline())]
     server.kill()
     run.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
-    run.wait_for_line("generation_server/0 went on after", RAY_LIMIT_S)
+    run.wait_for_line("generation_server/0 went on after")
 
-    (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(process.parent())]  # that node's raylet
+    (actor,) = [process for process in ray_actors() if "127.0.0.3" in titled(parent(process))]  # that node's raylet
     (before,) = [process for process in workers_of(run) if "rollout_worker/0" in titled(process)]
     actor.kill()
     run.wait_for_line("rollout_worker/0 (on box3) was lost with the connection to its host; it is started again")
-    run.wait_for_line("rollout_worker/0 went on after", RAY_LIMIT_S)
+    run.wait_for_line("rollout_worker/0 went on after")
     await_that(lambda: not before.is_running(), "the end of what the dead actor had started")
 
     assert len(workers_of(run)) == 5
@@ -212,7 +202,7 @@ def test_on_ray_a_dead_server_and_a_dead_actor_are_replaced_and_a_killed_launche
 def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any]) -> None:
     (port,) = free_ports(1)
     run = start_run(**ray | {"system__launcher_args": f"['--address=127.0.0.1:{port}']"})
-    assert run.wait(90) == 1
+    assert run.wait() == 1
     assert f"no cluster at address '127.0.0.1:{port}'" in run.output
     assert_gone(run)
 
@@ -237,7 +227,7 @@ def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
     first.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
     first.wait_for_line("generation_server/0 went on after")
     ctrl_c(first)
-    assert first.wait(90) == 130, first.output + first.logs()
+    assert first.wait() == 130, first.output + first.logs()
     assert_gone(first)
 
     goal = int(first.rows()[-1]["step"]) + 3
@@ -256,10 +246,17 @@ def ray_actors() -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if titled(process).startswith("ray::HostActor")]
 
 
-def titled(process: psutil.Process | None) -> str:
-    assert process is not None
+def parent(process: psutil.Process) -> psutil.Process | None:
     try:
-        return " ".join(process.cmdline())
+        return process.parent()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def titled(process: psutil.Process | None) -> str:
+    """Its command line; nothing where it has ended."""
+    try:
+        return "" if process is None else " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ""
 
@@ -270,7 +267,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            if line.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/" in line:
+            if line.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/{TRIAL}]" in line:
                 found += [process] if process.cwd() == os.getcwd() else []
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -295,11 +292,16 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
         "{name: box2, address: 127.0.0.2, runs: [generation_server], fileroot: '%s'},"
         "{name: box3, address: 127.0.0.3, runs: [generation_server], fileroot: '%s'}]"
     )
-    settings = {"system__shared": False, "system__hosts": hosts % tuple(disks.values()), "generation__servers": 2}
+    settings = {
+        "trial_name": "own_disks",
+        "system__shared": False,
+        "system__hosts": hosts % tuple(disks.values()),
+        "generation__servers": 2,
+    }
     settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
     try:
         run = start_run(total_train_steps=100_000, **ssh | settings)
-        run.wait_for_step(3, LIMIT_S)
+        run.wait_for_step(3)
         folders = {name: disk / run.run_dir.relative_to(tmp_path) for name, disk in disks.items()}
         for server in [process for process in processes_of(run) if "generation_server" in titled(process)]:
             told = " ".join(server.environ().values()) + (Path(server.cwd()) / "config.yaml").read_text()
@@ -311,7 +313,7 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
         def served(server: int) -> list[int]:
             return [int(v) for v in re.findall(rf"generation server {server} serves v(\d+) ", log.read_text())]
 
-        await_that(lambda: min(len(served(0)), len(served(1))) >= 2, f"two versions on both: {log}", LIMIT_S)
+        await_that(lambda: min(len(served(0)), len(served(1))) >= 2, f"two versions on both: {log}")
         for server in range(2):  # the model of the launcher's is called otherwise
             assert "serving model on https://" in (log.parent / f"generation_server-{server}.log").read_text()
         came = re.findall(r" (v\d+|model) came to host (\d) from (host \d|its own disk)", log.read_text())
@@ -325,7 +327,7 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
             assert 1 <= len(versions) <= 3, versions  # those before are removed
             assert (folder / "secret").stat().st_mode & 0o077 == 0
         ctrl_c(run)
-        assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+        assert run.wait() == 130, run.output + run.logs()
         assert audit(run.run_dir).findings == ()
         await_that(lambda: not processes_of(run), f"the end of {processes_of(run)}")
     finally:
@@ -334,14 +336,12 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
 
 def processes_of(run: Any) -> list[psutil.Process]:
     """All processes of this run on this machine, wherever their folders are."""
+    trial, folders = f"[{run.run_dir.parent.name}/{run.run_dir.name}]", (os.getcwd(), str(run.run_dir.parents[1]))
     found = []
     for process in psutil.process_iter():
         try:
-            ours = str(run.run_dir.parents[1]) in process.cwd() or process.cwd() == os.getcwd()
-            title = titled(process)
-            found += (
-                [process] if ours and title.startswith("asyncrl ") and f"[{run.run_dir.parent.name}/" in title else []
-            )
+            if titled(process).startswith("asyncrl ") and trial in titled(process):
+                found += [process] if process.cwd().startswith(folders) else []
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found

@@ -18,16 +18,27 @@ from asyncrl.comm import names
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.security import RunSecret
 from asyncrl.commands.audit import audit
+from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
 from asyncrl.runtime.worker import open_resolver
 
+from ..conftest import LIMIT_S, Gate
 from .clusters import await_that
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LIMIT_S = 300.0
 Join = Callable[..., Any]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+JOIN = """
+import sys
+
+from asyncrl.commands import join
+from asyncrl.launch import main
+
+join.GONE_S = 5.0  # nobody goes on with a run here that has ended
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Joined:
@@ -35,10 +46,10 @@ class Joined:
 
     def __init__(self, run_dir: Path, *options: str) -> None:
         self._printed = run_dir.parent / f"join-{time.monotonic_ns()}.txt"
-        command = [sys.executable, "-m", "asyncrl.launch", "join", str(run_dir), "--kind", "generation_server"]
+        arguments = ["join", str(run_dir), "--kind", "generation_server", *options]
         with self._printed.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, *options], stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
+                [sys.executable, "-c", JOIN, *arguments], stdout=output, stderr=output, env=os.environ | ONE_THREAD
             )
 
     @property
@@ -88,14 +99,18 @@ def await_use(run: Any, *indices: int) -> None:
 
 
 def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
-    start_run: Any, ctrl_c: Any, join: Join
+    start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
 ) -> None:
     """It leaves as it was asked to, then by the death of its machine, all in the middle of answers."""
-    run = start_run(total_train_steps=100_000, eval__interval=0)
-    run.wait_for_step(2, LIMIT_S)
+    held = gate(2)  # while servers start the machine is theirs
+    run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
+    run.wait_for_step(2)
     joined = join(run.run_dir, "--count", "2")
+    for index in (1, 2):
+        line = f"generation_server/{index} serves at "
+        await_that(lambda line=line: line in joined.output, line, LIMIT_S)  # type: ignore[misc]
+    held.open()
     await_use(run, 1, 2)
-    await_that(lambda: "generation_server/2 serves at " in joined.output, "the line that says so", LIMIT_S)
     joined.process.send_signal(signal.SIGINT)
     assert joined.process.wait(LIMIT_S) == 130, joined.output
     assert "generation_server/1 joins (pid" in joined.output
@@ -107,9 +122,9 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     lost.process.kill()
     await_that(lambda: [*servers(run)] == [0], "the manager to see that it is gone", LIMIT_S)
     at = int(run.rows()[-1]["step"])
-    run.wait_for_step(at + 3, LIMIT_S)
+    run.wait_for_step(at + 3)
     ctrl_c(run)
-    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+    assert run.wait() == 130, run.output + run.logs()
     assert audit(run.run_dir).findings == ()
     summary = run.summary()
     assert summary["restarts"] == {}
@@ -117,39 +132,33 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     assert run.survivors() == []
 
 
-def test_what_joined_ends_with_the_run(start_run: Any, ctrl_c: Any, join: Join) -> None:
+def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join) -> None:
     """It finds that the manager is gone for good; there is nothing left to do for it."""
-    run = start_run(total_train_steps=100_000, eval__interval=0)
-    run.wait_for_step(1, LIMIT_S)
+    held = gate(1)
+    run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
+    run.wait_for_step(1)
     joined = join(run.run_dir)
+    await_that(lambda: "generation_server/1 serves at " in joined.output, "the line that says so", LIMIT_S)
+    held.open()
     await_use(run, 1)
     ctrl_c(run)
-    assert run.wait(LIMIT_S) == 130, run.output + run.logs()
+    assert run.wait() == 130, run.output + run.logs()
     assert joined.process.wait(LIMIT_S) == 0, joined.output
     assert "the run is over" in joined.output
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+def test_what_cannot_join_is_told_why(start_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = start_run(total_train_steps=1, eval__interval=0)
+    assert run.wait() == 0, run.output + run.logs()
+    for options, reason in (
         (["--kind", "rollout_worker"], "prompts are dealt out among rollout.workers=1"),
         (["--count", "0"], "--count=0"),
         ([], "no run goes on there"),
-    ],
-)
-def test_what_cannot_join_is_told_why(
-    start_run: Any, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
-) -> None:
-    run = start_run(total_train_steps=1, eval__interval=0)
-    assert run.wait() == 0, run.output + run.logs()
-    from asyncrl.launch import main
-
-    assert main(["join", str(run.run_dir), "--kind", "generation_server", *options]) == 2
-    assert reason in capsys.readouterr().err
+    ):
+        assert main(["join", str(run.run_dir), "--kind", "generation_server", *options]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from asyncrl.launch import main
-
     assert main(["join", str(tmp_path), "--kind", "generation_server"]) == 2
     assert "is no folder of a run" in capsys.readouterr().err

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 STEPS, BATCH = 4, 4
 
 
-@pytest.mark.timeout(400)  # two runs, one after the other
 def test_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
     start_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,7 +54,6 @@ def test_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
             assert math.isclose(recorded[name], repeated[name], rel_tol=1e-3, abs_tol=1e-5), name
 
 
-@pytest.mark.timeout(400)  # three runs, one after the other
 def test_rollouts_are_generated_without_training_and_a_killed_launch_goes_on(start_run: Any) -> None:
     settings = {"total_train_steps": 40, "eval__interval": 0}
     first = start_run("rollout async_ppo", **settings)

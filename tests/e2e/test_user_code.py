@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SLEEPY = """
 import threading
 import time
@@ -12,7 +16,8 @@ from pathlib import Path
 
 from asyncrl.api import Environment
 
-lock = threading.Lock()
+AT_ONCE = 2 * 8  # both members of as many rollouts as rollout.max_concurrent allows
+changed = threading.Condition()
 running = most = 0
 
 
@@ -31,12 +36,14 @@ class SleepyEnv(Environment):
 
     def step(self, action):
         global running, most
-        with lock:
+        with changed:
             running += 1
             most = max(most, running)
             Path(__file__).with_name("most").write_text(str(most))
+            changed.notify_all()
+            changed.wait_for(lambda: most == AT_ONCE, 60)  # the first, whose answers may take a while
         time.sleep(2)
-        with lock:
+        with changed:
             running -= 1
         return "", self._reward(self._data, action), True, False, {}
 
@@ -104,8 +111,7 @@ def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(star
         assert row["rollout/env_s"] >= 6.0
         assert row["rollout/reward_s"] >= 2.0
         assert row["rollout/generate_s"] > 0.0
-    # both members' steps of as many rollouts as rollout.max_concurrent allows sleep at a time
-    assert int((tmp_path / "most").read_text()) == 2 * 8
+    assert int((tmp_path / "most").read_text()) == 2 * 8, "as many steps sleep at a time as there may be"
     log = (run.run_dir / "logs" / "rollout_worker-0.log").read_text()
     assert f"env {file}:SleepyEnv.step took " in log
 

@@ -97,7 +97,7 @@ def logs(run_dir: Path) -> str:
 @pytest.mark.parametrize(("layout", "seed"), [("d1", 1), ("d2", 3)])
 def test_a_run_survives_ten_kills_of_any_process(run_chaos: RunChaos, layout: str, seed: int) -> None:
     """The two layouts together: 20 kills, of each of the six kinds of processes three at least."""
-    options = ["--kills=10", f"--seed={seed}", "--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0"]
+    options = ["--kills=10", "--every=2", f"--seed={seed}", "--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0"]
     ended = run_chaos(
         *options, total_train_steps=STEPS, trainer__parallel=layout, generation__servers=2, rollout__workers=2
     )
@@ -112,7 +112,7 @@ def test_a_run_survives_ten_kills_of_any_process(run_chaos: RunChaos, layout: st
 
 
 def test_a_run_survives_pauses_and_broken_and_slow_connections(run_chaos: RunChaos) -> None:
-    options = ["--kills=0", "--seed=5", "--pauses=2", "--cuts=3", "--delays=3", "--full-disks=1"]
+    options = ["--kills=0", "--every=2", "--seed=5", "--pauses=2", "--cuts=3", "--delays=3", "--full-disks=1"]
     ended = run_chaos(*options, "--kinds=rollout_worker,model_worker", total_train_steps=STEPS)
     check(ended, 8)
     assert "left out: full disks: fileroot=" in ended.output

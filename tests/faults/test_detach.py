@@ -16,7 +16,6 @@ from asyncrl.runtime.claim import read_holder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LIMIT_S = 300.0
 ENDLESS = 100_000
 
 
@@ -24,7 +23,7 @@ ENDLESS = 100_000
 def detached(start_run: Any) -> Iterator[Any]:
     """A run in the background whose command has ended; what is left of it is killed."""
     run = start_run("async_ppo --detach", total_train_steps=ENDLESS, eval__interval=0)
-    assert run.wait(LIMIT_S) == 0, run.output
+    assert run.wait() == 0, run.output
     holder = read_holder(run.run_dir)
     assert holder is not None
     launcher = psutil.Process(holder.pid)
@@ -42,19 +41,19 @@ def test_the_same_command_shows_a_detached_run_and_ctrl_c_there_ends_it(
     assert "started 5 processes" in detached.output
     assert "goes on by itself" in detached.output
     again = start_run("async_ppo --detach", total_train_steps=ENDLESS, eval__interval=0)
-    again.wait_for_step(2, LIMIT_S)
+    again.wait_for_step(2)
     os.kill(again.process.pid, signal.SIGHUP)
-    assert again.wait(LIMIT_S) == -signal.SIGHUP
+    assert again.wait() == -signal.SIGHUP
 
     other = start_run(total_train_steps=ENDLESS, eval__interval=0, train_batch_size=2)
-    assert other.wait(LIMIT_S) == 1
+    assert other.wait() == 1
     assert "is running with other settings (train_batch_size: 4 -> 2)" in other.output
 
     before = int(detached.rows()[-1]["step"])
     last = start_run(total_train_steps=ENDLESS, eval__interval=0)
-    last.wait_for_step(before + 1, LIMIT_S)
+    last.wait_for_step(before + 1)
     ctrl_c(last)
-    assert last.wait(LIMIT_S) == 130, last.output
+    assert last.wait() == 130, last.output
     assert "stopping after a checkpoint" in last.output
     steps = detached.summary()["steps"]
     assert steps > before
@@ -66,14 +65,14 @@ def test_the_same_command_shows_a_detached_run_and_ctrl_c_there_ends_it(
 def test_a_detached_run_whose_launcher_is_killed_goes_on_with_the_same_command(detached: Any, start_run: Any) -> None:
     """Every process goes with the launcher; what is attached says that it failed."""
     watching = start_run(total_train_steps=ENDLESS, eval__interval=0)
-    watching.wait_for_step(4, LIMIT_S)
+    watching.wait_for_step(4)
     holder = read_holder(detached.run_dir)
     assert holder is not None
     os.kill(holder.pid, signal.SIGKILL)
-    assert watching.wait(LIMIT_S) == 1
+    assert watching.wait() == 1
+    assert detached.survivors() == []  # the step in hand is saved
     goal = int(detached.rows()[-1]["step"]) + 2
     again = start_run(total_train_steps=goal, eval__interval=0)
-    assert again.wait(LIMIT_S) == 0, again.output + again.logs()
+    assert again.wait() == 0, again.output + again.logs()
     assert "continuing from checkpoint v" in again.output
     assert [row["step"] for row in again.rows()] == list(range(1, goal + 1))
-    assert detached.survivors() == []

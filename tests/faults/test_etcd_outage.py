@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,15 +15,14 @@ import pytest
 
 from asyncrl.comm.name_resolve import make_resolver
 
-from ..conftest import Run
+from ..conftest import LIMIT_S, Run
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(900)]
 
-OUTAGE_S = 30.0
-CUT_S = 20.0
-START_LIMIT_S = 240.0  # of a busy machine; the run itself has as long
-LIMIT_S = 90.0
+LEASE_S = 5.0
+OUTAGE_S = 3 * LEASE_S
+CUT_S = 2 * LEASE_S
 KINDS = ("master_worker", "model_worker", "gserver_manager", "generation_server", "rollout_worker")
 
 
@@ -45,7 +45,7 @@ class Watched:
     def __init__(self, run: Run, etcd: EtcdCluster, **login: str) -> None:
         self.run, self._login = run, login
         self.etcd = etcd
-        run.wait_for_step(2, START_LIMIT_S)
+        run.wait_for_step(2)
         self._processes = {psutil.Process(run.worker(f"{kind}/0").pid) for kind in KINDS}
         self.entries = self._names()
         assert {f"status/{kind}/0" for kind in KINDS} < self.entries
@@ -53,7 +53,7 @@ class Watched:
     def goes_on(self) -> None:
         """Two more steps are made, by the same processes, which find each other by the same names."""
         made = int(self.run.rows()[-1]["step"])
-        self.run.wait_for_step(made + 2, LIMIT_S)
+        self.run.wait_for_step(made + 2)
         assert all(process.is_running() for process in self._processes), self.run.output + self.run.logs()
         assert not (self.run.run_dir / "restarts.jsonl").exists(), self.run.output
         pause = threading.Event()
@@ -73,7 +73,7 @@ def over(etcd: EtcdCluster, **login: str) -> dict[str, Any]:
     """Settings of a run with its names there."""
     settings = {f"system__etcd__{name}": value for name, value in (etcd.files() | login).items()}
     settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
-    return settings | {"system__start_timeout_s": START_LIMIT_S, "total_train_steps": 100_000}
+    return settings | {"system__heartbeat_s": LEASE_S, "total_train_steps": 100_000}
 
 
 def silence(seconds: float) -> None:
@@ -92,7 +92,7 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     assert not [line for line in command_lines(run) if PASSWORD in line]
 
     etcd.pause()
-    silence(OUTAGE_S)  # three times as long as a lease
+    silence(OUTAGE_S)
     etcd.resume()
     watched.goes_on()
     assert "is gone or silent" not in (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
@@ -115,12 +115,13 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     watched.goes_on()
 
     ctrl_c(run)
-    assert run.wait(90) == 130, run.output + run.logs()
+    assert run.wait() == 130, run.output + run.logs()
 
 
 def command_lines(run: Run) -> list[str]:
     """Of every process of the run, with its environment."""
     lines = []
     for process in [psutil.Process(run.process.pid), *run.remember_processes().values()]:
-        lines.append(" ".join([*process.cmdline(), *process.environ().values()]))
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has just ended
+            lines.append(" ".join([*process.cmdline(), *process.environ().values()]))
     return lines

@@ -1,12 +1,16 @@
-"""A disk that is full for a while holds the run up; nothing is lost, and it goes on once there is room."""
+"""A disk that is full or read-only for a while holds the run up; nothing is lost, and it goes on afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,13 @@ import pytest
 
 from asyncrl.datasets.used_prompts import UsedPrompts
 
+from ..conftest import Gate
+
 pytestmark = pytest.mark.slow
+
+UNWRITABLE_S = 12.0
+WAITED = re.compile(r"wrote .+ after [\d.]+ s|calls are made again")
+"""What of it is told: that it waits cannot be told as long as the logs are full, too."""
 
 
 @pytest.fixture
@@ -29,27 +39,58 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_holds_the_run_up_and_loses_nothing(start_run: Any, small_disk: Path) -> None:
-    steps = 20
-    run = start_run(total_train_steps=steps, checkpoint__interval=1)
-    run.wait_for_step(3)
-    ballast = small_disk / "ballast"
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[Callable[[], None]]:
+    """It takes nothing more; the call fills what was freed meanwhile: removed checkpoints and weights make no room."""
+    ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
-        while True:
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                break
-    with pytest.raises(subprocess.TimeoutExpired):
-        run.process.wait(12)
-    held_at = max(row["step"] for row in run.rows())
-    assert held_at < steps
+
+        def fill() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+
+        fill()
+        yield fill
     ballast.unlink()
-    assert run.wait(180) == 0, run.output + run.logs()
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[Callable[[], None]]:
+    """Nothing there can be made, opened for writing, renamed or removed; what is open already can be written."""
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+        yield lambda: None
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("unwritable", [full, read_only])
+def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
+    start_run: Any,
+    gate: Callable[[int], Gate],
+    small_disk: Path,
+    unwritable: Callable[[Path], contextlib.AbstractContextManager[Callable[[], None]]],
+) -> None:
+    """For longer than any lease."""
+    steps, held = 10, gate(3)
+    run = start_run(total_train_steps=steps, checkpoint__interval=1, **held.settings)
+    run.wait_for_step(3)
+    with unwritable(small_disk) as keep_so:
+        held.open()
+        until = time.monotonic() + UNWRITABLE_S
+        while time.monotonic() < until:
+            assert run.process.poll() is None, run.output
+            keep_so()
+            threading.Event().wait(0.02)
+        held_at = max(row["step"] for row in run.rows())
+    assert held_at < steps
+    assert run.wait() == 0, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
     assert "FAILED" not in run.output
     assert run.summary()["restarts"] == {}
     state = json.loads((run.run_dir / "checkpoints" / f"v{steps}" / "state.json").read_text())
     assert len(UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])) == steps * 4
-    waited = [log.name for log in (run.run_dir / "logs").glob("*.log") if "waiting to write" in log.read_text()]
+    waited = [log.name for log in (run.run_dir / "logs").glob("*.log") if WAITED.search(log.read_text())]
     assert waited, run.logs()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ..conftest import Gate
+
 pytestmark = pytest.mark.slow
 
-REPORT_LIMIT_S = 15.0
 ENDLESS = 100_000
 
 
@@ -45,11 +47,7 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
     run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, system__restarts_per_process=0)
     run.wait_for_step(3)
     run.worker(f"{kind}/0").kill()
-    try:
-        code = run.wait(REPORT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"still running {REPORT_LIMIT_S} s after {kind} died:\n{run.output}")
-    assert code == 1
+    assert run.wait() == 1, run.output + run.logs()
     assert f"FAILED: {kind}/0" in run.output
     assert "SIGKILL" in run.output
     assert run.survivors() == []
@@ -58,28 +56,21 @@ def test_a_killed_process_is_named_and_everything_ends(start_run: Any, kind: str
         assert saved_version(run) >= 3, run.output + run.logs()
 
 
-@pytest.mark.timeout(600)
-def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(start_run: Any) -> None:
+def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(
+    start_run: Any, gate: Callable[[int], Gate]
+) -> None:
     """The same command waits for that, and goes on from there."""
-    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=0)
-    run.wait_for_step(3, 300)
+    held = gate(ENDLESS)
+    settings = {"total_train_steps": ENDLESS, "checkpoint__interval": 0, "eval__interval": 0} | held.settings
+    run = start_run(**settings)
+    run.wait_for_step(3)
     run.process.kill()
-    again = start_run(total_train_steps=ENDLESS, checkpoint__interval=0, eval__interval=0)
-    again.wait_for_line("continuing from checkpoint", 300)
+    held.let_make(0)  # so that the metrics stay as the one that was killed leaves them
+    again = start_run(**settings)
+    again.wait_for_line("continuing from checkpoint")
     assert run.survivors() == []
     assert saved_version(run) == last_step(run) >= 3
     assert f"continuing from checkpoint v{saved_version(run)}: step" in again.output
-
-
-def test_ctrl_c_stops_after_a_checkpoint_of_the_last_step(start_run: Any, ctrl_c: Any) -> None:
-    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)
-    run.wait_for_step(3)
-    ctrl_c(run)
-    assert run.wait(60) == 130, run.output
-    assert saved_version(run) == last_step(run) >= 3
-    books = run.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert run.survivors() == []
 
 
 STUCK_EVALUATION = """
@@ -110,7 +101,7 @@ def test_an_end_while_a_step_waits_for_an_evaluation_leaves_a_checkpoint_of_that
         run.worker(dies).kill()
     else:
         ctrl_c(run)
-    assert run.wait(REPORT_LIMIT_S + 15) == code, run.output
+    assert run.wait() == code, run.output
     assert saved_version(run) == 2, run.output + run.logs()
     assert run.survivors() == []
 
@@ -122,27 +113,31 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
     ctrl_c(run)
     run.wait_for_line("once more")
     ctrl_c(run)
-    assert run.wait(15) == 130, run.output
+    assert run.wait() == 130, run.output
     assert balanced(run), run.output
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize(("kind", "pause_s", "stall_s"), [("model_worker", 22.0, 60.0), ("master_worker", 43.0, 40.0)])
-def test_a_process_that_is_stopped_for_a_while_ends_nothing(
-    start_run: Any, ctrl_c: Any, kind: str, pause_s: float, stall_s: float
-) -> None:
-    """A ModelWorker for longer than its lease and what a poll may take; the master longer than a run without a step."""
-    run = start_run(total_train_steps=ENDLESS, system__stall_timeout_s=stall_s)
-    run.wait_for_step(2)
-    stopped = psutil.Process(run.worker(f"{kind}/0").pid)
-    stopped.suspend()
-    with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
-        run.process.wait(pause_s)
-    before = last_step(run)
-    stopped.resume()
-    run.wait_for_step(before + 3)
-    ctrl_c(run)
-    assert run.wait(60) == 130, run.output + run.logs()
-    assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
-    assert balanced(run), run.output
-    assert run.survivors() == []
+def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl_c: Any) -> None:
+    """A ModelWorker for a minute, which is longer than its lease and what a poll may take; a master, of another run,
+    for longer than a run may be without a step.
+    """
+    settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
+    ranks = start_run(trial_name="rank", **settings)
+    masters = start_run(trial_name="master", system__stall_timeout_s=20.0, **settings)
+    stopped: dict[str, psutil.Process] = {}
+    for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
+        run.wait_for_step(2)
+        stopped[kind] = run.worker(f"{kind}/0")
+        stopped[kind].suspend()
+    for run, kind, pause_s in ((masters, "master_worker", 23.0), (ranks, "model_worker", 60.0 - 23.0)):
+        with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
+            run.process.wait(pause_s)
+        before = last_step(run)
+        stopped[kind].resume()
+        run.wait_for_step(before + 3)
+        ctrl_c(run)
+        assert run.wait() == 130, run.output + run.logs()
+        assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
+        assert balanced(run), run.output
+        assert run.survivors() == []

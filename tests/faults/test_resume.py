@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from asyncrl.datasets.mixture import Mixture
 from asyncrl.datasets.order import epoch_order
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
+
+from ..conftest import Gate
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +41,27 @@ def even_digits(data, completion):
 
 
 @pytest.mark.parametrize("stop", ["kill the tree", "ctrl-c"])
-def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(start_run: Any, ctrl_c: Any, stop: str) -> None:
-    first = start_run(total_train_steps=100_000)
-    first.wait_for_step(5)
+def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(
+    start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate], stop: str
+) -> None:
+    held = gate(7)  # the checkpoint of v4 is there until that of v8 is
+    first = start_run(total_train_steps=100_000, **held.settings)
+    first.wait_for_file("checkpoints/v4")
     if stop == "kill the tree":
         first.kill_tree()
     else:
         ctrl_c(first)
-        assert first.wait(60) == 130, first.output
+        assert first.wait() == 130, first.output
+        assert newest_state(first)["version"] == first.rows()[-1]["step"], "the last step is saved"
+        books = first.summary()["books"]
+        assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+        assert first.survivors() == []
+    held.open()
     begun = newest_state(first)["version"]
     assert begun >= 4
 
     goal = begun + 6
-    second = start_run(total_train_steps=goal)
+    second = start_run(total_train_steps=goal, **held.settings)
     assert second.wait() == 0, second.output + second.logs()
     assert f"continuing from checkpoint v{begun}: step {begun} of {goal}, {begun * BATCH} prompts used" in second.output
 
@@ -98,7 +109,7 @@ def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, 
     failed = re.findall(r"rollout of prompt (\S+) failed", (logs / "rollout_worker-0.log").read_text())
     assert failed
     assert given_up.isdisjoint(failed)
-    assert _failed(second.summary()["books"]["dropped"]) >= dropped + len(set(failed))
+    assert _failed(second.summary()["books"]["dropped"]) > dropped
     assert f"FAILED     {_failed(second.summary()['books']['dropped'])} rollouts in reward" in second.output
 
 
@@ -111,7 +122,7 @@ def score(group):
 
 
 def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_none(
-    start_run: Any, tmp_path: Path
+    start_run: Any, gate: Callable[[int], Gate], tmp_path: Path
 ) -> None:
     """With η = 0 a run that goes on from v5 trains what it trained before the kill, and measures the same success.
 
@@ -138,8 +149,10 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
         "optimizer__lr": 0.003,
         "checkpoint__interval": 5,
     }
+    settings |= gate(8).settings  # steps 5 to 7 take two batches of the data order, as prompts rest
     killed = start_run(total_train_steps=100_000, **settings)
-    killed.wait_for_step(7, 150)
+    killed.wait_for_step(7)
+    killed.wait_for_file("checkpoints/v5")
     killed.kill_tree()
     for late in {*(killed.run_dir / "checkpoints").glob("v*")} - {killed.run_dir / "checkpoints" / "v5"}:
         shutil.rmtree(late)  # it was not killed at once

@@ -32,8 +32,8 @@ from asyncrl.comm.name_resolve import (
 )
 from asyncrl.comm.name_resolve.base import is_below
 
-LEASE_S = 0.3
-PATIENCE_S = 15.0
+LEASE_S = 1.0
+PATIENCE_S = 60.0
 
 MakeResolver = Callable[[], NameResolver]
 

@@ -21,7 +21,7 @@ from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 BYTES_PER_TOKEN = 13
 SECRET = RunSecret(b"s" * 32)
 

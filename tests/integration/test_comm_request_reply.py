@@ -32,7 +32,7 @@ from asyncrl.comm.request_reply.messages import decode
 from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SECURITY = RunSecret(b"s" * 32).sockets()
 
 

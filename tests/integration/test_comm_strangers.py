@@ -19,7 +19,7 @@ from asyncrl.comm.request_reply import Done, PeerGone, Request, RequestClient, R
 from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 RUN = RunSecret(b"r" * 32).sockets()
 OTHER = RunSecret(b"o" * 32).sockets()
 STRANGERS = {

@@ -33,7 +33,7 @@ from asyncrl.manager.messages import FinishedRollout, WantedRollout
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 
-HOST, LIMIT_S = "127.0.0.1", 20.0
+HOST, LIMIT_S = "127.0.0.1", 60.0
 RUN = RunSecret(b"r" * 32).sockets()
 
 

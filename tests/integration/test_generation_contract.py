@@ -554,7 +554,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
 async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
     server: Server, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, short_s, whole_s = 600, 0.4 if server.backend.kind == "embedded" else 1.0, 600.0
+    tokens, whole_s = 600, 600.0
     sampling = SamplingParams(max_new_tokens=tokens, top_p=0.9, seed=5)
     generate, calls = GenerationServerClient.generate, Counter[float]()
 
@@ -564,11 +564,14 @@ async def test_an_answer_longer_than_a_request_may_take_is_whole_and_the_same(
 
     monkeypatch.setattr(GenerationServerClient, "generate", counted)
     whole: dict[float, tuple[Completion, ...]] = {}
-    for limit_s in (whole_s, short_s):
+    for limit_s in (whole_s, 1.0, 0.4, 0.2, 0.1, 0.05):  # the first of the short ones in which it is not whole
         manager = cast("ManagerClient", OneServer(server.backend.url))
         settings: Json = {"security": server.backend.security, "max_concurrent": 1, "max_failures": 100}
         async with RolloutClient(manager, request_timeout_s=limit_s, **settings) as client:
             whole[limit_s] = (await client.generate(GenerationRequest("q", PROMPT, RUNNING, sampling))).completions
+        if calls[limit_s] > 1:
+            break
+    short_s = limit_s
     assert calls[whole_s] == 1
     assert calls[short_s] >= 2
     for completion in whole[short_s]:
@@ -721,7 +724,7 @@ async def test_a_pause_that_keeps_requests_lets_them_finish_afterwards(
 async def test_a_paused_server_is_not_ready_and_says_so_at_once(server: Server, client: GenerationServerClient) -> None:
     await client.ready(timeout_s=LIMIT_S)
     await server.ok("/pause_generation", {"mode": "abort"})
-    async with asyncio.timeout(5):  # /health_generate would take 20 s
+    async with asyncio.timeout(15):  # /health_generate would take 20 s
         status, _ = await server.get("/ready")
     assert status == 503
     await server.ok("/continue_generation")
@@ -799,7 +802,7 @@ async def test_an_update_waits_for_what_runs_unless_told_otherwise(server: Serve
 
 
 async def test_updates_of_a_paused_server_never_fail_however_much_runs_and_waits(server: Server) -> None:
-    params = {"max_new_tokens": 200, "ignore_eos": True}
+    params = {"max_new_tokens": 400, "ignore_eos": True}
     for version in range(1, 7):
         prompts = [list(PROMPT)] * (2 * RUNNING)
         batch = asyncio.create_task(server.generate(input_ids=prompts, sampling_params=params))

@@ -21,7 +21,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 FAKE_SGLANG = textwrap.dedent(
     """
@@ -183,7 +183,7 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     registration = resolver.wait(key, LIMIT_S)
     for _ in range(3):
         psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()
-        assert resolver.watch(key, LIMIT_S, last=registration) is None
+        resolver.watch(key, LIMIT_S, last=registration)  # it is gone, or the next one is there already
         registration = resolver.wait(key, LIMIT_S)
         assert status(resolver).state == "ready"
     psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()

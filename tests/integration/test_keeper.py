@@ -26,7 +26,7 @@ from asyncrl.runtime.keeper import Identity, identity_of, kill
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.process_tree import end_launch, kept, mark_of
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 WORKER = r"""
 import os, signal, socket, subprocess, sys, time
 

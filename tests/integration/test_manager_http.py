@@ -104,14 +104,14 @@ async def accept(client: ManagerClient, *names: str) -> None:
 
 async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> None:
     """Let the loop turn until `count` calls are held by the manager."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while waiting() < count:  # noqa: ASYNC110  (there is no event for "a call is being held")
             await asyncio.sleep(0)
 
 
 async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager) -> None:
     client = manager.client()
-    first = await client.allocate(wanted(*"abcde"), timeout_s=5)
+    first = await client.allocate(wanted(*"abcde"), timeout_s=30)
     assert [(grant.rollout_id, grant.version) for grant in first.granted] == [(name, 0) for name in "abcd"]
     assert (first.version, first.closed, first.returned) == (0, False, [])
     second = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
@@ -125,15 +125,15 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
 
 async def test_a_repeated_allocation_is_answered_as_before_even_without_room(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
-    again = await client.allocate(wanted(*"abcde"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    again = await client.allocate(wanted(*"abcde"), timeout_s=30)
     assert [grant.rollout_id for grant in again.granted] == list("abcd")
     assert manager.books().submitted == 4
 
 
 async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager) -> None:
     client, other = manager.client(), manager.client("rollout_worker/1")
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
     late = asyncio.create_task(client.allocate(wanted("x", "y", first=11), timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate), 1)
     early = asyncio.create_task(other.allocate(wanted("u", "v", first=10), timeout_s=30))
@@ -173,7 +173,7 @@ async def test_the_first_batch_does_not_wait_for_ever_for_a_worker(manager: Mana
 
 async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(manager: Manager) -> None:
     client, other = manager.client(), manager.client("rollout_worker/1")
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     waiting = asyncio.create_task(client.allocate([], timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate))
     await other.report_consumed(0, [], [DroppedRollout("a", "stale", True)])
@@ -227,10 +227,10 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     client.finish([FinishedRollout("a", False, "rejected", return_prompt=True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
-        await client.allocate(wanted("a"), timeout_s=5)
+        await client.allocate(wanted("a"), timeout_s=30)
 
 
 async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager: Manager) -> None:
@@ -246,9 +246,9 @@ async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager:
 
 async def test_what_ended_travels_with_the_next_call(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("b"), timeout_s=5)
+    await client.allocate(wanted("b"), timeout_s=30)
     client.finish([FinishedRollout("b", True, tokens=7)])
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     await client.schedule(request_of("q", "a"), 5)
     client.release("q")
     await client.allocate([], timeout_s=0)
@@ -282,12 +282,12 @@ async def test_an_admission_brings_a_server_for_the_first_request_where_its_size
     manager.serve(0, index=1)
     size = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
     asked = [WantedRollout(name, f"p-{name}", order, size) for order, name in enumerate("ab")]
-    granted = (await client.allocate([*asked, *wanted("c", first=2)], timeout_s=5)).granted
+    granted = (await client.allocate([*asked, *wanted("c", first=2)], timeout_s=30)).granted
     urls = [grant.route and grant.route.url for grant in granted]
     assert urls == ["http://server0", "http://server1", None]
     views = manager.service.router.servers
     assert [(view.sequences, view.tokens) for view in views] == [(4, 90), (4, 90)]
-    again = (await client.allocate(asked, timeout_s=5)).granted  # as if the reply had been lost
+    again = (await client.allocate(asked, timeout_s=30)).granted  # as if the reply had been lost
     assert [view.sequences for view in views] == [4, 4]
     assert all(grant.route is not None for grant in again)
     client.release("a")  # the request is over
@@ -300,14 +300,14 @@ async def test_an_admission_brings_a_server_for_the_first_request_where_its_size
 async def test_an_admission_without_a_server_to_be_had_leaves_its_request_to_be_scheduled(manager: Manager) -> None:
     manager.service.router.update(0, "http://server0", 0, False)
     asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
-    (grant,) = (await manager.client().allocate(asked, timeout_s=5)).granted
+    (grant,) = (await manager.client().allocate(asked, timeout_s=30)).granted
     assert grant.route is None
 
 
 async def test_no_server_comes_with_an_admission_where_servers_are_drained(manager: Manager) -> None:
     manager.service._place_first = False
     asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
-    (grant,) = (await manager.client().allocate(asked, timeout_s=5)).granted
+    (grant,) = (await manager.client().allocate(asked, timeout_s=30)).granted
     assert grant.route is None
     assert manager.service.router.placed == 0
 
@@ -315,7 +315,7 @@ async def test_no_server_comes_with_an_admission_where_servers_are_drained(manag
 async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:
     client = manager.client()
     manager.serve(3)
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     manager.service.router.update(0, "http://server0", 2, True)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
     await held(manager, lambda: len(manager.service._routes._waiters))
@@ -343,7 +343,7 @@ async def test_no_server_in_time_is_told_as_such(manager: Manager) -> None:
 
 async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     await client.schedule(request_of("q", "a"), 5)
     await accept(client, "a")
     assert manager.service.router.placed == 0
@@ -352,7 +352,7 @@ async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> N
 
 async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
     await accept(client, "a", "b")
     assert await client.wait_expiring(0, 0.01) == []
     await client.report_consumed(1, ["a", "b"], [])
@@ -365,7 +365,7 @@ async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> No
 
 async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"ab"), timeout_s=5)
+    await client.allocate(wanted(*"ab"), timeout_s=30)
     await accept(client, "b")
     await client.schedule(request_of("q", "a"), 5)
     manager.clock.now = 31.0
@@ -379,7 +379,7 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
 
 async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
     await accept(client, "a")
@@ -390,19 +390,19 @@ async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Man
 async def test_a_drop_by_the_trainer_is_final_though_the_worker_reports_the_end_later(manager: Manager) -> None:
     """The lease runs out, the prompt is run again, the trainer drops the first attempt, then its report arrives."""
     client, master = manager.client(), manager.client("master_worker/0")
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
     await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt", False)])
     await accept(client, "a")
     books = manager.books()
     assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"worker_died": 1})
-    assert len((await client.allocate(wanted(*"bcdef"), timeout_s=5)).granted) == manager.service.gate.limit
+    assert len((await client.allocate(wanted(*"bcdef"), timeout_s=30)).granted) == manager.service.gate.limit
 
 
 async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     manager.service.router.update(0, "http://server0", 0, False)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
     await held(manager, lambda: len(manager.service._routes._waiters))
@@ -431,15 +431,15 @@ async def test_what_is_placed_for_a_request_that_nobody_waits_for_any_more_is_re
 async def test_a_worker_that_was_silent_while_a_grant_was_under_way_asks_for_others(manager: Manager) -> None:
     """The reply came too late, so the call is repeated; what it granted was given up meanwhile."""
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=5)
+    await client.allocate(wanted("a"), timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
-    reply = await client.allocate(wanted("a", "b"), timeout_s=5)
+    reply = await client.allocate(wanted("a", "b"), timeout_s=30)
     assert reply.gone == ["a"]
     assert [grant.rollout_id for grant in reply.granted] == ["b"]
     assert [prompt.prompt_id for prompt in reply.returned] == ["p-a"]
     await client.abandon()
-    assert (await client.allocate(wanted("b"), timeout_s=5)).gone == ["b"]
+    assert (await client.allocate(wanted("b"), timeout_s=30)).gone == ["b"]
 
 
 async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
@@ -454,7 +454,7 @@ async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
 
 async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     client, master = manager.client(), manager.client("master_worker/0")
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
     waiting = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
     await held(manager, lambda: len(manager.service._at_gate))
     await master.close_gate()
@@ -464,7 +464,7 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
 
 async def test_abandoning_balances_the_books(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
     await accept(client, "a")
     books = await client.abandon()
     assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
@@ -483,7 +483,7 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
 
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=5)
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
     assert status.closed_s == 3.0
@@ -573,7 +573,7 @@ async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manag
 
 async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abc"), timeout_s=5)
+    await client.allocate(wanted(*"abc"), timeout_s=30)
     await accept(client, "a")
     client.finish([FinishedRollout("b", False, "all_equal")])
     await client.flush()
@@ -620,10 +620,10 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
     client = manager.client()
     prompts = ["e0-3", "e0-4", "e1-3", "e1-4"]
     ask = [WantedRollout(f"r{number}", prompt, number) for number, prompt in enumerate(prompts)]
-    await client.allocate(ask[:2], timeout_s=5)
+    await client.allocate(ask[:2], timeout_s=30)
     client.finish([FinishedRollout("r0", True, success=1.0), FinishedRollout("r1", False, "dull", success=0.5)])
     await client.flush()
-    granted = (await client.allocate(ask[2:], timeout_s=5)).granted
+    granted = (await client.allocate(ask[2:], timeout_s=30)).granted
     assert [(grant.rollout_id, grant.rests) for grant in granted] == [("r2", True), ("r3", False)]
     client.finish([FinishedRollout("r2", False, "curriculum")])
     await client.flush()

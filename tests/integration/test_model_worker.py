@@ -275,7 +275,12 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         polled = await poll
         assert [(record.rollout_id, record.head) for record in polled.rollouts] == [("step0-0", 0)]
         assert polled.rollouts[0].distinct > 0, "ranks share prefixes, so they are balanced by distinct tokens"
-        assert await client.call(PollBuffer(0, LIMIT_S), timeout_s=LIMIT_S) == polled
+        assert await client.call(PollBuffer(0, LIMIT_S, at_least=2), timeout_s=LIMIT_S) == polled, "nothing is gathered"
+        gathering = PollBuffer(0, LIMIT_S, at_least=2, gather_s=LIMIT_S)
+        poll = asyncio.create_task(client.call(gathering, timeout_s=2 * LIMIT_S))
+        await workers.pushers[0].push(trajectories(0)[1], LIMIT_S)
+        polled = await poll
+        assert [record.rollout_id for record in polled.rollouts] == ["step0-0", "step0-1"]
         after = await client.call(PollBuffer(polled.cursor, 0.0), timeout_s=LIMIT_S)
         assert after.rollouts == ()
 

@@ -16,7 +16,7 @@ from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 
 pytestmark = pytest.mark.etcd
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 ROOT = "/asyncrl/a/b"
 
 

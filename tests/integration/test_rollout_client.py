@@ -364,7 +364,7 @@ async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_serv
 async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any) -> None:
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
-    async with client_of(FixedManager(hanging, healthy), request_timeout_s=0.2) as client:
+    async with client_of(FixedManager(hanging, healthy), request_timeout_s=0.5) as client:
         result = await client.generate(request_of())
     assert len(result.completions) == 2
 
@@ -432,7 +432,7 @@ async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_ther
     server.requests.clear()
     server.hold_after = 2
     manager = FixedManager(server, other)
-    async with client_of(manager, request_timeout_s=0.2, max_failures=1) as client:
+    async with client_of(manager, request_timeout_s=0.5, max_failures=1) as client:
         result = await client.generate(request_of(tokens=12))
     assert len(manager.scheduled) == 1
     assert other.requests == [], "the prefix is cached at the first"
@@ -448,7 +448,7 @@ async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_ther
 async def test_a_long_answer_has_the_version_of_each_of_its_tokens(start_fake_server: Any) -> None:
     server = await start_fake_server()
     server.hold_after = 2
-    async with client_of(FixedManager(server), request_timeout_s=0.2, max_failures=1) as client:
+    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=1) as client:
         call = asyncio.create_task(client.generate(request_of(n=1, tokens=6)))
         await server.until(lambda: server.generated_tokens == 4)
         server.version = "3"
@@ -479,7 +479,7 @@ async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(st
     expected = await answers(server, request_of(tokens=16))
     server.requests.clear()
     server.hold_after, server.deaf = 5, True
-    async with client_of(FixedManager(server), request_timeout_s=0.2, max_failures=4) as client:
+    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=4) as client:
         result = await client.generate(request_of(tokens=16))
     assert [completion.token_ids for completion in result.completions] == expected
     asked = [sent["sampling_params"][0]["max_new_tokens"] for sent in server.requests]

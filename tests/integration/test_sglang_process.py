@@ -11,8 +11,9 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready
 
 TOKEN = "the-secret-of-the-run"
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 FAKE_SGLANG = textwrap.dedent(
     """
@@ -72,6 +73,13 @@ FAKE_SGLANG = textwrap.dedent(
     server.serve_forever()
     """
 )
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A run's folder with a path so short that sockets may lie in it."""
+    with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -187,7 +195,7 @@ async def test_the_death_of_any_of_its_processes_is_noticed_and_the_rest_ends_wi
     tree = [p for p in started() if "supervisor.py" not in " ".join(p.cmdline())]
     (target,) = [p for p in tree if (p.pid == served.pid) == (victim == "sglang.launch_server")]
     target.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         reason = await host.failed()
     assert ("killed by SIGKILL" if target.pid == served.pid else victim) in reason
     segment = segment_in(reason)
@@ -217,8 +225,8 @@ async def test_a_server_that_does_not_start_says_why_and_leaves_nothing(make: Ma
 async def test_a_server_that_is_not_ready_in_time_is_ended(
     make: Make, started: Started, config: ExperimentConfig
 ) -> None:
-    config.generation.start_timeout_s = 2.0
-    with pytest.raises(EngineStartError, match=r"generation\.start_timeout_s=2: .*/ready answered 503"):
+    config.generation.start_timeout_s = 4.0
+    with pytest.raises(EngineStartError, match=r"generation\.start_timeout_s=4: .*/ready answered 503"):
         await make("never_ready").start()
     assert not started()
 

@@ -23,7 +23,7 @@ from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.weights.transports.tensor import TensorTransport
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def trainer_end(transport: TensorTransport) -> MemoryTrainerEnd:

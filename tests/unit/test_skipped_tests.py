@@ -35,7 +35,7 @@ def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includ
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert [line for line in ended.stdout.splitlines() if "skipped: " in line] == [

@@ -60,7 +60,7 @@ async def test_a_client_that_times_out_and_tries_again_leaves_one_record(
 ) -> None:
     policy.gate.clear()
     async with openai.AsyncOpenAI(
-        base_url=session.base_url, api_key=session.api_key, max_retries=2, timeout=0.3
+        base_url=session.base_url, api_key=session.api_key, max_retries=2, timeout=1.0
     ) as client:
         call = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await until(lambda: policy.cancelled == 1)

@@ -14,7 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 
 HOST = "127.0.0.1"
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @asynccontextmanager

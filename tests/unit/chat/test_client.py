@@ -126,7 +126,7 @@ async def test_a_thousand_episodes_of_three_turns_do_not_drift(chat_format: Make
     assert drifting > 900, "the policy's tokens are not those of the tokenizer, so that a drift would show"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
@@ -154,7 +154,7 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     assert client.metrics.get("chat/drift_text", 0) == 0
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
     chat_format: MakeFormat, prompt: Prompt, data: st.DataObject

@@ -82,7 +82,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
     (link,) = sender._links.values()
     assert isinstance(link, NarrowLink)
     await asyncio.gather(*(sender.push(trajectory(number)) for number in range(COUNT)))
-    assert await sender.close(1.0) == []
+    assert await sender.close(60.0) == []
     assert [seq for message in link.messages for seq in message] == list(range(COUNT))
     assert [len(message) for message in link.messages] == [messages.BATCH_TRAJECTORIES] * 4
     assert takes <= COUNT + 4 * len(link.messages) + 2, "what waits was taken and given back again and again"
@@ -92,6 +92,6 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
     sender = TrajectoryPusher(["wide", "full"], None, identity="test")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
-    assert await sender.close(1.0) == []
+    assert await sender.close(60.0) == []

@@ -22,6 +22,7 @@ class Workers:
         self.received: list[list[RolloutRecord]] = [[] for _ in range(count)]
         self.wake = [asyncio.Event() for _ in range(count)]
         self.polls: list[tuple[int, int, float]] = []
+        self.asked: list[int] = []
         self.discarded: list[tuple[int, str]] = []
         self.failure: Exception | None = None
 
@@ -41,6 +42,7 @@ class Worker:
             workers.discarded += [(self.index, rollout_id) for rollout_id in request.rollout_ids]
             return Done()
         workers.polls.append((self.index, request.cursor, request.timeout_s))
+        workers.asked.append(request.at_least)
         if request.timeout_s:
             await workers.wake[self.index].wait()
             workers.wake[self.index].clear()
@@ -73,7 +75,7 @@ async def rounds(number: int = 20) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # what is waited for is the loop itself
             await asyncio.sleep(0)
 
@@ -105,6 +107,24 @@ async def test_records_reach_the_buffer_and_wake_who_waits() -> None:
     assert len(buffer) == 1
     assert (collector.generated_tokens, collector.generated_samples) == (4, 2)
     await until(lambda: workers.polls[-1][:2] == (1, 1))
+    await collector.close()
+
+
+async def test_who_waits_for_many_has_each_head_gather_its_share() -> None:
+    workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
+    collector = Collector(list(workers), buffer)
+    collector.start()
+    await rounds()
+    assert workers.asked == [1, 1], "nobody waits"
+    waiting = asyncio.create_task(collector.changed(missing=9))
+    await rounds()
+    workers.received[1].append(record(0, worker=1))
+    workers.wake[1].set()
+    await waiting
+    again = asyncio.create_task(collector.changed(missing=8))
+    await until(lambda: len(workers.asked) == 3)
+    assert workers.asked[2] == 4
+    again.cancel()
     await collector.close()
 
 
@@ -158,7 +178,7 @@ async def test_a_worker_that_is_silent_for_a_while_is_asked_again() -> None:
         waiting = asyncio.create_task(collector.refresh())
         await rounds(3)
         assert collector.silent == {0}
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiting
         assert len(buffer) == 1
         assert collector.silent == set()

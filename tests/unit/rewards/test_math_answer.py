@@ -196,7 +196,7 @@ def test_no_completion_raises(completion: str) -> None:
     assert math_answer_reward(GSM8K_ROW, f"#### {completion}") in (0.0, 1.0)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "completion",
     ["#### " + "9" * 100_000, "\\boxed{" * 20_000, "#### 1e999999999", "#### 1/" + "7" * 10_000, "#### 10^8!"],
@@ -208,6 +208,7 @@ def test_a_hostile_completion_is_wrong_without_delay(completion: str) -> None:
 def test_a_busy_machine_makes_no_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is on this process's CPU time: a parser that is kept waiting for longer has as much of it as before."""
     parse, verify = math_answer._math_verify()
+    assert answers_agree("2+x", "x+2")  # what it does once, the first time, is done
 
     def kept_waiting(*args: object, **kwargs: object) -> object:
         time.sleep(0.3)

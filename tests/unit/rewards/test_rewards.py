@@ -73,7 +73,7 @@ def code_tests() -> CodeTestsReward:
         Sandbox()
     except SandboxUnavailable as error:
         pytest.skip(str(error))
-    return CodeTestsReward(timeout_s=2.0, memory_mb=256)
+    return CodeTestsReward(timeout_s=60.0, memory_mb=256)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,10 @@ def code_tests() -> CodeTestsReward:
         "",
     ],
 )
-def test_a_hostile_program_fails_its_test(code_tests: CodeTestsReward, program: str) -> None:
-    assert code_tests({"tests": [{"input": "", "output": "3"}]}, f"```python\n{program}\n```") == 0.0
+@pytest.mark.usefixtures("code_tests")
+def test_a_hostile_program_fails_its_test(program: str) -> None:
+    impatient = CodeTestsReward(timeout_s=2.0, memory_mb=256)
+    assert impatient({"tests": [{"input": "", "output": "3"}]}, f"```python\n{program}\n```") == 0.0
 
 
 def test_a_program_that_ends_before_its_asserts_has_not_passed(code_tests: CodeTestsReward) -> None:

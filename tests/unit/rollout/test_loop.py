@@ -297,7 +297,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
     loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not enough():  # noqa: ASYNC110  # what is waited for is the loop itself
                 await asyncio.sleep(0)
     finally:
@@ -457,7 +457,7 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     assert gate.asked.count(first) == 1
 
     again = FakeGate(admit=4)
-    again.goal = 5
+    again.goal = 12
     original = again.allocate
 
     async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:

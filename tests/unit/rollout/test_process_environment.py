@@ -224,7 +224,7 @@ async def test_what_an_environment_does_wrong_costs_its_episode_is_counted_and_t
     async with asyncio.timeout(300):
         samples, counted = await run_group(
             agent_of(play, {}),
-            lambda: make("Hostile", timeout_s=3.0 if next(members) in quick else 60.0),
+            lambda: make("Hostile", timeout_s=6.0 if next(members) in quick else 60.0),
             prompt,
             Policy(),
             lambda client, own: EpisodeClient(client, own, own.member, None),

@@ -365,7 +365,7 @@ async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
     config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", ":hostile_agent"), RunIn.process
     config.agent.args, config.rollout.user_code.process_children = {"deed": deed}, 4
     if deed == "hangs":
-        config.rollout.rollout_timeout_s = 5.0
+        config.rollout.rollout_timeout_s = 10.0
     samples, metrics, _ = await roll_out(config)
     assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (2.0, 2)]
     assert metrics[f"rollout/lost_episodes: agent {config.agent.path} {how}"] == 1.0

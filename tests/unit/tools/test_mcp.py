@@ -122,9 +122,9 @@ async def test_a_server_that_dies_costs_a_call_and_is_started_again(offloader, s
 
 
 async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, server):
-    async with RunTools((), [_over_stdio(server, tools=["add", "slow"], timeout_s=1.0)], offloader) as tools:
+    async with RunTools((), [_over_stdio(server, tools=["add", "slow"], timeout_s=4.0)], offloader) as tools:
         slow, added = await asyncio.gather(_call(tools, "slow", {}), _call(tools, "add", {"a": 1}))
-        assert "did not answer within 1 s" in slow
+        assert "did not answer within 4 s" in slow
         assert added == "2"
 
 

@@ -1,0 +1,25 @@
+"""Ports for servers that do not choose one themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+
+_FIRST = 10_000
+_LAST = 30_000
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports in a row on loopback that nobody has now, and that the kernel gives to nobody who asks for any port: so
+    they are still free when the server starts, and when it is started again.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = min(_LAST, given) if given > _FIRST + count else _LAST
+    while True:
+        first = _FIRST + secrets.randbelow(end - _FIRST - count)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return list(range(first, first + count))
