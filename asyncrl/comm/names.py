@@ -11,6 +11,8 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     joined/<kind>/<index>           who added a worker to the run that goes on
+    staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
+    model_copies/<host>             folder of the initial model on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
@@ -28,6 +30,7 @@ import msgspec
 MODEL_WORKER = "model_worker"
 GENERATION_SERVER = "generation_server"
 ROLLOUT_WORKER = "rollout_worker"
+STAGING_SERVER = "staging_server"
 GSERVER_MANAGER = "gserver_manager"
 MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
@@ -46,6 +49,8 @@ PUSHERS = "trajectory_pushers"
 """Subtree of all trajectory pushers."""
 GENERATION_SERVERS = "generation_servers"
 """Subtree of all generation servers."""
+STAGING_SERVERS = "staging_servers"
+"""Subtree of the staging servers' URLs, where hosts share no folder."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
@@ -166,6 +171,16 @@ def pusher_key(index: int) -> str:
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
+
+
+def staging_server_key(index: int) -> str:
+    """URL of staging server `index`."""
+    return f"{STAGING_SERVERS}/{index}"
+
+
+def model_copy_key(host: str) -> str:
+    """Folder of the initial model on the host at this address."""
+    return f"model_copies/{host}"
 
 
 def joined_key(kind: str, index: int) -> str:

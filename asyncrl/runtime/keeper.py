@@ -49,6 +49,7 @@ import math
 import os
 import select
 import signal
+import stat
 import sys
 import time
 from collections import defaultdict
@@ -72,12 +73,16 @@ _LONGEST_ORDER = 1 << 20
 
 
 class Order(NamedTuple):
-    """What to run on another host; `environment` comes on top of that of the login there."""
+    """What to run on another host, in `folder`; `environment` comes on top of that of the login there.
+
+    `files`, by name with their content, are put into the folder first, which is made where there is none.
+    """
 
     command: list[str]
     environment: dict[str, str]
     folder: str
     silence_s: float
+    files: dict[str, str] = {}  # noqa: RUF012 - a tuple's default, which nobody changes
 
 
 class Identity(NamedTuple):
@@ -95,6 +100,8 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     if not command:
         order = _read_order()
         command, silence_s = order.command, order.silence_s
+        if order.files:
+            put_files(order.folder, order.files)
         os.chdir(order.folder)
         os.environ.update(order.environment)
         end_earlier(order.environment.get(PLACE_VARIABLE, ""))
@@ -138,6 +145,21 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         _, status = os.waitpid(child, 0)
     end_descendants()
     return status
+
+
+def put_files(folder: str, files: dict[str, str]) -> None:
+    """Write `files` into `folder`, for this user alone, each at once: others of the run may read them just now."""
+    os.umask(0o077)
+    os.makedirs(folder, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        sys.exit(f"{folder} is no folder of user {os.geteuid()} that only they can write to: remove it")
+    for name, content in files.items():
+        aside = os.path.join(folder, f".{name}.{os.getpid()}")
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        os.replace(aside, os.path.join(folder, name))
 
 
 def _detach() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -303,12 +303,21 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
 class Ordered:
     """A keeper as ssh starts it on another host: told all over its standard input."""
 
-    def __init__(self, folder: Path, program: str, silence_s: float = 60.0, place: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        program: str,
+        silence_s: float = 60.0,
+        *,
+        place: str = "",
+        files: Mapping[str, str] | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", keeper.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        command = [sys.executable, "-c", program]
         environment = {"MINE": "my secret"} | ({keeper.PLACE_VARIABLE: place} if place else {})
-        order = keeper.Order([sys.executable, "-c", program], environment, str(folder), silence_s)
+        order = keeper.Order(command, environment, str(folder), silence_s, dict(files or {}))
         self.tell(json.dumps(order._asdict()).encode() + b"\n")
 
     def tell(self, what: bytes) -> None:
@@ -337,6 +346,26 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 print(os.getpid(), os.getcwd(), os.environ["MINE"], flush=True)
 time.sleep(600)
 """
+
+
+def test_on_a_host_with_a_disk_of_its_own_the_files_come_first_and_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "runs" / "mine"
+    reads = "print(open('secret').read(), open('config.yaml').read(), flush=True)"
+    for number in range(2):  # of a run that is continued, with another secret
+        ordered = Ordered(folder, reads, files={"secret": f"s{number}", "config.yaml": "c: 1"})
+        assert ordered.line() == f"s{number} c: 1"
+        assert ordered.end() == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret"]
+    modes = [path.stat().st_mode & 0o777 for path in (folder.parent, folder, folder / "secret")]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_nothing_is_put_into_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert Ordered(folder, "print('ran')", files={"secret": "s"}).end() != 0
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("told", "code"), [(keeper.STOP, 7), (keeper.KILL, 128 + signal.SIGKILL)])
