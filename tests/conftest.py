@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -256,15 +256,18 @@ def http_security(tmp_path: Path) -> HttpSecurity:
 class Run:
     """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
 
-    A setting that `overrides` gives as None stays what the experiment says. `experiment` may go on with options.
+    A setting that `overrides` gives as None stays what the experiment says. `experiment` may go on with options;
+    `inside` is what the command line begins with, to run it in a place of its own.
     """
 
-    def __init__(self, root: Path, overrides: dict[str, Any], experiment: str = "async_ppo") -> None:
+    def __init__(
+        self, root: Path, overrides: dict[str, Any], experiment: str = "async_ppo", inside: Sequence[str] = ()
+    ) -> None:
         settings = SETTINGS | {"fileroot": root} | overrides
         self.run_dir = root / str(settings["experiment_name"]) / str(settings.get("trial_name", "trial0"))
         arguments = [f"{name}={value}" for name, value in settings.items() if value is not None]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch", *experiment.split(), *arguments],
+            [*inside, sys.executable, "-m", "asyncrl.launch", *experiment.split(), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -443,10 +446,10 @@ def start_run(tmp_path: Path, tiny_model: Path) -> Iterator[StartRun]:
     (tmp_path / "rewards.py").write_text(REWARD)
     runs: list[Run] = []
 
-    def start(experiment: str = "async_ppo", **overrides: Any) -> Run:
+    def start(experiment: str = "async_ppo", *, inside: Sequence[str] = (), **overrides: Any) -> Run:
         settings = {"model.path": tiny_model, "reward.path": f"{tmp_path / 'rewards.py'}:even_digits"}
         settings |= {name.replace("__", "."): value for name, value in overrides.items()}
-        runs.append(Run(tmp_path, settings, experiment))
+        runs.append(Run(tmp_path, settings, experiment, inside))
         return runs[-1]
 
     yield start

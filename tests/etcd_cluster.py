@@ -37,16 +37,18 @@ def needs_etcd() -> None:
 
 
 class EtcdCluster:
-    """`members` servers with their data in `folder`; with `tls` clients need a certificate of its authority."""
+    """`members` servers with their data in `folder`, for clients at `host`; with `tls` these need a certificate of its
+    authority.
+    """
 
-    def __init__(self, folder: Path, members: int = 1, *, tls: bool = False) -> None:
+    def __init__(self, folder: Path, members: int = 1, *, tls: bool = False, host: str = "127.0.0.1") -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._tls = tls
         if tls:
             make_certificates(folder)
         ports = free_ports(3 * members)
-        self.members = [f"127.0.0.1:{port}" for port in ports[:members]]
+        self.members = [f"{host}:{port}" for port in ports[:members]]
         peers = [f"http://127.0.0.1:{port}" for port in ports[members : 2 * members]]
         cluster = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
         self._metrics = [f"http://127.0.0.1:{port}" for port in ports[2 * members :]]

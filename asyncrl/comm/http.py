@@ -6,7 +6,8 @@ Where the run has a secret, a server is spoken to only if it proves by TLS that 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar, overload
 
 import aiohttp
@@ -23,6 +24,11 @@ KEEP_ALIVE_S = 4.0
 """An idle connection is closed before the server does it, which would break the next call; uvicorn does after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
 """A peer on the same network that does not accept a connection within this is not there."""
+
+
+PIECE_BYTES = 1 << 20
+"""Most that `JsonHttp.pieces` gives at a time."""
+_SHOWN_BYTES = 500
 
 
 class HttpError(Exception):
@@ -100,6 +106,28 @@ class JsonHttp:
         if reply is None and (answer.content_type != "application/json" or not content):
             return None
         return decoded_reply(url, answer.status, content, reply)
+
+    async def pieces(self, url: str, *, silence_s: float) -> AsyncGenerator[bytes]:
+        """The body of `url`, which may be of any length, piece by piece as it comes; close it if it is not read out.
+
+        Raises:
+            HttpUnreachable: no connection, or it broke before the whole body was there.
+            HttpTimeout: nothing came for `silence_s`.
+            HttpRefused: see there.
+        """
+        limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, silence_s), sock_read=silence_s)
+        tls, proofs = self._proofs(url)
+        headers = {**(proofs or {}), "Accept-Encoding": "identity"}
+        try:
+            async with self._open().get(url, headers=headers, ssl=tls, timeout=limits, allow_redirects=False) as answer:
+                if answer.status != HTTPStatus.OK:
+                    raise HttpRefused(url, answer.status, await answer.content.read(_SHOWN_BYTES))
+                async for piece in answer.content.iter_chunked(PIECE_BYTES):
+                    yield piece
+        except TimeoutError as error:
+            raise HttpTimeout(f"{url} was silent for {silence_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise HttpUnreachable(f"{url} broke off: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         """Close every connection; calls under way fail."""

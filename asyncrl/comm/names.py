@@ -3,12 +3,16 @@
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
     run                             who has the trial: `TrialHolder`
+    launch                          the launch whose processes have these names; those of others end
+    incarnations/<kind>/<index>     how many of a worker's processes were given up; those end that were
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     joined/<kind>/<index>           who added a worker to the run that goes on
+    staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
+    model_copies/<host>             folder of the initial model on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
@@ -26,6 +30,7 @@ import msgspec
 MODEL_WORKER = "model_worker"
 GENERATION_SERVER = "generation_server"
 ROLLOUT_WORKER = "rollout_worker"
+STAGING_SERVER = "staging_server"
 GSERVER_MANAGER = "gserver_manager"
 MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
@@ -44,6 +49,8 @@ PUSHERS = "trajectory_pushers"
 """Subtree of all trajectory pushers."""
 GENERATION_SERVERS = "generation_servers"
 """Subtree of all generation servers."""
+STAGING_SERVERS = "staging_servers"
+"""Subtree of the staging servers' URLs, where hosts share no folder."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
@@ -54,6 +61,12 @@ WORKERS = "workers"
 """Subtree of every worker's address."""
 DATA_STATE_KEY = "data_state"
 """`DataState`: present once the RolloutWorkers may begin."""
+
+
+LAUNCH_KEY = "launch"
+"""The launch whose processes have the names of this trial; it stays when that one ends."""
+INCARNATIONS = "incarnations"
+"""Subtree of how many processes of each worker were given up; there is no entry for those of which none was."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +153,11 @@ def status_key(kind: str, index: int) -> str:
     return f"{STATUSES}/{kind}/{index}"
 
 
+def incarnation_key(kind: str, index: int) -> str:
+    """How many processes of worker `index` of `kind` were given up."""
+    return f"{INCARNATIONS}/{kind}/{index}"
+
+
 def puller_key(dp: int) -> str:
     """Address of the trajectory puller of data-parallel head `dp`."""
     return f"{PULLERS}/{dp}"
@@ -153,6 +171,16 @@ def pusher_key(index: int) -> str:
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
+
+
+def staging_server_key(index: int) -> str:
+    """URL of staging server `index`."""
+    return f"{STAGING_SERVERS}/{index}"
+
+
+def model_copy_key(host: str) -> str:
+    """Folder of the initial model on the host at this address."""
+    return f"model_copies/{host}"
 
 
 def joined_key(kind: str, index: int) -> str:

@@ -90,6 +90,8 @@ def joinable(run_dir: Path, kind: str, host: str) -> ExperimentConfig:
         raise JoinError(f"{run_dir} is a replay of kept samples, which asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
         raise JoinError(f"--host={host}: this run has system.encrypt=false, so its servers stay on 127.0.0.1")
+    if not config.system.shared:
+        raise JoinError("system.shared=false: nothing brings weights to this host's disk; name it in system.hosts")
     transport = config.manager.weight_transport
     if transport != "disk" and host not in {"", config.system.host, *LOOPBACK}:
         raise JoinError(f"--host={host}: manager.weight_transport={transport!r} sends to servers of the trainer's host")

@@ -58,6 +58,10 @@ class UpdateFailed(HttpError):
     """The server did not take the weights, or does not serve them: what it has now is unknown."""
 
 
+class DamagedVersion(UpdateFailed):
+    """The server found the files of the version damaged before it touched its own weights, which it keeps."""
+
+
 class UnknownToken(ValueError):
     """A prompt holds a token id outside the vocabulary."""
 
@@ -291,13 +295,14 @@ class GenerationServerClient:
         runs is ended first; otherwise a server that is not paused finishes it first.
 
         Raises:
+            DamagedVersion: the server refused the files as damaged, and has the weights it had.
             UpdateFailed: the server refused, or does not name the version afterwards.
         """
         body = UpdateWeightsRequest(path, str(version), flush_cache=not keep_cache, abort_all_requests=abort_all)
         try:
             reply = await self._http.call("POST", f"{self.url}/update_weights_from_disk", body, timeout_s=timeout_s)
         except HttpRefused as error:
-            raise UpdateFailed(str(error)) from error
+            raise (DamagedVersion if _names_damage(error) else UpdateFailed)(str(error)) from error
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise UpdateFailed(f"{self.url} did not take version {version}: {str(reply)[:300]}")
         named = reply.get("weight_version")
@@ -352,6 +357,20 @@ async def connect(url: str, security: HttpSecurity | None) -> AsyncIterator[Gene
         yield GenerationServerClient(http, url)
     finally:
         await http.close()
+
+
+def _names_damage(error: HttpRefused) -> bool:
+    """Whether the refusal says that the files are damaged, and so that nothing was replaced."""
+    try:
+        return msgspec.json.decode(error.body, type=_Refusal).damaged
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+class _Refusal(msgspec.Struct):
+    """Of a weight update, as the embedded engine words it."""
+
+    damaged: bool = False
 
 
 def _item_params(common: dict[str, Any], item: GenerateItem) -> dict[str, Any]:

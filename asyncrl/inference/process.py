@@ -27,7 +27,7 @@ from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.hardware import count_gpus
 from asyncrl.runtime.restart_budget import RestartBudget
-from asyncrl.runtime.waiting import StopRequested, or_stop
+from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.runtime.worker import AsyncWorker
 
 
@@ -40,13 +40,25 @@ class GenerationServer(AsyncWorker):
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
-        host = self._make_host()
         try:
-            await or_stop(self._keep_up(host), self.stop, math.inf)
+            if not self.config.system.shared:
+                self.config.model.path = await self._model_on_this_host()
+            host = self._make_host()
+            try:
+                await or_stop(self._keep_up(host), self.stop, math.inf)
+            finally:
+                await host.stop()
         except StopRequested:
             self.log.info("asked to stop; the engine is ended")
-        finally:
-            await host.stop()
+
+    async def _model_on_this_host(self) -> str:
+        """Where the initial model is, once the host's staging server has it.
+
+        Raises:
+            NameResolveTimeout: it has not within `generation.start_timeout_s`.
+        """
+        key, limit_s = names.model_copy_key(self.config.system.host), self.config.generation.start_timeout_s
+        return await await_name(self.resolver, key, limit_s, self.stop)
 
     async def _keep_up(self, host: EngineHost) -> Never:
         """Start the engine and register it, again and again.

@@ -4,6 +4,7 @@
     http              HTTP around them, with the types in `messages`
     fleet/decisions   what each generation server should do next, to get the newest weights
     fleet/runner      does it, and tells the router
+    fleet/staging     brings versions to hosts that share no folder
 
 This file finds out what happens elsewhere, in name resolution: which servers and workers there are, and which weights
 were published.
@@ -20,9 +21,11 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.datasets.curriculum import Curriculum
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.http_server import ManagerHttp
 from asyncrl.manager.messages import Empty, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
@@ -64,7 +67,9 @@ class GserverManager(AsyncWorker):
             log_file=self.run_dir / MANAGER_LOG_FILE,
         )
         updates = config.manager
-        self._decisions = FleetDecisions(updates.update_mode, updates.update_timeout_s, updates.update_fraction)
+        self._decisions = FleetDecisions(
+            updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
+        )
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
@@ -86,6 +91,7 @@ class GserverManager(AsyncWorker):
             log=self.log,
             clock=self._clock,
         )
+        self._staging = None if self.config.system.shared else self._make_staging(servers_http)
         registry = manager_registry(self._service, self._decisions, self._canary)
         verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
@@ -103,6 +109,8 @@ class GserverManager(AsyncWorker):
                     self._watch_versions(),
                     self._watch_registrations(),
                 ]
+                if self._staging is not None:
+                    works += [self._staging.run(), self._watch_hosts(self._staging)]
                 if not recovered:
                     works.append(self._begin())
                 tasks = [loops.create_task(work) for work in works]
@@ -114,6 +122,16 @@ class GserverManager(AsyncWorker):
             await servers_http.close()
             publisher.close()
             self._service.log.close()
+
+    def _make_staging(self, http: JsonHttp) -> Staging:
+        return Staging(
+            http,
+            str(self.config.model.path),
+            self._decisions,
+            self._fleet_runner.arrived,
+            log=self.log,
+            clock=self._clock,
+        )
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""
@@ -170,9 +188,13 @@ class GserverManager(AsyncWorker):
                 continue
 
     async def _take(self, target: Target) -> None:
-        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving."""
+        """Make `target` the servers' goal; a torn or mismatching one is refused, and the old version keeps serving.
+
+        Checksums are whoever's who reads: the embedded engine's. SGLang makes none, so for that it is done here.
+        """
+        summed = self.config.generation.backend == GenerationBackend.sglang
         try:
-            manifest = await asyncio.to_thread(verify, Path(target.path))
+            manifest = await asyncio.to_thread(verify, Path(target.path), checksums=summed)
             if self._first_manifest is not None:
                 self._first_manifest.check_same_tensors(manifest)
             if manifest.version != target.version:
@@ -182,6 +204,15 @@ class GserverManager(AsyncWorker):
             return
         self._first_manifest = self._first_manifest or manifest
         self._fleet_runner.publish(target)
+        if self._staging is not None:
+            self._staging.publish(target)
+
+    async def _watch_hosts(self, staging: Staging) -> None:
+        """Follow which staging servers there are."""
+        registered = await asyncio.to_thread(self.resolver.follow, names.STAGING_SERVERS)
+        while True:
+            staging.registered({names.index_of(key): url for key, url in registered.entries().items()})
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     async def _watch_registrations(self) -> None:
         """Follow which generation servers and RolloutWorkers there are."""

@@ -20,9 +20,11 @@ class Ranks:
         workers: by index.
         publisher: index of the one that publishes the actor, and commits checkpoints.
         limit_s: how long a reply may take.
+        master: the incarnation of the master that calls.
     """
 
-    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float) -> None:
+    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float, master: int = 0) -> None:
+        self.master = master
         self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
 
     async def all(self, request: Request[R]) -> list[R]:

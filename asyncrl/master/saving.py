@@ -69,7 +69,7 @@ class Checkpoints:
         await self.finish()
         path = str(self._root / f"v{progress.version}")
         self._check()  # there may be little time
-        await self._ranks.all(SaveCheckpoint(path, progress.version, state))
+        await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:
@@ -135,7 +135,8 @@ class KeptSteps:
             return
         self._path = f"v{version}"
         try:
-            await self._ranks.all(SaveCheckpoint(self._path, version, state, of_last_step=True))
+            request = SaveCheckpoint(self._path, version, state, of_last_step=True, master=self._ranks.master)
+            await self._ranks.all(request)
         except RemoteError as error:
             self._keep_no_more(error)
 

@@ -166,7 +166,7 @@ class TrainLoop:
         )
         self._order = BufferOrder(config.buffer.order)
         self._limit_s = config.system.stall_timeout_s
-        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s)
+        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s, incarnation)
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
         self._executor = Executor(graph, routes.placement, peers.workers, self._limit_s, moves)
@@ -389,7 +389,7 @@ class TrainLoop:
         recent = {self.version, self.version - 1, self._on_disk, self._announcer.announced}
         in_use = recent.union(self._announcer.put_off, self._status.versions_in_use)
         published, _ = await asyncio.gather(
-            self._ranks.some(self._actors, Publish(ACTOR, self.version, to_disk)),
+            self._ranks.some(self._actors, Publish(ACTOR, self.version, to_disk, self._incarnation)),
             self._ranks.all(CollectWeights(ACTOR, tuple(sorted(in_use)))),
         )
         return published[0].path

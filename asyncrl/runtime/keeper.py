@@ -23,6 +23,11 @@ its end being told: after `silence_s` without a byte the launcher counts as gone
 code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end with
 1 when they fail themselves. There is no grace there.
 
+A host that was cut off may still run what the launcher has given up, for as long as that keeper's `silence_s` lasts, or
+longer where everything there was stopped. So before a keeper starts a process it kills whatever runs there of earlier
+ones in the same place, which it knows by their environment (`PLACE_VARIABLE`): of two, the later always has the host
+for itself. An order that comes late, after one that was given later, is refused.
+
 Ray kills what it finds below an actor that ends, and nothing else: this process, while what had left it would live on.
 So `--detached` makes it no child of the actor's. Its exit code goes to the descriptor FD, and it begins as a process of
 a login does: Ray's actors run at a lower priority and with SIGINT blocked.
@@ -44,6 +49,7 @@ import math
 import os
 import select
 import signal
+import stat
 import sys
 import time
 from collections import defaultdict
@@ -58,18 +64,25 @@ _POLL_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+PLACE_VARIABLE = "ASYNCRL_PLACE"
+"""Environment variable of a process on another host: a number that grows from start to start, a space, and its place:
+whose process it is of which run."""
 STOP, KILL, ALIVE = b"s", b"k", b"."
 TOLD_FAILED = 101
 _LONGEST_ORDER = 1 << 20
 
 
 class Order(NamedTuple):
-    """What to run on another host; `environment` comes on top of that of the login there."""
+    """What to run on another host, in `folder`; `environment` comes on top of that of the login there.
+
+    `files`, by name with their content, are put into the folder first, which is made where there is none.
+    """
 
     command: list[str]
     environment: dict[str, str]
     folder: str
     silence_s: float
+    files: dict[str, str] = {}  # noqa: RUF012 - a tuple's default, which nobody changes
 
 
 class Identity(NamedTuple):
@@ -87,8 +100,11 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     if not command:
         order = _read_order()
         command, silence_s = order.command, order.silence_s
+        if order.files:
+            put_files(order.folder, order.files)
         os.chdir(order.folder)
         os.environ.update(order.environment)
+        end_earlier(order.environment.get(PLACE_VARIABLE, ""))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
@@ -131,6 +147,21 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     return status
 
 
+def put_files(folder: str, files: dict[str, str]) -> None:
+    """Write `files` into `folder`, for this user alone, each at once: others of the run may read them just now."""
+    os.umask(0o077)
+    os.makedirs(folder, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        sys.exit(f"{folder} is no folder of user {os.geteuid()} that only they can write to: remove it")
+    for name, content in files.items():
+        aside = os.path.join(folder, f".{name}.{os.getpid()}")
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        os.replace(aside, os.path.join(folder, name))
+
+
 def _detach() -> None:
     """Go on as a process of its own session, whose parent is gone; see the module's docstring."""
     if os.fork():
@@ -171,6 +202,40 @@ def _start(command: list[str]) -> int:
         print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(127)
+
+
+def end_earlier(mark: str) -> None:
+    """Kill what still runs on this host of processes that were started before in the place that `mark` names.
+
+    Exits where a later one is there, or an earlier one does not go away.
+    """
+    number, _, place = mark.partition(" ")
+    deadline, told = time.monotonic() + GONE_LIMIT_S, set[Identity]()
+    while place and (found := _in_place(place.encode())):
+        if any(other > int(number) for other in found.values()):
+            sys.exit(f"a later process has its place by now: {place}")
+        if time.monotonic() > deadline:
+            sys.exit(f"an earlier one is still there {GONE_LIMIT_S:g} s after SIGKILL: {[p.pid for p in found]}")
+        for process in found:
+            if process not in told:
+                print(f"pid {process.pid} was given up, and still ran: killed", flush=True)
+            told.add(process)
+            kill(process)
+        time.sleep(_POLL_S)
+
+
+def _in_place(place: bytes) -> dict[Identity, int]:
+    """The processes here whose environment names this place, with their numbers."""
+    found = {}
+    for pid in _ids():
+        identity = identity_of(pid)
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                number, _, theirs = value.partition(b" ")
+                if name == PLACE_VARIABLE.encode() and theirs == place and identity is not None:
+                    found[identity] = int(number)
+    return found
 
 
 def reap() -> dict[int, int]:

@@ -19,9 +19,11 @@ from asyncrl.comm.names import (
     MODEL_WORKER,
     RECORDER,
     ROLLOUT_WORKER,
+    STAGING_SERVER,
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.runtime.settings import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.settings import placement
 
@@ -133,6 +135,10 @@ def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Res
     return Resources(generation.threads, _dealt(index, generation.sglang.tensor_parallel, ours), niceness)
 
 
+def _staging_servers(config: ExperimentConfig) -> int:
+    return len(staging_hosts(config)) if _generation_servers(config) else 0
+
+
 def _rollout_workers(config: ExperimentConfig) -> int:
     return 0 if config.samples.replay else config.rollout.workers
 
@@ -155,6 +161,13 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 
 KINDS = {
+    STAGING_SERVER: ProcessKind(
+        "asyncrl.staging.process:StagingServer",
+        _staging_servers,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+    ),
     MODEL_WORKER: ProcessKind(
         "asyncrl.trainer.process:ModelWorker", _training_ranks, _training_rank, restart=Restart.together
     ),

@@ -125,6 +125,7 @@ class Launcher:
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
+                await self._give_up([worker.plan for worker in self._workers])
                 await asyncio.to_thread(self._trial.begin_again)
             return code
         finally:
@@ -170,12 +171,17 @@ class Launcher:
         """Stop everything once another launch has the trial's names: the two would answer each other's calls."""
         while not self._claim_lost:
             await asyncio.sleep(LEASE_S / 3)
-            try:
-                self._claim_lost = await asyncio.to_thread(self._trial.is_lost)
-            except NameResolveError as error:
-                self._display.note(f"name resolution cannot be reached, trying again: {error}")
+            await self._has_lost_claim()
         self._display.note(f"FAILED: this launcher was silent for {LEASE_S:g} s, and another took the trial over")
         self._ends.put_nowait(None)
+
+    async def _has_lost_claim(self) -> bool:
+        """Asked before anything is replaced, too: it may have ended because the other launch gave it up."""
+        try:
+            self._claim_lost = self._claim_lost or await asyncio.to_thread(self._trial.is_lost)
+        except NameResolveError as error:
+            self._display.note(f"name resolution cannot be reached, trying again: {error}")
+        return self._claim_lost
 
     async def _start(self, plan: WorkerPlan) -> None:
         """Start a process, and have its end reported."""
@@ -228,7 +234,7 @@ class Launcher:
         """What is started again after this end; `alone` also where the run goes on without the process."""
         kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
         together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
-        replaceable = kind.restart != Restart.nothing and not self._interrupts
+        replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
             lost = together and not await asyncio.to_thread(self._trial.last_step_is_there)
             counted = TRAINER if ended.exit_code == EXIT_TOGETHER else name  # its own death was counted before
@@ -275,15 +281,22 @@ class Launcher:
         await _wait_for(workers, STOP_LIMIT_S)
         for worker in workers:
             self._workers.remove(worker)
-            self._deaths[worker.plan.name] += 1
+        plans = [worker.plan for worker in workers]
+        await self._give_up(plans)
         if what == TRAINER:
             await asyncio.to_thread(self._trial.forget_trainer)
-        plans = [worker.plan for worker in workers]
         for plan in plans:
             await self._start(plan)
         watch = asyncio.create_task(self._note_when_ready(plans, what, began))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
+
+    async def _give_up(self, plans: Sequence[WorkerPlan]) -> None:
+        """What still runs of these processes, on a host that cannot be reached, takes no part any more."""
+        for plan in plans:
+            self._deaths[plan.name] += 1
+        numbers = {(plan.kind, plan.index): self._deaths[plan.name] for plan in plans}
+        await asyncio.to_thread(self._trial.give_up, numbers)
 
     async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
         """Say how long it took until what was started again could work, and write it down."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
-from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.comm.names import MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import visible_gpus
 from asyncrl.runtime.kinds import KINDS, Run, Share
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import HostConfig, staging_hosts
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 
@@ -39,14 +40,21 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     for (name, index), host in places.items():
         resources = KINDS[name].resources(config, before[name, id(host)], shares[id(host)])
         before[name, id(host)] += 1
-        where = Host(host.name, host.address, host.python)
+        where = Host(host.name, host.address, host.python, _folder_on(host, config))
         plans.append(WorkerPlan(name, index, resources, host=where, leads=KINDS[name].leads))
     return plans
 
 
 def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
     """The hosts that run `kind`: those that name it; without `system.hosts` the launcher's own, which runs all."""
+    if kind == STAGING_SERVER:
+        return staging_hosts(config)
     return [host for host in config.system.hosts if kind in host.runs] or [_HERE]
+
+
+def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:
+    """The run's folder on a host's own disk; empty: where the launcher has it."""
+    return str(Path(host.fileroot) / config.experiment_name / config.trial_name) if host.fileroot else ""
 
 
 _HERE = HostConfig()

@@ -2,11 +2,13 @@
 there (`asyncrl.runtime.keeper`), which runs the process and ends it when that input ends, or falls silent.
 
 Nothing but the keeper's path is on a command line: what to run, and the environment with the user's keys, go over
-standard input. Logs come back over the connection into the run's folder.
+standard input. Logs come back over the connection into the run's folder. Where that is no folder that the host sees
+(`system.shared=false`), settings and secret take the same way, into a folder on the host's own disk.
 
 The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
-So a host that is cut off for longer runs nothing that the launcher has given up; until then the incarnation in every
-message tells the lost process from the one that took its place.
+So a host that is cut off for longer runs nothing that the launcher has given up. Until then, the keeper of what takes
+a lost process's place on that host kills it first (`keeper.end_earlier`); and whoever finds its names taken by a later
+incarnation, wherever that runs, ends by itself (`asyncrl.runtime.worker`).
 
 A connection that ends counts as the death of its process at once (`EXIT_LOST`): there is nothing to come back to, as
 the keeper has ended it, or will by itself. Bridging a short cut is the new connection's part: ssh tries for 20 s.
@@ -21,15 +23,17 @@ import json
 import os
 import signal
 import sys
+import time
 from abc import abstractmethod
 from pathlib import Path
 
 import psutil
+from omegaconf import OmegaConf
 
 from asyncrl.runtime import keeper
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.run_dir import read_run_config
+from asyncrl.runtime.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
 from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 SILENCE_S = 120.0
@@ -77,7 +81,8 @@ class RemoteBackend(LauncherBackend):
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
         """Environment of the process, on top of that of the login on its host."""
-        return carried_environment(plan) | self.mark
+        place = f"{time.time_ns()} {plan.name} {self.run_dir}"
+        return carried_environment(plan) | self.mark | {keeper.PLACE_VARIABLE: place}
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """See the base class; `plan.host` says where."""
@@ -86,7 +91,8 @@ class RemoteBackend(LauncherBackend):
             return await self._local.start(plan)
         file = self.make_log(plan)
         command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
-        asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), os.getcwd(), SILENCE_S)
+        folder, files = (os.getcwd(), {}) if self.config.system.shared else self._own_folder(plan)
+        asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
         order = json.dumps(asked._asdict()).encode() + b"\n"
         theirs, ours = os.pipe()
         if len(order) > _PIPE_BYTES:  # all of it has to go in, before anybody reads
@@ -107,6 +113,16 @@ class RemoteBackend(LauncherBackend):
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
         return worker
+
+    def _own_folder(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
+        """The run's folder on the disk of the host, and the files that the process finds there."""
+        folder = plan.host.run_dir or str(self.run_dir)
+        settings = OmegaConf.load(self.run_dir / CONFIG_FILE)
+        OmegaConf.update(settings, "fileroot", str(Path(folder).parents[1]))
+        files = {CONFIG_FILE: OmegaConf.to_yaml(settings)}
+        if self.config.system.encrypt:
+            files[SECRET_FILE] = (self.run_dir / SECRET_FILE).read_text()
+        return folder, files
 
     async def _beat(self) -> None:
         while True:

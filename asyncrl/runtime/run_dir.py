@@ -44,6 +44,8 @@ CHECKPOINTS_DIR = "checkpoints"
 WEIGHTS_DIR = "weights"
 CHECKPOINT_STATE_FILE = "state.json"
 """What a checkpoint, a folder `v<version>`, holds besides tensors."""
+STAGED_DIR = "staged"
+"""What a host has of the model and the versions, where hosts share no folder."""
 ANNOUNCED_DIR = "announced"
 """Manifests and canaries of versions that servers get from the trainer's memory."""
 

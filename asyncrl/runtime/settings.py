@@ -58,6 +58,9 @@ class HostConfig:
     gpus: list[str] = setting(help="its GPUs, by CUDA's names for them, e.g. ['0', '1']", factory=list)
     cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
     memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
+    fileroot: str = setting(
+        "", "system.shared=false: the folder on its own disk for runs, a whole path; empty: the launcher's fileroot"
+    )
     python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
 
 
@@ -97,8 +100,14 @@ class SystemConfig:
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
-        "see the run folder, the model and the data under the same paths",
+        "see the run folder, the model and the data under the same paths, unless system.shared=false",
         factory=list,
+    )
+    shared: bool = setting(
+        True,
+        "the hosts see one folder; false: each has a disk of its own. Generation servers alone are on other hosts than "
+        "the launcher's then, names are in etcd, and model and versions reach each host once, over HTTP, from those "
+        "that have them",
     )
     launcher_args: list[str] = setting(
         help="further arguments of ssh, srun or kubectl, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
@@ -155,6 +164,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _ray(system)
     if system.launcher == _KUBERNETES:
         yield from _kubernetes(config)
+    if not system.shared:
+        yield from _own_disks(config)
     if system.hosts or system.launcher != _LOCAL:
         yield from _hosts(config)
         return
@@ -167,6 +178,63 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         interface_of(system.host)
     except ValueError as error:
         yield str(error)
+
+
+def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
+    """The hosts with a staging server, the launcher's own first: none where all see one folder."""
+    hosts = [] if config.system.shared else config.system.hosts
+    return sorted((host for host in hosts if not host.name or GENERATION_SERVER in host.runs), key=lambda h: h.name)
+
+
+def _own_disks(config: ExperimentConfig) -> Iterator[str]:
+    """What goes through a folder that all hosts see, and has no other way where there is none."""
+    system, generation, off = config.system, config.generation, "system.shared=false"
+    if not system.hosts:
+        yield f"{off}: system.hosts is empty, so that everything is on one host; leave system.shared out"
+        return
+    if system.launcher == _KUBERNETES:
+        yield f"{off}: system.launcher={_KUBERNETES}: the pods share their volume claims; leave system.shared out"
+    if system.name_resolve != NameBackend.etcd3:
+        yield (
+            f"{off}: system.name_resolve={str(system.name_resolve)!r}: names are entries of a folder then, which the "
+            "other hosts do not see; use etcd3"
+        )
+    if all(host.name for host in system.hosts):
+        yield f"{off}: system.hosts has no entry without a name: the launcher's own host, where the run's folder is"
+    for number, host in enumerate(system.hosts):
+        for kind in host.runs if host.name else ():
+            if kind != GENERATION_SERVER and kind in PLACED:
+                yield (
+                    f"{off}: system.hosts[{number}].runs: {kind} {_NEEDS_FOLDER[kind]} in the run's folder, on the "
+                    "launcher's host; move it to the entry without a name"
+                )
+        if host.fileroot and not host.name:
+            yield f"system.hosts[{number}].fileroot={host.fileroot!r}: is fileroot on the launcher's host; set that"
+        elif host.fileroot and not Path(host.fileroot).is_absolute():
+            yield f"system.hosts[{number}].fileroot={host.fileroot!r}: is on another host; give a whole path"
+    addresses = [host.address for host in system.hosts if host.address]
+    for address in sorted({address for address in addresses if addresses.count(address) > 1}):
+        yield f"{off}: system.hosts has {address!r} {addresses.count(address)} times; each host has its own"
+    if config.manager.weight_transport != "disk":
+        yield (
+            f"{off}: manager.weight_transport={config.manager.weight_transport!r} reaches servers of the trainer's "
+            "host alone; use disk, which brings each version to the disk of every host"
+        )
+    if generation.sglang.urls:
+        yield f"{off}: generation.sglang.urls: nothing brings weights to disks of servers that somebody else started"
+    if config.model.lora.rank:
+        yield (
+            f"{off}: model.lora.rank={config.model.lora.rank}: adapters name the folder of their base model, which is "
+            "another on each host; use a shared folder, or model.lora.rank=0"
+        )
+
+
+_NEEDS_FOLDER = {
+    MASTER_WORKER: "keeps checkpoints' states, books, ledger and metrics",
+    MODEL_WORKER: "writes checkpoints and weights",
+    GSERVER_MANAGER: "keeps its log, and reads what is published,",
+    ROLLOUT_WORKER: "reads which prompts are used, and what the data was,",
+}
 
 
 def _finds_address(host: HostConfig, launcher: str) -> bool:
@@ -224,6 +292,8 @@ def etcd_access(system: SystemConfig) -> EtcdAccess:
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with `system.hosts`."""
     system = config.system
+    if system.shared and (given := [host.fileroot for host in system.hosts if host.fileroot]):
+        yield f"system.hosts: fileroot={given[0]!r} is for hosts with disks of their own; set system.shared=false"
     if not system.hosts:
         yield f"system.hosts=[]: system.launcher={system.launcher} needs to know the hosts and what runs on each"
         return

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
-from asyncrl.comm.names import TRIAL_KEY
+from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.claim import TrialClaim, is_here
@@ -99,9 +99,10 @@ class Trial:
         for line in continuation(self.run_dir, self.config):
             self._note(line)
 
-    def _forget_processes(self) -> None:
+    def _forget_processes(self, *, again: bool = False) -> None:
         """Forget what earlier processes announced and how they ended: their model version and data state are not those
-        of the ones to come.
+        of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
+        were of this launch.
         """
         for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
@@ -111,7 +112,10 @@ class Trial:
             raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
-                resolver.clear_subtree(keep=(TRIAL_KEY,))
+                given_up = resolver.get_subtree(INCARNATIONS) if again else ()
+                if self._claim is not None:
+                    resolver.add(LAUNCH_KEY, self._claim.holder.launch, replace=True)
+                resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
 
@@ -121,7 +125,7 @@ class Trial:
         Raises:
             TrialError: name resolution cannot be reached, or the last step has no room.
         """
-        self._forget_processes()
+        self._forget_processes(again=True)
         self._say_continuation()
 
     @property
@@ -152,6 +156,14 @@ class Trial:
         if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
             return not self._last_step.torn
         return self._last_step.can_go_on(announced)
+
+    def give_up(self, workers: Mapping[tuple[str, int], int]) -> None:
+        """From now on the names of these workers, by kind and index, are for the incarnations to come; those before,
+        if any still run on a host that was cut off, do not put theirs back.
+        """
+        with open_resolver(self.config, self.run_dir) as resolver:
+            for (kind, index), incarnation in workers.items():
+                resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
     def forget_trainer(self) -> None:
         """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""

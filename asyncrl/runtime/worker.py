@@ -8,6 +8,8 @@ Life cycle of a worker process
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (SIGTERM).
+   Whoever finds that another process has this entry was given up while it was cut off or stopped. All that it would
+   still do is its successor's to do, so it ends at once, and puts nothing back before (`NameResolver.fences`).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
 A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
@@ -26,6 +28,7 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import setproctitle
 import uvloop
@@ -35,7 +38,8 @@ from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.waiting import await_name
@@ -91,6 +95,10 @@ class Worker(ABC):
         self.config.system.host = spec.host or self.config.system.host
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
+        self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
+        if launch := os.environ.get(LAUNCH_VARIABLE):
+            self.resolver.fences[names.LAUNCH_KEY] = launch
+        self.resolver.on_lost = self._name_lost
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
         """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
@@ -139,6 +147,16 @@ class Worker(ABC):
         if not self._configured:  # nothing looks at the request yet: loading a model takes its time
             raise _StoppedEarly
 
+    def _name_lost(self, name: str) -> None:
+        """Called by a thread of the resolver."""
+        if name == names.status_key(self.kind, self.index):
+            self._given_up()
+
+    def _given_up(self) -> NoReturn:
+        """End from any thread. This process may be at anything, so nothing is closed or written any more."""
+        self.log.error("%s ends at once: it was given up, and another process is in its place", self.name)
+        os._exit(EXIT_LOST)
+
     def configure(self) -> None:
         """Bind sockets, load what is needed, register addresses. The default has nothing to do."""
         return None
@@ -163,8 +181,12 @@ class Worker(ABC):
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
     def set_status(self, state: names.State, reason: str = "") -> None:
-        """Publish this worker's state; a last state stays, the others vanish with the process."""
+        """Publish this worker's state; a last state stays, the others vanish with the process. One that was given up
+        ends here: the entry is its successor's.
+        """
         value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
+        if self.resolver.is_fenced():
+            self._given_up()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
         self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 

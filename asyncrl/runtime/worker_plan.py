@@ -39,11 +39,13 @@ class Host:
         address: on which the other processes reach those that run there; empty: what the host itself says
             (`HOST_VARIABLE`), else `system.host`.
         python: the interpreter there; empty: the launcher's own path.
+        run_dir: the run's folder there; empty: the launcher's own path.
     """
 
     name: str = ""
     address: str = ""
     python: str = ""
+    run_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class WorkerPlan:
         command = [self.host.python or sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
         command += ["--incarnation", str(self.incarnation)]
         command += ["--host", self.host.address] if self.host.address else []
-        return [*command, "--run-dir", str(run_dir), "--niceness", str(self.resources.niceness)]
+        return [*command, "--run-dir", self.host.run_dir or str(run_dir), "--niceness", str(self.resources.niceness)]
 
     def environment(self) -> dict[str, str]:
         """Environment variables of the process, on top of the launcher's own."""

@@ -129,7 +129,8 @@ class Standing(Reply, frozen=True):
 class TakeUp(Request[Standing], frozen=True):
     """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
 
-    From then on no step begins that one before it asks for, and the first poll tells of every rollout that is held.
+    From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every
+    rollout that is held.
     """
 
     incarnation: int
@@ -205,11 +206,12 @@ class PublishedWeights(Reply, frozen=True):
 
 
 class Publish(Request[PublishedWeights], frozen=True):
-    """Make the weights of `role` available as `version`, in a folder if `to_disk`."""
+    """Make the weights of `role` available as `version`, in a folder if `to_disk`. `master`: see `BeginStep`."""
 
     role: str
     version: int
     to_disk: bool
+    master: int = 0
 
 
 class CollectWeights(Request[Done], frozen=True):
@@ -226,13 +228,14 @@ class SaveCheckpoint(Request[Done], frozen=True):
 
     `of_last_step`, here and there: it is the state that successors of these processes begin with, kept on the ranks'
     hosts (`asyncrl.runtime.last_step`), beside the checkpoint that may be under way. Each rank knows where: `path` is
-    relative to that.
+    relative to that. `master`: see `BeginStep`.
     """
 
     path: str
     version: int
     master_state: dict[str, Any]
     of_last_step: bool = False
+    master: int = 0
 
 
 class WrittenShare(Reply, frozen=True):

@@ -320,10 +320,15 @@ class ModelWorker(Worker):
         self._inbox.tell_again()
         return self._standing
 
+    def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
+        """A master that was given up must not have a model written under a version that is not its own any more."""
+        if request.master != self._master:
+            what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
+            raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
+
     def _begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
-        if step.master != self._master:
-            raise RuntimeError(f"master {step.master} asks for a step, which master {self._master} has followed")
+        self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
         held = self._inbox.get(step.leaving)
         self._shares = {}
@@ -385,6 +390,7 @@ class ModelWorker(Worker):
 
     def _publish(self, request: Publish) -> PublishedWeights:
         """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
+        self._check_master(request)
         policy = self._rank.policy(request.role)
         with policy.resident():
             return self._publish_resident(request, policy)
@@ -433,6 +439,7 @@ class ModelWorker(Worker):
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
+        self._check_master(request)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
         if request.of_last_step:
             self._standing = Standing(in_step=False, master_state=request.master_state)

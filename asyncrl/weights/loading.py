@@ -3,6 +3,9 @@
 `stage_weights` reads and checks everything without touching the model (it may run while the engine decodes); what it
 returns is applied between two steps. A missing, unknown or misshapen tensor, or a file that cannot be read, is refused
 as a whole.
+
+A folder that has a manifest (`asyncrl.weights.manifest`) is verified where it is read: each file right before its
+tensors, so that it comes from the disk once and is summed in the page cache.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
 from asyncrl.weights.model_folder import folder_views, held_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,6 +29,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 class WeightUpdateError(RuntimeError):
     """A weight update was refused before any parameter was touched: the old weights keep serving."""
+
+
+class DamagedWeights(WeightUpdateError):
+    """The files are not what the manifest beside them says."""
 
 
 class _Index(msgspec.Struct):
@@ -60,6 +68,7 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[
     """Every tensor of the checkpoint in `folder`, by name, on the CPU; of those called `names`, where given.
 
     Raises:
+        DamagedWeights: a file is not what the folder's manifest says.
         WeightUpdateError: there is none, or it cannot be read.
     """
     try:
@@ -83,12 +92,32 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 def _read_shards(folder: Path, names: Collection[str] | None) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    manifest = _manifest(folder)
     for shard in _checked_shards(folder):
+        if manifest is not None:
+            _verify(shard, manifest)
         with _opened(shard) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 if names is None or name in names:
                     tensors[name] = file.get_tensor(name)
     return tensors
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """The manifest of `folder`, of which nothing is missing; None where it has none, as what others made has not."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
+    try:
+        return verify(folder, checksums=False)
+    except ManifestError as error:
+        raise DamagedWeights(str(error)) from error
+
+
+def _verify(shard: Path, manifest: Manifest) -> None:
+    try:
+        verify_file(shard, manifest)
+    except ManifestError as error:
+        raise DamagedWeights(str(error)) from error
 
 
 def _checked_shards(folder: Path) -> list[Path]:
@@ -130,6 +159,7 @@ def stage_weights(targets: Mapping[str, Tensor], folder: Path) -> list[tuple[Ten
     agree in shape.
 
     Raises:
+        DamagedWeights: a file is not what the folder's manifest says; nothing was changed.
         WeightUpdateError: the checkpoint does not fit the model; nothing was changed.
     """
     return match_weights(targets, read_checkpoint(folder), folder)

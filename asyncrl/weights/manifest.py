@@ -130,17 +130,23 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
     """
     manifest = read_manifest(directory)
     for name, entry in manifest.files.items():
-        path = directory / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            raise ManifestError(f"{path} is missing: {directory} is torn, remove it")
-        if size != entry.bytes:
-            raise ManifestError(
-                f"{path} has {size} bytes, its manifest says {entry.bytes}: {directory} is torn, remove it"
-            )
+        _check_size(directory, name, entry)
     if checksums:
         _check_sums(directory, manifest.files)
     return manifest
+
+
+def verify_file(path: Path, manifest: Manifest) -> None:
+    """Check one file of the directory that `manifest` is of; who reads it next finds it in the page cache.
+
+    Raises:
+        ManifestError: it is not listed, missing, of another size, or damaged.
+    """
+    entry = manifest.files.get(path.name)
+    if entry is None:
+        raise ManifestError(f"{path} is not listed in the {MANIFEST_FILE} beside it: {path.parent} is torn, remove it")
+    _check_size(path.parent, path.name, entry)
+    _check_sum(path.parent, path.name, entry)
 
 
 def whole_files(directory: Path) -> tuple[Manifest, list[str]]:
@@ -167,6 +173,15 @@ def checksum(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _check_size(directory: Path, name: str, entry: FileEntry) -> None:
+    path = directory / name
+    size = path.stat().st_size if path.is_file() else None
+    if size is None:
+        raise ManifestError(f"{path} is missing: {directory} is torn, remove it")
+    if size != entry.bytes:
+        raise ManifestError(f"{path} has {size} bytes, its manifest says {entry.bytes}: {directory} is torn, remove it")
 
 
 def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:

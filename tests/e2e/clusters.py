@@ -34,8 +34,12 @@ def need(*programs: str) -> list[str]:
 
 
 @contextmanager
-def ssh_hosts(folder: Path, names: Sequence[str]) -> Iterator[Path]:
-    """One ssh server that goes by several names; gives the configuration file for `ssh -F`."""
+def ssh_hosts(
+    folder: Path, names: Sequence[str], address: str = "127.0.0.1", inside: Sequence[str] = ()
+) -> Iterator[Path]:
+    """One ssh server that goes by several names; gives the configuration file for `ssh -F`. Its host is this one, or
+    that of `address`, on which a command line runs that begins with `inside`.
+    """
     sshd, keygen = need("sshd", "ssh-keygen")
     (port,) = free_ports(1)
     folder.mkdir(mode=0o700)
@@ -45,18 +49,18 @@ def ssh_hosts(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     if os.getuid() == 0:  # sshd gives up its rights there
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized_keys\n"
+        f"Port {port}\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized_keys\n"
         f"PidFile {folder}/pid\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
         "PermitRootLogin prohibit-password\nMaxStartups 100:30:200\nMaxSessions 100\n"
     )
     public = (folder / "host.pub").read_text().split()[:2]
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {' '.join(public)}\n")
+    (folder / "known_hosts").write_text(f"[{address}]:{port} {' '.join(public)}\n")
     (folder / "config").write_text(
-        f"Host {' '.join(names)}\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
+        f"Host {' '.join(names)}\n  HostName {address}\n  Port {port}\n  User {getpass.getuser()}\n"
         f"  IdentityFile {folder}/user\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"
         "  StrictHostKeyChecking yes\n  LogLevel ERROR\n"
     )
-    server = subprocess.Popen([sshd, "-D", "-f", folder / "sshd_config", "-E", folder / "log"])
+    server = subprocess.Popen([*inside, sshd, "-D", "-f", folder / "sshd_config", "-E", folder / "log"])
     try:
         await_that(lambda: (folder / "pid").exists(), f"sshd: {folder}/log")
         yield folder / "config"

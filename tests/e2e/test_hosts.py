@@ -17,6 +17,7 @@ import pytest
 from asyncrl.commands.audit import audit
 from asyncrl.runtime.last_step import LastStep
 
+from ..etcd_cluster import EtcdCluster, needs_etcd
 from ..ports import free_ports
 from .clusters import await_that, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
 
@@ -275,3 +276,72 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 def assert_gone(run: Any) -> None:
     await_that(lambda: not workers_of(run), f"the end of {workers_of(run)}")
+
+
+@pytest.mark.etcd
+def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
+    start_run: Any, ctrl_c: Any, ssh: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two other hosts with a disk each, of which nobody tells them the launcher's: what they read is on their own."""
+    needs_etcd()
+    etcd = EtcdCluster(tmp_path / "etcd")
+    etcd.start()
+    disks = {name: tmp_path / name for name in ("box2", "box3")}
+    hosts = (
+        "[{address: 127.0.0.1, runs: [master_worker, model_worker, gserver_manager, rollout_worker]},"
+        "{name: box2, address: 127.0.0.2, runs: [generation_server], fileroot: '%s'},"
+        "{name: box3, address: 127.0.0.3, runs: [generation_server], fileroot: '%s'}]"
+    )
+    settings = {
+        "trial_name": "own_disks",
+        "system__shared": False,
+        "system__hosts": hosts % tuple(disks.values()),
+        "generation__servers": 2,
+    }
+    settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
+    try:
+        run = start_run(total_train_steps=100_000, **ssh | settings)
+        run.wait_for_step(3)
+        folders = {name: disk / run.run_dir.relative_to(tmp_path) for name, disk in disks.items()}
+        for server in [process for process in processes_of(run) if "generation_server" in titled(process)]:
+            told = " ".join(server.environ().values()) + (Path(server.cwd()) / "config.yaml").read_text()
+            assert Path(server.cwd()) in folders.values()
+            assert str(run.run_dir) not in told
+            assert not [file.path for file in server.open_files() if Path(file.path).is_relative_to(run.run_dir)]
+        log = run.run_dir / "logs" / "gserver_manager-0.log"
+
+        def served(server: int) -> list[int]:
+            return [int(v) for v in re.findall(rf"generation server {server} serves v(\d+) ", log.read_text())]
+
+        await_that(lambda: min(len(served(0)), len(served(1))) >= 2, f"two versions on both: {log}")
+        for server in range(2):  # the model of the launcher's is called otherwise
+            assert "serving model on https://" in (log.parent / f"generation_server-{server}.log").read_text()
+        came = re.findall(r" (v\d+|model) came to host (\d) from (host \d|its own disk)", log.read_text())
+        assert len({(folder, host) for folder, host, _ in came}) == len(came)  # once for each host
+        assert {(folder, host) for folder, host, source in came if source == "its own disk"} == {
+            (folder, host) for folder, host, _ in came if host == "0"
+        }
+        for folder in folders.values():
+            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
+            versions = [path.name for path in folder.glob("staged/*/v*")]
+            assert 1 <= len(versions) <= 3, versions  # those before are removed
+            assert (folder / "secret").stat().st_mode & 0o077 == 0
+        ctrl_c(run)
+        assert run.wait() == 130, run.output + run.logs()
+        assert audit(run.run_dir).findings == ()
+        await_that(lambda: not processes_of(run), f"the end of {processes_of(run)}")
+    finally:
+        etcd.kill()
+
+
+def processes_of(run: Any) -> list[psutil.Process]:
+    """All processes of this run on this machine, wherever their folders are."""
+    trial, folders = f"[{run.run_dir.parent.name}/{run.run_dir.name}]", (os.getcwd(), str(run.run_dir.parents[1]))
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if titled(process).startswith("asyncrl ") and trial in titled(process):
+                found += [process] if process.cwd().startswith(folders) else []
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

@@ -19,6 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ENDLESS = 100_000
 
 
+@pytest.fixture(autouse=True)
+def as_at_a_terminal() -> Iterator[None]:
+    """Its end ends what runs below it, though the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def detached(start_run: Any) -> Iterator[Any]:
     """A run in the background whose command has ended; what is left of it is killed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -104,9 +105,10 @@ class MemoryResolver(NameResolver):
                     del self._store.entries[key]
 
     def _renew(self, name: str) -> bool:
+        fenced = self._fenced()
         with self._store.lock:
             entry = self._store.entries.get(self._prefix + name)
-            if entry is None or entry.owner is not self:
+            if entry is None or entry.owner is not self or (self._living(name) is None and fenced):
                 return False
             entry.expires = self._expiry(entry.lease_s)
             return True
@@ -309,6 +311,39 @@ def test_a_deleted_entry_does_not_come_back_by_renewal(make: MakeResolver) -> No
     other.delete("a")
     with pytest.raises(NameResolveTimeout):
         other.wait("a", 3 * LEASE_S)
+
+
+@pytest.mark.parametrize(
+    ("launch", "incarnation", "returns"),
+    [("mine", None, True), ("mine", "1", True), ("mine", "2", False), ("another", None, False)],
+)
+def test_what_was_given_up_while_it_was_away_does_not_put_its_entries_back(
+    make: MakeResolver, launch: str, incarnation: str | None, returns: bool
+) -> None:
+    """Nobody has taken its name yet; the lease has run out, as of a process that was stopped or cut off."""
+    away, launcher = make(), make()
+    away.fences = {"launch": "mine", "incarnations/0": "1"}
+    launcher.add("launch", "mine")
+    away.add("status/0", "x", lease_s=LEASE_S)
+    abandon(away)
+    assert launcher.watch("status/0", PATIENCE_S, "x") is None
+    launcher.add("launch", launch, replace=True)
+    if incarnation is not None:
+        launcher.add("incarnations/0", incarnation)
+    assert away._renew("status/0") is returns
+    if not returns:  # one that is there again runs out again
+        assert launcher.get_subtree("status") == {}
+
+
+def test_an_owner_is_told_of_what_it_has_lost(make: MakeResolver) -> None:
+    owner, other, lost = make(), make(), queue.Queue[str]()
+    owner.on_lost = lost.put
+    for name in ("kept", "taken", "deleted"):
+        owner.add(name, "x", lease_s=3.0)
+    other.add("taken", "y", replace=True)
+    other.delete("deleted")
+    assert {lost.get(timeout=PATIENCE_S), lost.get(timeout=PATIENCE_S)} == {"taken", "deleted"}
+    assert other.wait("kept", PATIENCE_S) == "x"
 
 
 def test_of_many_adders_exactly_one_wins(make: MakeResolver) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -303,11 +303,21 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
 class Ordered:
     """A keeper as ssh starts it on another host: told all over its standard input."""
 
-    def __init__(self, folder: Path, program: str, silence_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        program: str,
+        silence_s: float = 60.0,
+        *,
+        place: str = "",
+        files: Mapping[str, str] | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", keeper.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        order = keeper.Order([sys.executable, "-c", program], {"MINE": "my secret"}, str(folder), silence_s)
+        command = [sys.executable, "-c", program]
+        environment = {"MINE": "my secret"} | ({keeper.PLACE_VARIABLE: place} if place else {})
+        order = keeper.Order(command, environment, str(folder), silence_s, dict(files or {}))
         self.tell(json.dumps(order._asdict()).encode() + b"\n")
 
     def tell(self, what: bytes) -> None:
@@ -338,6 +348,26 @@ time.sleep(600)
 """
 
 
+def test_on_a_host_with_a_disk_of_its_own_the_files_come_first_and_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "runs" / "mine"
+    reads = "print(open('secret').read(), open('config.yaml').read(), flush=True)"
+    for number in range(2):  # of a run that is continued, with another secret
+        ordered = Ordered(folder, reads, files={"secret": f"s{number}", "config.yaml": "c: 1"})
+        assert ordered.line() == f"s{number} c: 1"
+        assert ordered.end() == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret"]
+    modes = [path.stat().st_mode & 0o777 for path in (folder.parent, folder, folder / "secret")]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_nothing_is_put_into_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert Ordered(folder, "print('ran')", files={"secret": "s"}).end() != 0
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(("told", "code"), [(keeper.STOP, 7), (keeper.KILL, 128 + signal.SIGKILL)])
 def test_on_another_host_all_is_told_over_standard_input(tmp_path: Path, told: bytes, code: int) -> None:
     ordered = Ordered(tmp_path, SAYS_AND_WAITS)
@@ -361,6 +391,28 @@ def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -
     pid = int(ordered.line().split()[0])
     assert ordered.end() == 128 + signal.SIGKILL
     assert not psutil.pid_exists(pid)
+
+
+def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tmp_path: Path) -> None:
+    """Also where it cannot hear of anything, as it is stopped with its keeper."""
+    place = f"model_worker/1 {tmp_path}"
+    earlier, other = (Ordered(tmp_path, SAYS_AND_WAITS, place=p) for p in (f"7 {place}", f"8 {place}0"))
+    old, beside = (psutil.Process(int(ordered.line().split()[0])) for ordered in (earlier, other))
+    for pid in (earlier.process.pid, old.pid):
+        os.kill(pid, signal.SIGSTOP)
+    later = Ordered(tmp_path, SAYS_AND_WAITS, place=f"10 {place}")
+    assert later.line() == f"pid {old.pid} was given up, and still ran: killed"
+    new = psutil.Process(int(later.line().split()[0]))
+    assert not runs(old)
+    os.kill(earlier.process.pid, signal.SIGCONT)
+    assert earlier.end() == 128 + signal.SIGKILL
+    late = Ordered(tmp_path, SAYS_AND_WAITS, place=f"9 {place}")  # an order that lay in a cut connection
+    assert (late.line(), late.end()) == ("", 1)  # as of a lost connection
+    assert runs(new)
+    assert runs(beside)
+    for ordered in (later, other):
+        ordered.tell(keeper.KILL)
+        ordered.end()
 
 
 DAEMON_AND_WAITS = """

@@ -481,6 +481,42 @@ async def test_no_canary_is_asked_for_where_the_tolerance_is_0(tmp_path: Path, s
     await run.close()
 
 
+async def test_a_version_whose_bytes_are_damaged_is_refused_by_the_engine_that_reads_it_which_goes_on_with_its_own(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    engine = GenerationEngine(tiny_model(), max_running_requests=8, weight_version="0")
+    engine.start()
+    server = await serve(engine)
+    run.register(0, server)
+    await run.until(serving(0, 0))
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+
+    def publish_changed(version: int) -> Path:
+        for parameter in model.parameters():
+            parameter.data += 0.3
+        shared, source = SharedFiles(model.config), WholeModel(model)
+        return publish(source, run.dir / "weights", role="actor", version=version, ranks=Ranks(), shared=shared)
+
+    damaged = publish_changed(1)
+    weights = damaged / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with caplog.at_level(logging.ERROR):
+        run.publish(1, damaged)
+        await run.until(lambda servers: "damaged" in servers[0].reason)
+        assert serving(0, 0)(run.servers())
+        assert engine.weight_version == "0"
+        assert not engine.paused
+        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+        run.publish(2, publish_changed(2))
+        await run.until(serving(2, 0))
+    assert "v1 is damaged, generation server 0 goes on with v0" in caplog.text
+    await server.close()
+    engine.close()
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
 async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, dtype: str, bound: float) -> None:
     """Ten versions that differ by more than five times the bound, which is far below the default tolerance."""

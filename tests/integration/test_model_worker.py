@@ -160,14 +160,14 @@ class Workers:
         await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client, request in calls))
 
     async def publish(self, version: int) -> str:
-        return (await self.all(Publish("actor", version, to_disk=True)))[0].path
+        return (await self.all(Publish("actor", version, to_disk=True, master=self.master)))[0].path
 
     def published(self) -> list[str]:
         return [folder.name for folder in (self.run_dir / "weights" / "actor").glob("v*")]
 
     async def save(self, path: Path, state: dict[str, Any], *, of_last_step: bool = False) -> None:
         """As the master does, to the end."""
-        await self.all(SaveCheckpoint(str(path), state["version"], state, of_last_step))
+        await self.all(SaveCheckpoint(str(path), state["version"], state, of_last_step, self.master))
         await self.finish_saving(path, of_last_step=of_last_step)
 
     async def finish_saving(self, path: Path, *, of_last_step: bool) -> None:
@@ -302,7 +302,7 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         assert await workers.close() == [0]
 
 
-async def test_a_second_master_finds_where_the_rank_stands_and_the_first_begins_no_step_any_more(
+async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes_nothing_any_more(
     start: StartWorkers,
 ) -> None:
     """Until the end of a step is kept, the rank is in it. What is made whole twice is whole."""
@@ -312,6 +312,7 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_begins_
         await workers.train(0)
         assert await workers.all(LookIntoStep()) == [InStep(True)]
         assert await workers.all(TakeUp(1)) == [Standing(in_step=True, master_state=None)]
+        workers.master = 1
         path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
         await workers.save(path, state, of_last_step=True)
         await workers.finish_saving(path, of_last_step=True)
@@ -322,8 +323,14 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_begins_
 
         assert await workers.all(LookIntoStep()) == [InStep(False)]
         assert await workers.all(TakeUp(2)) == [Standing(in_step=False, master_state=state)]
-        with pytest.raises(RemoteError, match="master 0 asks for a step, which master 2 has followed"):
+        with pytest.raises(RemoteError, match="master 1 asks for a step, which master 2 has followed"):
             await workers.begin([], 1, 1)
+        with pytest.raises(RemoteError, match="master 1 asks for a version, which master 2 has followed"):
+            await workers.publish(1)
+        with pytest.raises(RemoteError, match="master 1 asks for a checkpoint, which master 2 has followed"):
+            await workers.save(workers.run_dir / "checkpoints" / "v1", state)
+        assert not (workers.run_dir / "weights").exists()
+        assert not (workers.run_dir / "checkpoints").exists()
         (told,) = await workers.all(PollBuffer(cursor, LIMIT_S))
         assert [record.rollout_id for record in told.rollouts] == [f"step1-{order}" for order in range(GROUPS)]
         workers.master = 2

@@ -48,8 +48,10 @@ FAKE_SGLANG = textwrap.dedent(
         sys.exit("RuntimeError: boom")
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    scheduler = "from setproctitle import setproctitle as s; s('sglang::scheduler'); import time; time.sleep(600)"
-    subprocess.Popen([sys.executable, "-c", scheduler])
+    scheduler = "import time; from setproctitle import setproctitle as s; s('sglang::scheduler'); print(flush=True)"
+    command = [sys.executable, "-c", f"{scheduler}; time.sleep(600)"]
+    scheduler = subprocess.Popen(command, stdout=subprocess.PIPE)
+    scheduler.stdout.readline()  # as SGLang's own is there before anything is answered
     segment = Path("/dev/shm") / f"asyncrl_test_{os.getpid()}"
     segment.write_bytes(bytes(4096))
     mapped = mmap.mmap(os.open(segment, os.O_RDWR), 4096)

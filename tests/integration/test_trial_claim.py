@@ -77,7 +77,7 @@ def test_a_second_run_of_the_name_is_refused_by_name_before_anything_is_deleted(
         assert kept.read_text() == "{}\n"
         first.release()
         second.prepare()
-        assert list(resolver.get_subtree()) == [names.TRIAL_KEY]
+        assert list(resolver.get_subtree()) == [names.LAUNCH_KEY, names.TRIAL_KEY]
     second.release()
 
 

@@ -5,6 +5,10 @@ its owner renews it, which the owner's resolver does by itself; when the owner d
 has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
 name. An explicit `delete`, by anybody, is final.
 
+An owner that was given up while it was cut off must not get its entries back, not even before its successor has
+registered: others would meet the wrong one. So an owner may say under which `fences` its entries may return: entries
+without a lease, which whoever gives it up changes first.
+
 A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
 raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
 
@@ -84,7 +88,11 @@ class NameResolver(ABC):
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
-        self._keeper = LeaseKeeper(self._renew, self._patience)
+        self._keeper = LeaseKeeper(self._renew, self._patience, lambda name: self.on_lost(name))
+        self.on_lost: Callable[[str], None] = lambda name: None
+        """Called, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
+        self.fences: dict[str, str] = {}
+        """An entry whose lease has run out is put back only while each of these names has this value, or none."""
         self._closing = threading.Event()
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
@@ -260,6 +268,14 @@ class NameResolver(ABC):
                     subtree.refuse(error)
                 return
 
+    def is_fenced(self) -> bool:
+        """Whether this owner was given up, as its `fences` say."""
+        return self._patiently("get", self._fenced)
+
+    def _fenced(self) -> bool:
+        found = {name: self._read(name) for name in self.fences}
+        return any(value not in (None, self.fences[name]) for name, value in found.items())
+
     def _found(self, subtree: Subtree, found: Mapping[str, str]) -> None:
         """These are all entries of `subtree` now, so the back end is there."""
         subtree.replace(found)
@@ -331,7 +347,9 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _renew(self, name: str) -> bool:
-        """Extend the lease of this resolver's own entry; False if it is gone or another owner's."""
+        """Extend the lease of this resolver's own entry, put back one whose lease has run out unless it is `_fenced`;
+        False if it is gone or another owner's.
+        """
 
 
 def _kind_of_following(subtree: Subtree) -> str:

@@ -107,8 +107,10 @@ class EtcdResolver(NameResolver):
             else:
                 self._own[name] = _Own(value, lease, time.monotonic())
 
-    def _put(self, name: str, value: str, lease: _Lease | None, replace: bool) -> None:
-        """Store the entry; raises NameEntryExists, LeaseGone."""
+    def _put(
+        self, name: str, value: str, lease: _Lease | None, replace: bool, conditions: Collection[Any] = ()
+    ) -> None:
+        """Store the entry, under further `conditions` unless it may `replace`; raises NameEntryExists, LeaseGone."""
         key, lease_id = (self._prefix + name).encode(), 0 if lease is None else lease.id
         put = etcdrpc.PutRequest(key=key, value=value.encode(), lease=lease_id)
         if replace:
@@ -116,9 +118,11 @@ class EtcdResolver(NameResolver):
             return
         absent = etcdrpc.Compare(result="EQUAL", target="CREATE", key=key, create_revision=0)
         look = etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key))
-        reply = self._transact(absent, etcdrpc.RequestOp(request_put=put), look)
+        reply = self._transact([absent, *conditions], etcdrpc.RequestOp(request_put=put), look)
         if reply.succeeded:
             return
+        if not reply.responses[0].response_range.kvs:
+            raise NameResolveUnavailable(f"the conditions for {name!r} in etcd have just changed")
         found = reply.responses[0].response_range.kvs[0]
         is_own = lease is not None and found.lease == lease_id and found.value == value.encode()
         if not is_own or name in self._own:  # else it was put by a call whose reply was lost
@@ -145,7 +149,7 @@ class EtcdResolver(NameResolver):
         if own is None:
             return False
         same = etcdrpc.Compare(result="EQUAL", target="LEASE", key=key, lease=own.lease.id)
-        return bool(self._transact(same, etcdrpc.RequestOp(request_delete_range=delete)).succeeded)
+        return bool(self._transact([same], etcdrpc.RequestOp(request_delete_range=delete)).succeeded)
 
     def _give_up(self, names: Collection[str]) -> None:
         with self._lock:
@@ -165,7 +169,7 @@ class EtcdResolver(NameResolver):
         key = (self._prefix + name).encode()
         same = etcdrpc.Compare(result="EQUAL", target="VALUE", key=key, value=value.encode())
         delete = etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
-        return bool(self._transact(same, delete).succeeded)
+        return bool(self._transact([same], delete).succeeded)
 
     def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
         for name in self._read_subtree(root).keys() - set(keep):
@@ -180,9 +184,12 @@ class EtcdResolver(NameResolver):
             if not kept:
                 self._disown(name, own)
             return kept
+        if (unfenced := self._unfenced()) is None:
+            self._disown(name, own)
+            return False
         try:
             lease = self._lease(own.lease.ttl_s)
-            self._put(name, own.value, lease, replace=False)
+            self._put(name, own.value, lease, replace=False, conditions=unfenced)
         except NameEntryExists:
             if not self._hangs_on(name, lease):  # else it was put back by a call whose reply was lost
                 self._disown(name, own)
@@ -194,6 +201,19 @@ class EtcdResolver(NameResolver):
             if self._own.get(name) is own:  # else it was added anew or deleted meanwhile
                 self._own[name] = _Own(own.value, lease, time.monotonic())
         return True
+
+    def _unfenced(self) -> list[Any] | None:
+        """The conditions under which the fences are as they are now, where entries may be put back; else None."""
+        conditions = []
+        for name, value in self.fences.items():
+            key, found = (self._prefix + name).encode(), self._read(name)
+            if found is None:
+                conditions.append(etcdrpc.Compare(result="EQUAL", target="CREATE", key=key, create_revision=0))
+            elif found == value:
+                conditions.append(etcdrpc.Compare(result="EQUAL", target="VALUE", key=key, value=value.encode()))
+            else:
+                return None
+        return conditions
 
     def _disown(self, name: str, own: _Own) -> None:
         with self._lock:
@@ -340,8 +360,8 @@ class EtcdResolver(NameResolver):
         request = etcdrpc.RangeRequest(key=start.encode(), range_end=_end_of(start.encode()), **how)
         return self._link.call(lambda to: to.kv.Range(request, **to.options))
 
-    def _transact(self, compare: Any, success: Any, *failure: Any) -> Any:
-        request = etcdrpc.TxnRequest(compare=[compare], success=[success], failure=failure)
+    def _transact(self, conditions: Collection[Any], success: Any, *failure: Any) -> Any:
+        request = etcdrpc.TxnRequest(compare=conditions, success=[success], failure=failure)
         return self._link.call(lambda to: to.kv.Txn(request, **to.options))
 
     def _name(self, key: bytes) -> str:

@@ -138,12 +138,22 @@ class FileResolver(NameResolver):
         with self._translated():
             try:
                 with self._path(name).open("rb+") as file:
-                    if _load(file).owner != self._owner:
+                    record = _load(file)
+                    if record.owner != self._owner:
                         return False
+                    if self.fences and self._clock.now() >= _expiry(record, os.fstat(file.fileno())):
+                        return self._put_back(file)
                     os.utime(file.fileno())
                     return True
             except FileNotFoundError:
                 return False
+
+    def _put_back(self, file: BinaryIO) -> bool:
+        with self._locked():  # who changes a fence has the lock too
+            if self._fenced():
+                return False
+            os.utime(file.fileno())
+            return True
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

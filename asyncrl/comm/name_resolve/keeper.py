@@ -28,11 +28,13 @@ class LeaseKeeper:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
     `renew` returns False when the entry is no longer its caller's (deleted, or taken by another owner); the name is
-    then dropped. A NameResolveError is told to `patience`, and the renewal made again.
+    then dropped, and told to `lost`. A NameResolveError is told to `patience`, and the renewal made again.
     """
 
-    def __init__(self, renew: Callable[[str], bool], patience: Patience) -> None:
-        self._renew, self._patience = renew, patience
+    def __init__(
+        self, renew: Callable[[str], bool], patience: Patience, lost: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._renew, self._patience, self._lost = renew, patience, lost
         self._leases: dict[str, tuple[float, float]] = {}  # when each is renewed next, and the time between renewals
         self._changed = threading.Condition()
         self._stopped = False
@@ -78,6 +80,7 @@ class LeaseKeeper:
             if not kept:
                 _log.warning("name %r was deleted or taken by another owner: its lease is no longer renewed", name)
                 self.forget(name)
+                self._lost(name)
 
     def _again_soon(self, name: str, error: NameResolveError) -> None:
         with contextlib.suppress(NameResolveUnavailable):  # look-ups give up at some time; others may need this entry

@@ -44,7 +44,7 @@ from asyncrl.inference.embedded.requests import (
 )
 from asyncrl.inference.embedded.types import EngineStoppedError, GenerationOutput, Job, RequestError
 from asyncrl.inference.messages import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
-from asyncrl.weights.loading import WeightUpdateError
+from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +216,8 @@ def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamRe
             raise Refused(400, handler_error(str(error)).body, "malformed") from error
         except WeightUpdateError as error:
             body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+            if isinstance(error, DamagedWeights):
+                body_of_failure["damaged"] = True  # SGLang's has no such field
             raise Refused(400, body_of_failure, "weight_update") from error
         except EngineStoppedError as error:
             raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error

@@ -20,6 +20,11 @@ States of a server::
 - At most `update_fraction` of all servers are out of service for an update at a time, at least one: the others serve
   the version before meanwhile, and with them the gate stays at it until the last has left it. What failed and is tried
   again serves nothing anyway and does not count, so that it holds up nobody.
+- Where hosts share no folder (`staged`) a server is brought to the newest version that is on its host, once one is, and
+  serves what it has meanwhile.
+- A server that found the files damaged before it touched its weights (the embedded engine sums them as it reads) has
+  the weights it had. It serves them again, and is brought to the next version that is published; where it was in
+  quarantine nobody knows what it has, and it stays there.
 - A server that fails its health check is quarantined too and comes back the same way; where no weights are published
   yet (it has the initial model) it comes back when it is healthy. Naming another version than it was brought to counts
   as a failure: somebody started the server again at the same address.
@@ -40,6 +45,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.inference.client import PauseMode
@@ -69,17 +75,24 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The newest published weights: their version and folder."""
+    """Published weights: their version and folder; and where the server finds them, if not there."""
 
     version: int
     path: str
+    copy: str = ""
+
+    @property
+    def read_at(self) -> str:
+        """The folder that the server reads."""
+        return self.copy or self.path
 
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
     """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
 
-    `frozen`: an update in place failed before, so what runs may be frozen.
+    `frozen`: an update in place failed before, so what runs may be frozen. `had`: the version it served until now;
+    None where nobody knows.
     """
 
     server: int
@@ -88,6 +101,7 @@ class BeginUpdate:
     target: Target
     pause: PauseMode
     frozen: bool = False
+    had: int | None = None
 
     @property
     def keeps_requests(self) -> bool:
@@ -121,7 +135,11 @@ Order = BeginUpdate | CancelUpdate | CheckHealth
 
 @dataclass(slots=True)
 class ServerLife:
-    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change."""
+    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
+
+    `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
+    files it refused.
+    """
 
     index: int
     url: str
@@ -133,6 +151,8 @@ class ServerLife:
     due: float = 0.0
     reason: str = ""
     goal: Target | None = None
+    had: int | None = None
+    damaged: int | None = None
     checking: bool = False
 
 
@@ -154,6 +174,11 @@ class _Leaving:
         return True
 
 
+def host_of(url: str) -> str:
+    """The address of the host in the URL of a server on it."""
+    return urlsplit(url).hostname or ""
+
+
 class FleetDecisions:
     """Decides for all servers. The caller reports events, then does what `poll` orders; times are its clock's, in s.
 
@@ -161,15 +186,19 @@ class FleetDecisions:
         mode: what an update does to running requests.
         update_timeout_s: an update that takes longer has failed.
         update_fraction: of the servers, those that may be out of service for an update at a time; above 0, at most 1.
+        staged: hosts share no folder, so that a server can have what `arrived` on its host.
     """
 
-    def __init__(self, mode: UpdateMode, update_timeout_s: float, update_fraction: float = 1.0) -> None:
+    def __init__(
+        self, mode: UpdateMode, update_timeout_s: float, update_fraction: float = 1.0, *, staged: bool = False
+    ) -> None:
         self._mode = mode
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
         self._servers: dict[int, ServerLife] = {}
         self._attempts = 0
         self._given_up: list[CancelUpdate] = []
+        self._there: dict[str, Target] | None = {} if staged else None
         self.target: Target | None = None
 
     @property
@@ -186,6 +215,25 @@ class FleetDecisions:
         """Newer weights are there. An older target than the present one is ignored."""
         if self.target is None or target.version > self.target.version:
             self.target = target
+
+    def arrived(self, host: str, target: Target) -> None:
+        """The weights are on the host at this address. Older ones than those that are there already are ignored."""
+        assert self._there is not None, "hosts share a folder"
+        present = self._there.get(host)
+        if present is None or target.version >= present.version:
+            self._there[host] = target
+
+    def lost(self, host: str) -> None:
+        """The host has no weights any more."""
+        assert self._there is not None, "hosts share a folder"
+        self._there.pop(host, None)
+
+    def read_on(self, host: str | None = None) -> set[int]:
+        """The versions that servers on this host read, or are about to; without a host those on any."""
+        there = (self._there or {}).items()
+        about_to = {target.version for where, target in there if host in (None, where)}
+        reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
+        return about_to | {life.goal.version for life in reading if life.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float) -> bool:
         """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over."""
@@ -224,7 +272,7 @@ class FleetDecisions:
                         life.state = ServerState.DRAINING
                     else:
                         orders.append(self._begin(life, now))
-                case ServerState.QUARANTINED if now >= life.due and not life.checking:
+                case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
                     orders.append(self._check(life) if self.target is None else self._begin(life, now))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
@@ -234,9 +282,8 @@ class FleetDecisions:
     def next_due(self) -> float | None:
         """When `poll` has something to do next even if nothing happens until then."""
         timed = (ServerState.UPDATING, ServerState.QUARANTINED)
-        return min(
-            (life.due for life in self._servers.values() if life.state in timed and not life.checking), default=None
-        )
+        lives = [life for life in self._servers.values() if life.state in timed and not life.checking]
+        return min((life.due for life in lives if not self._waits(life)), default=None)
 
     def succeeded(self, server: int, attempt: int) -> bool:
         """The update is done and checked; whether the attempt was still wanted."""
@@ -256,6 +303,20 @@ class FleetDecisions:
         if life is None:
             return False
         self._quarantine(life, reason, now)
+        return True
+
+    def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
+        """The server found the version's files damaged and goes on with what it had; whether it serves that again."""
+        life = self._attempted(server, attempt)
+        if life is None or life.goal is None:
+            return False
+        if life.had is None:
+            self._quarantine(life, reason, now)
+            return False
+        life.version, life.damaged = life.had, life.goal.version
+        life.state = ServerState.SERVING
+        life.failures = life.health_failures = 0
+        life.goal, life.reason = None, reason
         return True
 
     def expected_version(self, server: int, url: str) -> int | None:
@@ -311,7 +372,16 @@ class FleetDecisions:
         return [life for life in self._servers.values() if life.state is ServerState.SERVING]
 
     def _outdated(self, life: ServerLife) -> bool:
-        return self.target is not None and life.version != self.target.version
+        target = self._target_of(life)
+        return target is not None and target.version not in (life.version, life.damaged)
+
+    def _target_of(self, life: ServerLife) -> Target | None:
+        """The newest weights that the server can have."""
+        return self.target if self._there is None else self._there.get(host_of(life.url))
+
+    def _waits(self, life: ServerLife) -> bool:
+        """Whether it is quarantined until its host has weights."""
+        return life.state is ServerState.QUARANTINED and self.target is not None and self._target_of(life) is None
 
     def _leaving(self) -> _Leaving:
         lives = self._servers.values()
@@ -321,17 +391,19 @@ class FleetDecisions:
         return _Leaving(places, len(self._serving()), len(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
-        assert self.target is not None
+        target = self._target_of(life)
+        assert target is not None
         quarantined = life.state is ServerState.QUARANTINED
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
+        life.had = None if quarantined else life.version
         life.version = None
-        life.goal = self.target
+        life.goal = target
         life.due = now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
-        return BeginUpdate(life.index, life.url, life.attempt, self.target, pause, frozen)
+        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had)
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1

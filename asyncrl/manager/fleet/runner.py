@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.inference.client import GenerationServerClient, PauseMode
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
@@ -96,6 +96,11 @@ class FleetRunner:
         self._decisions.publish(target)
         self._changed.notify()
 
+    def arrived(self, host: str, target: Target) -> None:
+        """The weights are on the host at this address."""
+        self._decisions.arrived(host, target)
+        self._changed.notify()
+
     async def run(self) -> None:
         """Carry out what the fleet orders until cancelled."""
         try:
@@ -158,6 +163,12 @@ class FleetRunner:
             checks = () if order.keeps_requests else self._checks
             limit_s = self._config.update_timeout_s
             await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks)
+        except DamagedVersion as error:
+            if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
+                told = "v%d is damaged, generation server %d goes on with v%d: %s"
+                self._log.error(told, order.target.version, order.server, order.had, error)
+            else:
+                self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)

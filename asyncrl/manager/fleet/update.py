@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.comm.http import HttpError
-from asyncrl.inference.client import GenerationServerClient, PauseMode
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
@@ -27,18 +27,24 @@ async def update_server(
     """Bring the server to the order's target, then let it generate again.
 
     What runs is answered or kept, as the order says; what arrives is held until the server has its weights. If a step
-    or a check fails the server is left paused: its weights are unknown, so it must not generate.
+    or a check fails the server is left paused: its weights are unknown, so it must not generate. One that refuses the
+    files as damaged goes on with those it has, which the order names.
 
     Raises:
+        DamagedVersion: it goes on with the version it had.
         HttpError: a step or a check failed.
     """
     if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
         await client.pause(PauseMode.retract, timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
     target = order.target
-    await transport.bring(
-        client, SendWeights(order.server, client.url, target.version, order.keeps_cache, timeout_s), target.path
-    )
+    wanted = SendWeights(order.server, client.url, target.version, order.keeps_cache, timeout_s)
+    try:
+        await transport.bring(client, wanted, target.read_at)
+    except DamagedVersion:
+        if order.had is not None:
+            await client.resume()
+        raise
     await client.resume()
     try:  # a server answers nothing while it is paused, so it cannot be checked before
         for check in checks:

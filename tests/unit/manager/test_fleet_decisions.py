@@ -74,6 +74,84 @@ def test_versions_may_be_skipped() -> None:
     assert updates(fleet.poll(2.0, NOTHING))[0].target.version == 7
 
 
+def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the_next() -> None:
+    fleet = fleet_of(2)
+    fleet.publish(target(1))
+    orders = updates(fleet.poll(0.0, NOTHING))
+    assert [order.had for order in orders.values()] == [0, 0]
+    fleet.succeeded(1, orders[1].attempt)
+    assert fleet.refused(0, orders[0].attempt, "a file is damaged", 1.0)
+    life = life_of(fleet)
+    assert (life.state, life.version, life.reason) == (ServerState.SERVING, 0, "a file is damaged")
+    assert fleet.served_version == 0
+    assert fleet.poll(2.0, NOTHING) == []  # it is not read again
+    fleet.publish(target(2))
+    assert updates(fleet.poll(3.0, NOTHING)).keys() == {0, 1}
+
+
+def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() -> None:
+    """Nobody knows what it has."""
+    fleet = fleet_of()
+    fleet.publish(target(1))
+    fleet.failed(0, updates(fleet.poll(0.0, NOTHING))[0].attempt, "no", 0.0)
+    again = updates(fleet.poll(BACKOFF.last_s, NOTHING))[0]
+    assert again.had is None
+    assert not fleet.refused(0, again.attempt, "a file is damaged", BACKOFF.last_s)
+    assert life_of(fleet).state is ServerState.QUARANTINED
+    assert fleet.served_version is None
+
+
+def staged_fleet() -> FleetDecisions:
+    """Servers 0 and 1 on two hosts that share no folder."""
+    fleet = FleetDecisions("interrupt", LIMIT_S, staged=True)
+    for index in range(2):
+        fleet.register(index, f"https://10.0.0.{index}:5000", 0, 0.0)
+    return fleet
+
+
+def at(version: int, host: int) -> Target:
+    return Target(version, f"/weights/v{version}", f"/disk{host}/v{version}")
+
+
+def test_where_hosts_share_no_folder_a_server_is_brought_to_what_is_on_its_host() -> None:
+    fleet = staged_fleet()
+    fleet.publish(target(1))
+    assert fleet.poll(0.0, NOTHING) == []
+    assert fleet.served_version == 0  # both serve while their hosts fetch
+    fleet.arrived("10.0.0.1", at(1, 1))
+    orders = updates(fleet.poll(1.0, NOTHING))
+    assert orders.keys() == {1}
+    assert (orders[1].target.read_at, orders[1].target.path) == ("/disk1/v1", "/weights/v1")
+    assert fleet.read_on("10.0.0.1") == {1}
+    assert fleet.read_on("10.0.0.0") == set()
+    fleet.succeeded(1, orders[1].attempt)
+    assert fleet.served_version == 0
+    fleet.publish(target(3))
+    fleet.arrived("10.0.0.0", at(2, 0))  # it was under way when v3 was published
+    assert {index: order.target.version for index, order in updates(fleet.poll(2.0, NOTHING)).items()} == {0: 2}
+    assert fleet.read_on() == {1, 2}
+
+
+def test_a_quarantined_server_waits_for_weights_on_its_host_without_a_deadline() -> None:
+    fleet = staged_fleet()
+    fleet.publish(target(1))
+    fleet.unhealthy(0, "https://10.0.0.0:5000", "gone", 0.0, gone=True)
+    assert fleet.poll(BACKOFF.last_s, NOTHING) == []
+    assert fleet.next_due() is None
+    fleet.arrived("10.0.0.0", at(1, 0))
+    assert fleet.next_due() is not None
+    assert updates(fleet.poll(BACKOFF.last_s, NOTHING)).keys() == {0}
+
+
+def test_a_host_that_lost_its_copies_has_its_servers_go_on_with_what_they_have() -> None:
+    fleet = staged_fleet()
+    fleet.publish(target(2))
+    fleet.arrived("10.0.0.0", at(1, 0))
+    fleet.lost("10.0.0.0")
+    assert fleet.poll(0.0, NOTHING) == []
+    assert fleet.served_version == 0
+
+
 def test_a_failed_update_quarantines_with_growing_back_off() -> None:
     fleet = fleet_of(2)
     fleet.publish(target(1))

@@ -15,7 +15,7 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import Row
 from asyncrl.runtime import launcher as launcher_module
-from asyncrl.runtime.exit_codes import EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
@@ -207,7 +207,10 @@ def test_what_can_be_replaced_is_each_time_as_another_incarnation(play: Play, tm
     assert list(zip(stage.started, stage.incarnations, strict=True))[-2:] == [("helper/0", 1), ("helper/0", 2)]
     assert "helper/0 (played) was killed by signal SIGKILL; it is started again; its log: its log" in notes
     assert "FAILED" not in notes
-    assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {"helper/0": 2}
+    run_dir = run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))
+    assert count_restarts(run_dir) == {"helper/0": 2}
+    with open_resolver(ExperimentConfig(), run_dir) as resolver:
+        assert resolver.get_subtree(names.INCARNATIONS) == {names.incarnation_key("helper", 0): "2"}
 
 
 @pytest.mark.usefixtures("helper")
@@ -219,11 +222,29 @@ def test_beyond_its_budget_the_whole_run_is_started_again_once_then_it_fails(
     assert code == EXIT_FAILED
     once = ["server/0", "client/0", "helper/0", "leader/0", *["helper/0"] * restarts]
     assert stage.started == [*once, *once]
+    of_helper = range(1, restarts + 1)
+    assert stage.incarnations == [0, 0, 0, 0, *of_helper, 1, 1, restarts + 1, 1, *(n + restarts + 1 for n in of_helper)]
     assert stage.stopped == ["leader/0", "client/0", "server/0"] * 2
     assert notes.count("the whole run is started again") == 1
     assert notes.count("FAILED: helper/0 (played) was killed by signal SIGSEGV; the end of its log:") == 1
     counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
     assert counts == {"helper/0": 2 * restarts, WHOLE_RUN: 1}
+
+
+@pytest.mark.usefixtures("helper")
+def test_a_launcher_that_lost_its_claim_puts_nothing_in_the_place_of_another_launchs_processes(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a long pause: its process ended because the other launch gave it up."""
+    monkeypatch.setattr(launcher_module.Trial, "is_lost", lambda trial: True)
+    monkeypatch.setattr(Launcher, "_guard_claim", _looks_later)
+    code, stage, _ = play(helper=ends(EXIT_LOST))
+    assert code == EXIT_FAILED
+    assert stage.started == ["server/0", "client/0", "helper/0", "leader/0"]
+
+
+async def _looks_later(launcher: Launcher) -> None:
+    await asyncio.Event().wait()
 
 
 @pytest.mark.usefixtures("helper")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
 from asyncrl.runtime.last_step import trains_elsewhere
@@ -136,6 +138,71 @@ def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], Non
     config = several_hosts(b=["generation_server", "rollout_worker"])
     assert list(check(config)) == []
     change(config.system)
+    assert any(told in problem for problem in check(config)), list(check(config))
+
+
+def own_disks() -> ExperimentConfig:
+    """Generation servers on two other hosts, which share no folder."""
+    config = several_hosts(c=["generation_server"], b=["generation_server"])
+    system = config.system
+    system.hosts[0].runs.append("rollout_worker")
+    system.hosts[1].fileroot, system.shared, config.generation.servers = "/scratch/runs", False, 3
+    system.name_resolve, system.name_resolve_root = NameBackend.etcd3, "10.0.0.1:2379"
+    return config
+
+
+def test_hosts_with_disks_of_their_own_have_a_staging_server_each_the_launchers_first() -> None:
+    config = own_disks()
+    plans = plans_of(config, gpus=2)
+    staging = [plans[f"staging_server/{index}"] for index in range(3)]
+    assert [plan.host.name for plan in staging] == ["", "b", "c"]
+    assert "staging_server/3" not in plans
+    run_dir = ["--run-dir", f"/scratch/runs/{config.experiment_name}/{config.trial_name}"]
+    assert staging[2].command(Path("/run"))[-4:-2] == run_dir
+    assert plans["generation_server/0"].command(Path("/run"))[-4:-2] == run_dir
+    assert staging[1].command(Path("/run"))[-4:-2] == ["--run-dir", "/run"]
+    assert not [name for name in plans_of(several_hosts(b=["generation_server"]), 0) if name.startswith("staging")]
+
+
+def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
+    def change(config: ExperimentConfig) -> None:
+        *parents, name = path.split(".")
+        setattr(reduce(getattr, parents, config), name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (set_to("system.hosts", []), "system.hosts is empty"),
+        (set_to("system.launcher", "kubernetes"), "the pods share their volume claims"),
+        (set_to("system.name_resolve", NameBackend.file), "system.name_resolve='file': names are entries of a folder"),
+        (lambda config: setattr(config.system.hosts[0], "name", "a"), "system.hosts has no entry without a name"),
+        *(
+            (lambda config, kind=kind: config.system.hosts[1].runs.append(kind), f"system.hosts[1].runs: {kind} {why}")
+            for kind, why in [
+                ("master_worker", "keeps checkpoints' states"),
+                ("model_worker", "writes checkpoints and weights in the run's folder"),
+                ("gserver_manager", "keeps its log"),
+                ("rollout_worker", "reads which prompts"),
+            ]
+        ),
+        (lambda config: setattr(config.system.hosts[0], "fileroot", "/here"), "is fileroot on the launcher's host"),
+        (lambda config: setattr(config.system.hosts[2], "fileroot", "~/runs"), "fileroot='~/runs': is on another host"),
+        (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
+        (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
+        (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: nothing brings"),
+        (set_to("model.lora.rank", 8), "model.lora.rank=8: adapters name the folder"),
+        (set_to("system.shared", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
+    ],
+)
+def test_what_needs_a_shared_folder_is_refused_by_name_where_there_is_none(
+    change: Callable[[ExperimentConfig], None], told: str
+) -> None:
+    config = own_disks()
+    assert list(check(config)) == []
+    change(config)
     assert any(told in problem for problem in check(config)), list(check(config))
 
 

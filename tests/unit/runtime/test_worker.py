@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.names import WorkerStatus, incarnation_key, status_key
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.run_dir import NAMES_DIR, write_run_config
 
 STOPPED_AT_ONCE = """
 import os, signal, sys
@@ -66,3 +69,55 @@ def test_a_setting_that_a_worker_finds_wrong_is_told_by_its_message_alone(tmp_pa
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == "failed ConfigError: agent.path='x:y': no such file"
     assert ended.stderr.splitlines() == ["refuses/0 failed: agent.path='x:y': no such file"]
+
+
+WAITS = """
+import sys
+from pathlib import Path
+from asyncrl.runtime.worker import Worker, WorkerSpec
+
+class Waits(Worker):
+    def run(self):
+        self.ready()
+        print("ready", flush=True)
+        self.stop_requested.wait()
+
+    def close(self):
+        print("closed", flush=True)
+
+sys.exit(Waits(WorkerSpec("waits", 3, Path(sys.argv[1]), incarnation=1)).start())
+"""
+
+
+def test_what_finds_another_in_its_place_ends_at_once_and_touches_nothing(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt, config.system.heartbeat_s = False, 1.0
+    write_run_config(config, tmp_path)
+    command = [sys.executable, "-c", WAITS, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as given_up,
+        FileResolver(tmp_path / NAMES_DIR) as resolver,
+    ):
+        try:
+            assert given_up.stdout is not None
+            assert given_up.stdout.readline() == "ready\n"
+            successor = WorkerStatus("starting", 1, incarnation=2).encode()
+            resolver.add(status_key("waits", 3), successor, replace=True)
+            told, why = given_up.communicate(timeout=300)
+        finally:
+            given_up.kill()
+    assert given_up.returncode == EXIT_LOST, why
+    assert told == ""
+    assert resolver.get(status_key("waits", 3)) == successor
+
+
+def test_what_is_started_late_after_its_successor_ends_before_it_takes_a_name(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt = False
+    write_run_config(config, tmp_path)
+    with FileResolver(tmp_path / NAMES_DIR) as resolver:
+        resolver.add(incarnation_key("waits", 3), "2")
+        command = [sys.executable, "-c", WAITS, str(tmp_path)]
+        late = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert (late.returncode, late.stdout) == (EXIT_LOST, ""), late.stderr
+        assert list(resolver.get_subtree()) == [incarnation_key("waits", 3)]

@@ -158,6 +158,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(
     def changed(name: str, **values: object) -> Path:
         made = tmp_path / name
         shutil.copytree(folder, made)
+        (made / "manifest.json").unlink()  # what others made has none
         described = json.loads((made / "adapter_config.json").read_text()) | values
         (made / "adapter_config.json").write_text(json.dumps(described))
         return made

@@ -1,0 +1,142 @@
+"""Has the initial model and every version brought to each host, where hosts share no folder (`system.shared=false`).
+
+`FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.staging`), and the fleet is told what
+arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
+from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
+from asyncrl.manager.wakeup import Signal
+from asyncrl.staging.client import StagingClient, source_failed
+from asyncrl.staging.messages import MODEL, StageRequest, version_folder
+
+_LONGEST_IDLE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What is wanted on every host: where the publisher has it, and what its own host's staging server says of it."""
+
+    published: str
+    target: Target | None = None
+    at_origin: str = ""
+    manifest_sum: str = ""
+
+
+class Staging:
+    """See the module's docstring.
+
+    Args:
+        http: connections to the staging servers.
+        model: folder of the initial model on the publisher's host.
+        decisions: knows which versions are in use.
+        arrived: told the address of a host and the weights that it has from now on.
+        clock: seconds in which this process ran.
+    """
+
+    def __init__(
+        self,
+        http: JsonHttp,
+        model: str,
+        decisions: FleetDecisions,
+        arrived: Callable[[str, Target], None],
+        *,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._http, self._decisions, self._arrived, self._log, self._clock = http, decisions, arrived, log, clock
+        self._fan_out = FanOut()
+        self._fan_out.want(MODEL)
+        self._urls: dict[int, str] = {}
+        self._wanted = {MODEL: _Folder(model)}
+        self._changed = Signal()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+
+    def registered(self, urls: Mapping[int, str]) -> None:
+        """These staging servers there are now; a new URL is another process, which has nothing."""
+        for host in self._urls.keys() - urls.keys():
+            self._log.warning("staging server %d (%s) is gone", host, self._urls[host])
+            self._leave(host)
+            self._fan_out.removed(host)
+        for host, url in urls.items():
+            if self._urls.get(host) != url:
+                self._leave(host)
+                self._urls[host] = url
+                self._fan_out.added(host)
+                self._changed.notify()
+
+    def publish(self, target: Target) -> None:
+        """Newer weights are at `target.path` on the publisher's host."""
+        name = version_folder(target.version)
+        self._wanted = {MODEL: self._wanted[MODEL], name: _Folder(target.path, target)}
+        self._fan_out.want(*self._wanted)
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Carry out what is decided until cancelled."""
+        try:
+            while True:
+                now = self._clock()
+                for order in self._fan_out.poll(now):
+                    self._spawn(order)
+                due = self._fan_out.next_due(now)
+                await self._changed.wait(_LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, due - now))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _leave(self, host: int) -> None:
+        url = self._urls.pop(host, None)
+        if url is not None:
+            self._decisions.lost(host_of(url))
+
+    def _spawn(self, order: Fetch) -> None:
+        folder, url = self._wanted[order.folder], self._urls[order.host]
+        task = asyncio.create_task(self._stage(order, url, self._request(order, folder), folder))
+        self._tasks[task] = order.folder
+        task.add_done_callback(self._ended)
+
+    async def _stage(self, order: Fetch, url: str, request: StageRequest, folder: _Folder) -> None:
+        began = self._clock()
+        try:
+            reply = await StagingClient(self._http, url).stage(request)
+        except HttpError as error:
+            self._log.warning("%s is not on host %d yet: %s", order.folder, order.host, error)
+            self._fan_out.failed(order, self._clock(), source_failed=source_failed(error))
+        else:
+            source = "its own disk" if order.source is None else f"host {order.source}"
+            told = "%s came to host %d from %s (%.2f s)"
+            self._log.info(told, order.folder, order.host, source, self._clock() - began)
+            if self._fan_out.succeeded(order):
+                if order.source is None:
+                    folder.at_origin, folder.manifest_sum = reply.path, reply.manifest_sum
+                if folder.target is not None:
+                    self._arrived(host_of(url), replace(folder.target, path=folder.at_origin, copy=reply.path))
+        self._changed.notify()
+
+    def _request(self, order: Fetch, folder: _Folder) -> StageRequest:
+        host = order.host
+        keep = {*self._fan_out.sends(host)}
+        if host == ORIGIN:  # where the canaries of all versions are read
+            keep |= {*map(version_folder, self._decisions.read_on()), *self._tasks.values()}
+        else:
+            keep |= {*map(version_folder, self._decisions.read_on(host_of(self._urls[host])))}
+        if order.source is None:
+            return StageRequest(order.folder, path=folder.published, keep=tuple(sorted(keep)))
+        source = self._urls[order.source]
+        return StageRequest(order.folder, source=source, manifest_sum=folder.manifest_sum, keep=tuple(sorted(keep)))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("staging failed", exc_info=error)

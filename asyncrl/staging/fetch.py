@@ -1,0 +1,88 @@
+"""Fetching a folder from another host's staging server: verified as it comes, written aside, and renamed.
+
+    GET <source>/manifest?folder=v7                         whose checksum is known beforehand
+    GET <source>/file?folder=v7&name=model.safetensors      for each of its files
+
+A copy is read on this host only, and can be had again; so it is not forced to the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from io import BufferedWriter
+from pathlib import Path
+from urllib.parse import urlencode
+
+import xxhash
+
+from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import MANIFEST_FILE, FileEntry, ManifestError, read_manifest
+
+SILENCE_S = 30.0
+"""A source that sends nothing for so long is given up; the manager names another."""
+_MAX_MANIFEST_BYTES = 256 << 20
+
+
+class SourceFailed(Exception):
+    """The source did not give the folder, or not as it should be; the message names it and says why."""
+
+
+def sum_of(manifest: bytes | bytearray) -> str:
+    """The checksum by which a manifest is known: XXH3, sixteen hexadecimal digits."""
+    return xxhash.xxh3_64(manifest).hexdigest()
+
+
+async def fetch_folder(http: JsonHttp, source: str, folder: str, manifest_sum: str, final: Path) -> None:
+    """Have the folder called `folder` of the staging server at `source` as `final`; a former one is replaced.
+
+    Raises:
+        SourceFailed: it could not be had from there; nothing is visible then.
+        OSError: it could not be written.
+    """
+    try:
+        manifest = await _manifest(http, f"{source}/manifest?{urlencode({'folder': folder})}", manifest_sum)
+        directory = await asyncio.to_thread(atomic_dir.begin, final)
+        (directory / MANIFEST_FILE).write_bytes(manifest)
+        for name, entry in read_manifest(directory).files.items():
+            query = urlencode({"folder": folder, "name": name})
+            await _fetch_file(http, f"{source}/file?{query}", directory / name, entry)
+    except (HttpError, ManifestError) as error:
+        raise SourceFailed(str(error)) from error
+    await asyncio.to_thread(atomic_dir.commit, final)
+
+
+async def _manifest(http: JsonHttp, url: str, wanted: str) -> bytes:
+    content = bytearray()
+    async with aclosing(http.pieces(url, silence_s=SILENCE_S)) as pieces:
+        async for piece in pieces:
+            content += piece
+            if len(content) > _MAX_MANIFEST_BYTES:
+                raise SourceFailed(f"{url} sent more than {_MAX_MANIFEST_BYTES} bytes as a manifest")
+    if (found := sum_of(content)) != wanted:
+        raise SourceFailed(f"{url} sent a manifest with the checksum {found}, it is to be {wanted}: not that folder")
+    return bytes(content)
+
+
+async def _fetch_file(http: JsonHttp, url: str, path: Path, entry: FileEntry) -> None:
+    with path.open("xb") as file:
+        received, digest = 0, xxhash.xxh3_64()
+        async with aclosing(http.pieces(url, silence_s=SILENCE_S)) as pieces:
+            async for piece in pieces:
+                received += len(piece)
+                if received > entry.bytes:
+                    break
+                await asyncio.to_thread(_take, piece, file, digest)
+    found = FileEntry(received, digest.hexdigest())
+    if found != entry:
+        raise SourceFailed(f"{url} sent {_shown(found)}, the manifest says {_shown(entry)}")
+
+
+def _take(piece: bytes, file: BufferedWriter, digest: xxhash.xxh3_64) -> None:
+    digest.update(piece)
+    file.write(piece)
+
+
+def _shown(entry: FileEntry) -> str:
+    return f"{entry.bytes} bytes with the checksum {entry.xxh3}"

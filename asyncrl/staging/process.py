@@ -1,0 +1,133 @@
+"""StagingServer: one on each host that has generation servers, where hosts share no folder (`system.shared=false`).
+
+It has the initial model and the versions of the actor, fetched once for all servers of its host, and gives them to
+other hosts. The GserverManager says what is fetched from whom (`asyncrl.manager.fleet.fan_out`).
+
+    POST /stage       have a folder here; see `asyncrl.staging.messages`
+    GET  /manifest    ?folder=v7                           of a folder that is here
+    GET  /file        ?folder=v7&name=model.safetensors    one of its files
+
+It is a process of its own, so that what it sends delays neither training nor generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.comm import names
+from asyncrl.comm.http import PIECE_BYTES, JsonHttp
+from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.runtime.run_dir import STAGED_DIR
+from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.staging.client import HOLD_S, SOURCE_FAILED
+from asyncrl.staging.fetch import SourceFailed
+from asyncrl.staging.messages import StageReply, StageRequest, is_folder
+from asyncrl.staging.store import Copy, Store
+from asyncrl.weights.manifest import ManifestError
+
+
+class StagingServer(AsyncWorker):
+    """See the module's docstring."""
+
+    async def main(self) -> None:
+        """Serve until a stop is requested."""
+        folder = (
+            self.run_dir / STAGED_DIR / str(self.index)
+        )  # another than that of a host which sees it in spite of all
+        service = StagingService(folder, self.http_security, self._has_model)
+        lease_s = self.config.system.heartbeat_s
+        try:
+            url = await service.http.start(self.config.system.host)
+            self.resolver.add(names.staging_server_key(self.index), url, lease_s=lease_s, replace=True)
+            self.ready()
+            await self.stop.wait()
+        finally:
+            await service.close()
+
+    def _has_model(self, folder: Path) -> None:
+        """Let the servers of this host begin."""
+        key, lease_s = names.model_copy_key(self.config.system.host), self.config.system.heartbeat_s
+        self.resolver.add(key, str(folder), lease_s=lease_s, replace=True)
+        self.log.info("the initial model is at %s", folder)
+
+
+class StagingService:
+    """A store behind HTTP, for one running loop.
+
+    Args:
+        root, on_model: see `Store`.
+        security: the run's token and certificate; None where it has no secret.
+    """
+
+    def __init__(self, root: Path, security: HttpSecurity | None, on_model: Callable[[Path], None]) -> None:
+        token, tls = (None, None) if security is None else (security.token, security.server_context())
+        self._peers = JsonHttp(security)
+        self.store = Store(root, self._peers, on_model)
+        routes = {
+            "/stage": Route(self._stage, "POST"),
+            "/manifest": Route(_of_copy(self._manifest, self.store), "GET"),
+            "/file": Route(_of_copy(self._file, self.store), "GET"),
+        }
+        self.http = HttpServer(routes, token=token, tls=tls)
+
+    async def close(self) -> None:
+        """Stop serving and fetching."""
+        await self.store.close()
+        await self.http.close()
+        await self._peers.close()
+
+    async def _stage(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        try:
+            order = msgspec.json.decode(body, type=StageRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(400, {"error": str(error)}, "malformed") from error
+        if not is_folder(order.folder) or not all(map(is_folder, order.keep)):
+            raise Refused(400, {"error": f"no name of a folder: {(order.folder, *order.keep)}"}, "malformed")
+        coming = self.store.stage(order)
+        await asyncio.wait({coming}, timeout=HOLD_S)
+        if not coming.done():
+            return json_response(StageReply(done=False))
+        try:
+            copy = coming.result()
+        except SourceFailed as error:
+            raise Refused(SOURCE_FAILED, {"error": str(error)}, "source_failed") from error
+        except (OSError, ManifestError) as error:
+            raise Refused(500, {"error": str(error)}, "not_staged") from error
+        return json_response(StageReply(done=True, path=str(copy.path), manifest_sum=copy.manifest_sum))
+
+    async def _manifest(self, request: web.BaseRequest, copy: Copy) -> web.StreamResponse:
+        return web.Response(body=copy.manifest)
+
+    async def _file(self, request: web.BaseRequest, copy: Copy) -> web.StreamResponse:
+        name = request.query.get("name", "")
+        if name not in copy.files:
+            raise Refused(404, {"error": f"the folder has no file {name[:200]!r}"}, "unknown_folder")
+        response = web.StreamResponse()
+        with (copy.path / name).open("rb", buffering=0) as file:
+            response.content_length = os.fstat(file.fileno()).st_size
+            await response.prepare(request)
+            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                await response.write(piece)
+        await response.write_eof()
+        return response
+
+
+def _of_copy(handler: Callable[[web.BaseRequest, Copy], Awaitable[web.StreamResponse]], store: Store) -> Handler:
+    """`handler`, for a folder that is here, and stays here for as long as it answers."""
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        folder = request.query.get("folder", "")
+        copy = store.get(folder)
+        if copy is None:
+            raise Refused(404, {"error": f"there is no folder {folder[:200]!r} here"}, "unknown_folder")
+        with store.reading(folder):
+            return await handler(request, copy)
+
+    return answer

@@ -1,0 +1,156 @@
+"""The manager has every version brought to hosts that share no folder, through real staging servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
+from asyncrl.manager.fleet.staging import Staging
+from asyncrl.manager.settings import UpdateMode
+from asyncrl.staging.process import StagingService
+from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
+
+HOSTS = 5
+LIMIT_S = 60.0
+
+
+class Hosts:
+    """Staging servers on addresses and disks of their own, and the manager's part in this loop."""
+
+    def __init__(self, root: Path, security: HttpSecurity) -> None:
+        self.root, self.security = root, security
+        self.services: dict[int, StagingService] = {}
+        self.urls: dict[int, str] = {}
+        self.decisions = FleetDecisions(UpdateMode.interrupt, 10.0, staged=True)
+        self.http = JsonHttp(security)
+        self.has: dict[str, Target] = {}
+        self._arrival = asyncio.Event()
+        log = logging.getLogger("test")
+        self.staging = Staging(self.http, str(root / "model"), self.decisions, self._arrived, log=log)
+        self._task = asyncio.create_task(self.staging.run())
+
+    def _arrived(self, host: str, target: Target) -> None:
+        self.decisions.arrived(host, target)
+        self.has[host] = target
+        self._arrival.set()
+
+    async def start(self, host: int) -> None:
+        service = StagingService(self.root / f"disk{host}", self.security, lambda _: None)
+        self.services[host], self.urls[host] = service, await service.http.start(f"127.0.0.{host + 1}")
+        self.staging.registered(dict(self.urls))
+
+    async def stop(self, host: int) -> None:
+        await self.services.pop(host).close()
+
+    def publish(self, version: int, *, damaged: bool = False) -> Path:
+        folder = self.root / "weights" / f"v{version}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights" * 1000 * version)
+        write_manifest(
+            folder, Manifest("actor", version, {"model.safetensors": file_entry(folder / "model.safetensors")})
+        )
+        if damaged:
+            (folder / "model.safetensors").write_bytes(b"WEIGHTS" * 1000 * version)
+        target = Target(version, str(folder))
+        self.decisions.publish(target)
+        self.staging.publish(target)
+        return folder
+
+    async def all_have(self, version: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while {host: self.has[host].version for host in map(host_of, self.urls.values()) if host in self.has} != {
+                host_of(url): version for url in self.urls.values()
+            }:
+                await self._arrival.wait()
+                self._arrival.clear()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for host in list(self.services):
+            await self.stop(host)
+        await self.http.close()
+
+
+@pytest.fixture
+async def hosts(tmp_path: Path, http_security: HttpSecurity) -> AsyncIterator[Hosts]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    hosts = Hosts(tmp_path, http_security)
+    for host in range(HOSTS):
+        await hosts.start(host)
+    yield hosts
+    await hosts.close()
+
+
+def folders(hosts: Hosts, host: int) -> list[str]:
+    return sorted(path.name for path in (hosts.root / f"disk{host}").iterdir())
+
+
+async def test_each_host_gets_the_model_and_each_version_once_and_verified(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    published = hosts.publish(1)
+    await hosts.all_have(1)
+    came = [record.args for record in caplog.records if "came to host" in record.msg]
+    assert len(came) == 2 * HOSTS
+    for host, target in hosts.has.items():
+        assert verify(Path(target.copy)) == verify(published), host
+    assert len({target.copy for target in hosts.has.values()}) == HOSTS
+    assert {target.path for target in hosts.has.values()} == {str(hosts.root / "disk0" / "v1")}
+    shutil.rmtree(published)  # the publisher is free to
+    hosts.publish(2)
+    await hosts.all_have(2)
+    hosts.publish(3)
+    await hosts.all_have(3)
+    assert folders(hosts, 3) == ["model", "v2", "v3"]  # v2 was what its servers were about to read when v3 came
+
+
+async def test_a_dead_host_keeps_none_of_the_others_from_it_and_gets_it_when_it_is_back(hosts: Hosts) -> None:
+    hosts.publish(1)
+    await hosts.all_have(1)
+    await hosts.stop(2)
+    dead = hosts.urls.pop(2)
+    hosts.publish(2)
+    hosts.has.pop(host_of(dead))
+    await hosts.all_have(2)
+    await hosts.start(2)
+    await hosts.all_have(2)
+
+
+async def test_an_origin_that_began_again_takes_in_what_is_published_anew(hosts: Hosts) -> None:
+    hosts.publish(1)
+    await hosts.all_have(1)
+    await hosts.stop(0)
+    hosts.has.clear()
+    for host in range(1, HOSTS):
+        hosts.has[f"127.0.0.{host + 1}"] = Target(1, "")
+    await hosts.start(0)
+    await hosts.all_have(1)
+    hosts.publish(2)
+    await hosts.all_have(2)
+
+
+async def test_a_version_that_is_damaged_at_the_publisher_arrives_nowhere_else_and_the_next_does(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts.publish(1)
+    await hosts.all_have(1)
+    refused = asyncio.Event()
+    caplog.handler.addFilter(
+        lambda record: refused.set() or True if "the manifest says" in record.getMessage() else True
+    )
+    hosts.publish(2, damaged=True)
+    await asyncio.wait_for(refused.wait(), LIMIT_S)
+    hosts.publish(3)
+    await hosts.all_have(3)
+    assert not (hosts.root / "disk1" / "v2").exists()
