@@ -22,7 +22,7 @@ from ..e2e.clusters import await_that, ssh_hosts
 from ..etcd_cluster import EtcdCluster, needs_etcd
 from .network import Network, network
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RUNS = (
     ["master_worker", "gserver_manager"],
