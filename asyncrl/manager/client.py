@@ -3,9 +3,9 @@
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
 does so with back-off until `retry_s` is over, at the address that name resolution has by then. Requests to schedule
 made in the same turn of the event loop travel in one HTTP call; what ended (rollouts and requests) travels with the
-worker's next call, whatever that is about, or on its own where none comes within `TELL_WITHIN_S`, or within
-`MAKES_ROOM_WITHIN_S` where another rollout may start instead of one that was dropped. On busy cores the number of calls
-is what the manager costs.
+worker's next call, whatever that is about, or on its own where none comes within `TELL_WITHIN_S`, within
+`MAKES_ROOM_WITHIN_S` where another rollout may start instead of one that was dropped, and at once where a curriculum
+waits to know how it was answered. On busy cores the number of calls is what the manager costs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class ManagerClient:
         self._retry_s = retry_s
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._pending = _Pending()
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.Handle | None = None
+        self._flush_at = 0.0
         self._calls: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
 
@@ -142,7 +143,7 @@ class ManagerClient:
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
         self._pending.finished += rollouts
-        self._flush_within(TELL_WITHIN_S if all(ended.accepted for ended in rollouts) else MAKES_ROOM_WITHIN_S)
+        self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
         """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
@@ -315,12 +316,12 @@ class ManagerClient:
 
     def _flush_within(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        at, timer = loop.time() + seconds, self._flush_timer
-        if timer is not None:
-            if timer.when() <= at:
+        at = loop.time() + seconds
+        if self._flush_timer is not None:
+            if self._flush_at <= at:
                 return
-            timer.cancel()
-        self._flush_timer = loop.call_at(at, self._flush_now)
+            self._flush_timer.cancel()
+        self._flush_at, self._flush_timer = at, loop.call_at(at, self._flush_now)
 
     def _flush_now(self) -> None:
         """No call came that could have told what ended."""
@@ -333,3 +334,10 @@ class ManagerClient:
             await self.flush()
         except (HttpError, ManagerGone) as error:  # kept for the next call, whose caller sees the error
             _log.warning("the manager does not know yet what ended: %s", error)
+
+
+def _waits_s(ended: m.FinishedRollout) -> float:
+    """How long it may wait for a call to travel with."""
+    if ended.success is not None:  # by it a curriculum decides which prompts rest, as soon as the next is asked for
+        return 0.0
+    return TELL_WITHIN_S if ended.accepted else MAKES_ROOM_WITHIN_S

@@ -264,6 +264,21 @@ async def test_a_release_that_no_call_follows_is_told_all_the_same(manager: Mana
     await held(manager, lambda: manager.service.router.placed == 0)
 
 
+@pytest.mark.parametrize(
+    "urgent", [FinishedRollout("b", False, "rejected"), FinishedRollout("b", True, tokens=7, success=1.0)]
+)
+async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_to_travel_with(
+    manager: Manager, urgent: FinishedRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.manager.client.TELL_WITHIN_S", 3600.0)
+    client = manager.client()
+    await client.allocate([*wanted("a"), *wanted("b", first=1)], timeout_s=5)
+    client.finish([FinishedRollout("a", True, tokens=7)])
+    assert manager.service.gate.books().running == 2
+    client.finish([urgent])
+    await held(manager, lambda: manager.service.gate.books().running == 0)
+
+
 async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Manager) -> None:
     client = manager.client()
     await client.schedule(request_of("q"), 5)
