@@ -11,19 +11,19 @@
 #SBATCH --output=asyncrl-%j.log
 set -uo pipefail
 
-stopping=
+signals=
 "${ASYNCRL_PYTHON:-python3}" -m asyncrl.launch "$@" logging.display=plain &
 launcher=$!
-trap 'stopping=1; kill -TERM "$launcher" 2>/dev/null' TERM INT
+trap 'signals+=x; kill -TERM "$launcher" 2>/dev/null' TERM INT
 
-code=
-while [ -z "$code" ]; do # a signal that comes meanwhile ends a wait, not the launcher
+while # a signal that comes meanwhile may have ended the wait, and not the launcher; bash remembers how that one ended
+    before=$signals
     wait "$launcher" && code=0 || code=$?
-    kill -0 "$launcher" 2>/dev/null && code=
-done
+    [ "$signals" != "$before" ]
+do :; done
 
 # 0: complete. 2: a setting is wrong. 1: it failed, beyond what it starts again by itself. None is mended by a requeue.
-if [ -n "$stopping" ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
+if [ -n "$signals" ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
