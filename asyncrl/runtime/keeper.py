@@ -100,11 +100,11 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     if not command:
         order = _read_order()
         command, silence_s = order.command, order.silence_s
+        end_earlier(order.environment.get(PLACE_VARIABLE, ""))  # first: an order that comes late writes no files either
         if order.files:
             put_files(order.folder, order.files)
         os.chdir(order.folder)
         os.environ.update(order.environment)
-        end_earlier(order.environment.get(PLACE_VARIABLE, ""))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()

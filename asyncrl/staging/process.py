@@ -38,9 +38,8 @@ class StagingServer(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        folder = (
-            self.run_dir / STAGED_DIR / str(self.index)
-        )  # another than that of a host which sees it in spite of all
+        # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's
+        folder = self.run_dir / STAGED_DIR / str(self.index)
         service = StagingService(folder, self.http_security, self._has_model)
         lease_s = self.config.system.heartbeat_s
         try:

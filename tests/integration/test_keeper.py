@@ -406,8 +406,11 @@ def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tm
     assert not runs(old)
     os.kill(earlier.process.pid, signal.SIGCONT)
     assert earlier.end() == 128 + signal.SIGKILL
-    late = Ordered(tmp_path, SAYS_AND_WAITS, place=f"9 {place}")  # an order that lay in a cut connection
+    folder = tmp_path / "run"
+    # an order that lay in a cut connection
+    late = Ordered(folder, SAYS_AND_WAITS, place=f"9 {place}", files={"secret": "of then"})
     assert (late.line(), late.end()) == ("", 1)  # as of a lost connection
+    assert not folder.exists(), "the files of its successor are there by now"
     assert runs(new)
     assert runs(beside)
     for ordered in (later, other):

@@ -59,7 +59,7 @@ class Staging:
         self._urls: dict[int, str] = {}
         self._wanted = {MODEL: _Folder(model)}
         self._changed = Signal()
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
     def registered(self, urls: Mapping[int, str]) -> None:
         """These staging servers there are now; a new URL is another process, which has nothing."""
@@ -103,7 +103,7 @@ class Staging:
     def _spawn(self, order: Fetch) -> None:
         folder, url = self._wanted[order.folder], self._urls[order.host]
         task = asyncio.create_task(self._stage(order, url, self._request(order, folder), folder))
-        self._tasks[task] = order.folder
+        self._tasks[task] = order
         task.add_done_callback(self._ended)
 
     async def _stage(self, order: Fetch, url: str, request: StageRequest, folder: _Folder) -> None:
@@ -128,7 +128,8 @@ class Staging:
         host = order.host
         keep = {*self._fan_out.sends(host)}
         if host == ORIGIN:  # where the canaries of all versions are read
-            keep |= {*map(version_folder, self._decisions.read_on()), *self._tasks.values()}
+            keep |= {*map(version_folder, self._decisions.read_on())}
+            keep |= {under_way.folder for under_way in self._tasks.values()}
         else:
             keep |= {*map(version_folder, self._decisions.read_on(host_of(self._urls[host])))}
         if order.source is None:
@@ -137,6 +138,8 @@ class Staging:
         return StageRequest(order.folder, source=source, manifest_sum=folder.manifest_sum, keep=tuple(sorted(keep)))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+        order = self._tasks.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("staging failed", exc_info=error)
+            self._log.error("staging %s on host %d failed", order.folder, order.host, exc_info=error)
+            self._fan_out.failed(order, self._clock(), source_failed=False)
+            self._changed.notify()
