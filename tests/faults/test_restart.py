@@ -14,7 +14,8 @@ from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
-from ..conftest import Gate
+from ..conftest import LIMIT_S, Gate
+from ..e2e.clusters import await_that
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -65,42 +66,48 @@ def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weigh
 
 def used_orders(run: Any, seed: int = 1) -> list[int]:
     """Positions in the data order of the prompts that the last checkpoint has as used."""
-    files = (run.run_dir / "checkpoints").glob("v*/state.json")
-    newest = max((json.loads(file.read_text()) for file in files), key=lambda state: state["version"])
-    used = UsedPrompts.from_json(newest["master_state"]["buffer"]["used_prompts"])
+    folder = max((run.run_dir / "checkpoints").glob("v*[0-9]"), key=lambda folder: int(folder.name[1:]))
+    state = json.loads((folder / "state.json").read_text())
+    used = UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
     rows = json.loads((run.run_dir / "data_record.json").read_text())["rows"]
     stream = PromptStream(rows, seed)
     return sorted(stream.order_of(prompt_id) for prompt_id in used)
 
 
 def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(
-    start_run: Any, gate: Callable[[int], Gate]
+    start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]
 ) -> None:
-    """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost."""
-    kills, steps, held = 2, 18, gate(6)
-    run = start_run(total_train_steps=steps, seed=1, **held.settings)
+    """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost.
+
+    What was in hand at a death is played again one by one, beside prompts that are none of it, which overtake it: so
+    the run is let go on until all of it was used.
+    """
+    kills, held = 2, gate(6)
+    run = start_run(total_train_steps=100_000, seed=1, **held.settings)
     for kill in range(1, kills + 1):
         run.wait_for_step(6 * kill - 3)
         run.worker("rollout_worker/0").kill()
         run.wait_for_line("rollout_worker/0 went on after", times=kill)
         held.let_make(6 * kill + 6)
+    were_out = range(6 * kills * BATCH + (2 + 1) * BATCH)  # what the gate held, and all that the bound lets in
     held.open()
-    check_the_end(run, steps, {"rollout_worker/0": kills})
-    dropped = run.summary()["books"]["dropped"]
+    await_that(lambda: set(were_out) <= set(used_orders(run)), "checkpoint that has all of them as used", LIMIT_S)
+    ctrl_c(run)
+    assert run.wait() == 130, run.output + run.logs()
+    summary = run.summary()
+    assert summary["restarts"] == {"rollout_worker/0": kills}
+    dropped = summary["books"]["dropped"]
     assert set(dropped) <= {"worker_died", "stale", "duplicate_prompt", "crashed_worker"}
     suspected = dropped.get("crashed_worker", 0)  # the one suspect that was in hand when it was killed again
     assert suspected < kills
+    rows = run.metrics()
+    made = int(rows[-1]["step"])
+    assert [row["step"] for row in rows if row["step"]] == list(range(1, made + 1))
     orders = used_orders(run)
-    assert len(set(orders)) == len(orders) == steps * BATCH + suspected
-    settled = (steps - 4) * BATCH
-    assert orders[:settled] == list(range(settled)), orders
-    rewards = [row for row in run.metrics() if any(name.endswith("/reward_mean") for name in row)]
-    assert [row["step"] for row in rows_evaluated(run)] == [row["step"] for row in rewards]
-
-
-def rows_evaluated(run: Any) -> list[dict[str, Any]]:
-    """Rows of the versions that were to be evaluated."""
-    return [row for row in run.metrics() if row["step"] % 3 == 0 or row["step"] == int(run.summary()["total_steps"])]
+    assert len(set(orders)) == len(orders) == made * BATCH + suspected
+    evaluated = [row["step"] for row in rows if any(name.endswith("/reward_mean") for name in row)]
+    assert evaluated[:4] == [0, 3, 6, 9]
+    assert run.survivors() == []
 
 
 def test_a_killed_manager_goes_on_where_it_stood(start_run: Any, gate: Callable[[int], Gate]) -> None:
