@@ -118,7 +118,8 @@ def run_asyncrl(model: Path, seed: int, steps: int, slow: bool, out: Path, overr
     settings += [f"model.path={model}", f"total_train_steps={steps}", "logging.tensorboard=false"]
     settings += kept_policies.settings(EVALUATE_EVERY, steps)
     if slow:
-        settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=128"]
+        # As many at a time as the gate lets in: they wait for verdicts, not for the engine.
+        settings += [f"reward.path={HERE / 'peers' / 'slow_reward.py'}:slow_reward", "rollout.max_concurrent=160"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
     run_dir = out / "vs_trl" / trial
     shutil.rmtree(run_dir, ignore_errors=True)
