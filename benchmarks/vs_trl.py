@@ -1,6 +1,7 @@
 """asyncrl against TRL on one job: seconds a step, and seconds to an accuracy.
 
-    python benchmarks/vs_trl.py [--seeds 1 2 3] [--slow-reward] [--out DIR] [--json FILE] [--quick] [setting=value ...]
+    python benchmarks/vs_trl.py [--seeds 1 2 3] [--slow-reward] [--own-steps 40] [--only NAME] [--out DIR] [--json FILE]
+                                [--quick] [setting=value ...]
 
 The job is the demo: the same base model, rows, reward, batch of 32 prompts with 8 answers each in four minibatches, the
 same learning rate and its schedule, on the same two cores. TRL runs `peers/trl_job.py` in an environment of its own, in
@@ -11,7 +12,8 @@ asyncrl as a checkpoint while its clock goes on, and after the run all are asked
 by the same code. An evaluation within asyncrl's run would generate as many answers as a step does, and hold back newer
 weights meanwhile. Clocks start when the model is loaded: TRL's as it begins to train, asyncrl's as its server takes the
 first request, a few seconds after its train loop begins. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
-median 0.3 s), all verdicts of a batch at the same time in both.
+median 0.3 s), all verdicts of a batch at the same time in both. `--own-steps`: asyncrl's steps, and so its schedule's,
+where they are not TRL's: its steps are shorter, and their samples older.
 """
 
 from __future__ import annotations
@@ -176,18 +178,24 @@ def main() -> None:
     parser.add_argument("--slow-reward", action="store_true")
     parser.add_argument("--out", type=Path, default=Path.home() / ".cache" / "asyncrl" / "vs_trl")
     parser.add_argument("--json", type=Path, help="where to write the runs")
+    parser.add_argument("--own-steps", type=int, default=STEPS, help="of asyncrl, where they are not TRL's")
+    parser.add_argument("--only", choices=("asyncrl", "TRL"), help="one of the two")
     parser.add_argument("--quick", action="store_true", help="8 steps of one seed: shows that it runs")
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="of asyncrl")
     options = parser.parse_args()
-    steps, seeds = (8, options.seeds[:1]) if options.quick else (STEPS, options.seeds)
+    steps, own_steps, seeds = (8, 8, options.seeds[:1]) if options.quick else (STEPS, options.own_steps, options.seeds)
     options.out.mkdir(parents=True, exist_ok=True)
     python, model = trl_python(options.out), ensure_base_model(load_supervised("sft"))
-    runs: dict[str, list[Outcome]] = {"asyncrl": [], "TRL": []}
+    slow, out = options.slow_reward, options.out
+    runs: dict[str, list[Outcome]] = {name: [] for name in ("asyncrl", "TRL") if options.only in (None, name)}
     for seed in seeds:
-        runs["asyncrl"].append(run_asyncrl(model, seed, steps, options.slow_reward, options.out, options.overrides))
-        runs["TRL"].append(run_trl(python, model, seed, steps, options.slow_reward, options.out))
-        print(f"seed {seed}: {runs['asyncrl'][-1]}, {runs['TRL'][-1]}", file=sys.stderr, flush=True)
-    print(f"| | seconds a step | seconds to {UNTIL:.2f} | steps to it | accuracy after {steps} |")
+        for name, made in runs.items():
+            if name == "TRL":
+                made.append(run_trl(python, model, seed, steps, slow, out))
+            else:
+                made.append(run_asyncrl(model, seed, own_steps, slow, out, options.overrides))
+            print(f"seed {seed}: {name} {made[-1]}", file=sys.stderr, flush=True)
+    print(f"| | seconds a step | seconds to {UNTIL:.2f} | steps to it | accuracy in the end |")
     print("|---|--:|--:|--:|--:|")
     figures = {}
     for name, made in runs.items():
@@ -196,8 +204,9 @@ def main() -> None:
         by_step = median([run.to_accuracy_steps for run in made])
         reached = "not reached | " if to is None or by_step is None else f"{to:.1f} | {by_step:.0f}"
         print(f"| {name} | {step:.2f} | {reached} | {statistics.median(run.accuracy for run in made):.3f} |")
-    ratios = [ratio(theirs, ours) for theirs, ours in zip(figures["TRL"], figures["asyncrl"], strict=True)]
-    print(f"| ratio | {ratios[0]} | {ratios[1]} | | |")
+    if options.only is None:
+        ratios = [ratio(theirs, ours) for theirs, ours in zip(figures["TRL"], figures["asyncrl"], strict=True)]
+        print(f"| ratio | {ratios[0]} | {ratios[1]} | | |")
     if options.json:
         options.json.write_text(json.dumps({name: [asdict(run) for run in made] for name, made in runs.items()}) + "\n")
 

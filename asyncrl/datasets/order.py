@@ -20,6 +20,7 @@ yields e0-0, e1-0, e1-2, ... (orders 1, 3, 5).
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,8 @@ class PromptStream:
         unsettled = ((key, attempt) for key, attempt in (out or {}).items() if key not in self._settled)
         before = {self.order_of(prompt_id): attempt for prompt_id, attempt in unsettled}
         self._out_ahead = set(before)  # out, though `next` is not there yet
-        self._attempts: dict[int, int] = {}  # of orders that are out as a later attempt than the first
+        # Of orders that are out as a later attempt than the first.
+        self._attempts: OrderedDict[int, int] = OrderedDict()
         for order, attempt in before.items():
             self._note_attempt(order, attempt)
 
@@ -174,7 +176,7 @@ class PromptStream:
         if attempt:
             self._attempts[order] = attempt
             if len(self._attempts) > ATTEMPTS_KEPT:
-                del self._attempts[next(iter(self._attempts))]
+                self._attempts.popitem(last=False)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:

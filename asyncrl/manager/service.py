@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class ManagerService:
         self._at_gate = GateQueue(self.rollouts.suspects)
         self._routes = Signal()
         self.progress = Signal()
-        self._losses: dict[str, int] = {}  # by URL the number of the last, ascending
+        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
         self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         self._loss = Signal()
 
@@ -285,7 +286,7 @@ class ManagerService:
         self._losses.pop(url, None)
         self._losses[url] = self._loss_seq
         if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * len(self.router)):
-            del self._losses[next(iter(self._losses))]
+            self._losses.popitem(last=False)
         self._loss.notify()
 
     def _lost_since(self, after: int) -> list[str]:

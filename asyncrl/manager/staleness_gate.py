@@ -69,7 +69,7 @@ at consumption catches it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -157,7 +157,8 @@ class StalenessGate:
         self._live_of_owner: dict[str, dict[str, _Live]] = {}
         self._running_at: dict[int, dict[str, _Live]] = {}  # by the version of admission
         self._finished_at: Counter[int] = Counter()
-        self._retired: dict[str, _Retired] = {}
+        # Ordered: the first key of a plain dict is looked for past all that were deleted before it.
+        self._retired: OrderedDict[str, _Retired] = OrderedDict()
         self._retired_kept = ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
         self._submitted = 0
         self._trained = 0
@@ -377,10 +378,10 @@ class StalenessGate:
         for row in memory.live:
             self._join(_live(row))
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
-        self._retired = {
-            key: known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost))
+        self._retired = OrderedDict(
+            (key, known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost)))
             for key, outcome, lost in memory.retired
-        }
+        )
 
     def books(self) -> Books:
         """The ledger as of now."""
@@ -478,7 +479,7 @@ class StalenessGate:
     def _retire(self, rollout_id: str, retired: _Retired) -> None:
         self._retired[rollout_id] = retired
         if len(self._retired) > self._retired_kept:
-            del self._retired[next(iter(self._retired))]
+            self._retired.popitem(last=False)
 
 
 def _discard(index: dict[_Key, dict[str, _Live]], key: _Key, rollout_id: str) -> None:

@@ -18,7 +18,7 @@ connection is lost: 1 and 3 wait, and go to B. Had A stayed silent instead, they
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -173,7 +173,7 @@ class RecentIds:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._ids: dict[str, None] = {}
+        self._ids: OrderedDict[str, None] = OrderedDict()
 
     def __contains__(self, item: str) -> bool:
         return item in self._ids
@@ -182,4 +182,4 @@ class RecentIds:
         """Remember `item`, forgetting the oldest if there is no room."""
         self._ids[item] = None
         if len(self._ids) > self._capacity:
-            del self._ids[next(iter(self._ids))]
+            self._ids.popitem(last=False)
