@@ -42,6 +42,7 @@ from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, SPILLED_DIR, WEI
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
+from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
@@ -80,6 +81,7 @@ from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.stopping import heard_at_once
 from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import training_world
 from asyncrl.weights import publishing
@@ -90,20 +92,36 @@ from asyncrl.weights.transports.base import TrainerEnd
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
-_CLOSE_S = 5.0  # how long the end waits for weights on their way
+_CLOSE_S = 1.0  # how long the end waits for weights on their way
 
 
 class ModelWorker(Worker):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    It is asked to stop once nobody needs its answers any more. So a call in hand is given up, with its collectives:
+    whoever waits for a peer there may wait in vain.
+    """
+
+    interruptible = True
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
+        self._collectives = Collectives()
         self._batches: dict[WorkerGrid, StepBatch] = {}
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
         self._last_step = LastStep.of_rank(self.config, self.run_dir)
+
+    def start(self) -> int:
+        with heard_at_once(self._leave):
+            return super().start()
+
+    def _leave(self) -> None:
+        """Called by a thread when a stop is asked for: the main thread may wait for a peer, and not hear of it."""
+        self.request_stop()
+        self._collectives.abort()
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -115,7 +133,7 @@ class ModelWorker(Worker):
         graph = load_graph(config)
         placed = placement(config, graph)
         self._world = self._open.enter_context(
-            training_world(config, self.index, placed, device, self.run_dir, self.resolver)
+            training_world(config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
         )
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
@@ -190,6 +208,7 @@ class ModelWorker(Worker):
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
         self._open.callback(self._puller.close)
+        self._open.callback(self._inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
