@@ -34,7 +34,7 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -129,7 +129,7 @@ class Worker(ABC):
                     self.run()
                 finally:
                     self._interrupts = False
-            self.set_status("done")
+            self._tell_end("done")
             return EXIT_OK
         except RestartTogether as error:
             self.log.warning("%s cannot go on alone: %s", self.name, error)
@@ -137,11 +137,19 @@ class Worker(ABC):
         except BaseException as error:
             told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
             self.log.error("%s failed: %s", self.name, error, exc_info=not told)
-            self.set_status("failed", f"{type(error).__name__}: {error}")
+            self._tell_end("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         finally:
             self.close()
             self.resolver.close()
+
+    def _tell_end(self, state: names.State, reason: str = "") -> None:
+        """Publish the last state. The end does not wait for that: a launcher whose process does not end kills it."""
+        self.resolver.end_soon()
+        try:
+            self.set_status(state, reason)
+        except NameResolveError as error:
+            self.log.warning("%s ends as %s, which could not be told: %s", self.name, state, error)
 
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
