@@ -12,6 +12,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
+from asyncrl.master.silence import unless_silent
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
@@ -43,7 +44,7 @@ class MasterWorker(AsyncWorker):
                 incarnation=self.spec.incarnation,
                 begun=self.ready,
             )
-            await loop.run()
+            await unless_silent(loop.run(), peers.workers, self.stop, self.config.system.stop_patience_s)
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""

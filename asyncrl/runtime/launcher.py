@@ -203,11 +203,15 @@ class Launcher:
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")
             self._terminate_leader()
-            asyncio.get_running_loop().call_later(CHECKPOINT_LIMIT_S, self._ends.put_nowait, None)
+            asyncio.get_running_loop().call_later(CHECKPOINT_LIMIT_S, self._give_checkpoint_up)
         else:
             for worker in self._workers:
                 worker.kill()
             self._ends.put_nowait(None)
+
+    def _give_checkpoint_up(self) -> None:
+        self._display.note(f"no checkpoint {CHECKPOINT_LIMIT_S:g} s after the request to stop; stopping without it")
+        self._ends.put_nowait(None)
 
     async def _end_of_run(self) -> tuple[WorkerHandle | None, AfterDeath]:
         """The process whose end is that of the run, and what is to be started again; no process where everything is to

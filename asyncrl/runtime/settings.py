@@ -141,6 +141,13 @@ class SystemConfig:
     stall_timeout_s: float = setting(
         120.0, "no train step for so long: say which stage waits for what, and stop", unit="s", minimum=5.0
     )
+    stop_patience_s: float = setting(
+        30.0,
+        "how long a training rank that does not answer is waited for once a stop is asked for (Ctrl-C): without it no "
+        "checkpoint can be written, and the run ends with exit code 1",
+        unit="s",
+        minimum=1.0,
+    )
     restarts_per_process: int = setting(
         3,
         "how often each process that died is started again, within restart_window_s: alone, or with all of the "

@@ -7,7 +7,7 @@ Life cycle of a worker process
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
-   (SIGTERM).
+   (SIGTERM). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
    Whoever finds that another process has this entry was given up while it was cut off or stopped. All that it would
    still do is its successor's to do, so it ends at once, and puts nothing back before (`NameResolver.fences`).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
@@ -28,13 +28,13 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameBackend, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -49,8 +49,8 @@ class RestartTogether(Exception):  # it asks for something; nothing went wrong h
     """This process cannot go on with the others as they stand; all of its side can, from the last step."""
 
 
-class _StoppedEarly(BaseException):
-    """Asked to stop while still configuring."""
+class _Stopped(BaseException):
+    """Asked to stop: ends what the main thread is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,9 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
 class Worker(ABC):
     """Base of a process. Subclasses override `configure`, `run` and `close`; see the module's docstring."""
 
+    interruptible: ClassVar[bool] = False
+    """Whether a stop ends `run` in the middle of what it does. Else `run` looks at `stop_requested` itself."""
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.kind = spec.kind
@@ -105,7 +108,7 @@ class Worker(ABC):
         self.security = None if secret is None else secret.sockets()
         """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()
-        self._configured = False
+        self._interrupts = True
 
     @property
     def name(self) -> str:
@@ -117,13 +120,16 @@ class Worker(ABC):
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
         try:
-            with contextlib.suppress(_StoppedEarly):
-                signal.signal(signal.SIGTERM, self._on_sigterm)
-                self.set_status("starting")
-                self.configure()
-                self._configured = True
-                self.run()
-            self.set_status("done")
+            with contextlib.suppress(_Stopped):
+                try:
+                    signal.signal(signal.SIGTERM, self._on_sigterm)
+                    self.set_status("starting")
+                    self.configure()
+                    self._interrupts = self.interruptible
+                    self.run()
+                finally:
+                    self._interrupts = False
+            self._tell_end("done")
             return EXIT_OK
         except RestartTogether as error:
             self.log.warning("%s cannot go on alone: %s", self.name, error)
@@ -131,11 +137,19 @@ class Worker(ABC):
         except BaseException as error:
             told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
             self.log.error("%s failed: %s", self.name, error, exc_info=not told)
-            self.set_status("failed", f"{type(error).__name__}: {error}")
+            self._tell_end("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         finally:
             self.close()
             self.resolver.close()
+
+    def _tell_end(self, state: names.State, reason: str = "") -> None:
+        """Publish the last state. The end does not wait for that: a launcher whose process does not end kills it."""
+        self.resolver.end_soon()
+        try:
+            self.set_status(state, reason)
+        except NameResolveError as error:
+            self.log.warning("%s ends as %s, which could not be told: %s", self.name, state, error)
 
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
@@ -144,8 +158,8 @@ class Worker(ABC):
 
     def _on_sigterm(self, *_: object) -> None:
         self.request_stop()
-        if not self._configured:  # nothing looks at the request yet: loading a model takes its time
-            raise _StoppedEarly
+        if self._interrupts:  # nothing looks at the request: loading a model takes its time
+            raise _Stopped
 
     def _name_lost(self, name: str) -> None:
         """Called by a thread of the resolver."""

@@ -63,25 +63,37 @@ class Inbox:
         """Of the tokens in memory."""
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
+        self._closed = False
 
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
         """Add a trajectory, waiting for room; one that is held already is ignored. One thread puts and restores.
 
         Raises:
-            InboxFull: there was no room for `timeout_s` seconds.
+            InboxFull: there was no room for `timeout_s` seconds, or until it was closed.
             OSError: it does not fit into memory, and the disk does not take it.
         """
         record = self._record(trajectory)  # before the lock, as it looks at every token
         with self._room:
             if trajectory.rollout_id in self._held:
                 return
-            if not self._room.wait_for(lambda: len(self._held) < self._capacity, timeout_s):
+            self._room.wait_for(lambda: self._closed or self._has_room, timeout_s)
+            if not self._has_room:
+                until = "until the end of this process" if self._closed else f"for {timeout_s:g} s"
                 raise InboxFull(
-                    f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken for "
-                    f"{timeout_s:g} s"
+                    f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken {until}"
                 )
         self._hold(trajectory, record)
         self._on_arrival()
+
+    def close(self) -> None:
+        """Nothing is taken out any more, so nobody waits for room."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._held) < self._capacity
 
     def restore(self, trajectory: Trajectory) -> None:
         """Add one that was held by the process before this one, whether there is room or not."""

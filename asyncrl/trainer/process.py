@@ -35,20 +35,18 @@ from asyncrl.comm.remembered import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
-from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
-from asyncrl.runtime.run_dir import ANNOUNCED_DIR, SAMPLES_DIR, SPILLED_DIR, WEIGHTS_DIR
+from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
+from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.columns import move_columns
-from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.inbox import Inbox, InboxFull
 from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.kept_samples import KeptSamples
-from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -80,30 +78,43 @@ from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.stopping import heard_at_once
+from asyncrl.trainer.versions import Versions
 from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import training_world
-from asyncrl.weights import publishing
-from asyncrl.weights.canary import Canary, canary_tokens
-from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.transports import weight_transport
-from asyncrl.weights.transports.base import TrainerEnd
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
-_CLOSE_S = 5.0  # how long the end waits for weights on their way
+_CLOSE_S = 1.0  # how long the end waits for weights on their way
 
 
 class ModelWorker(Worker):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    It is asked to stop once nobody needs its answers any more. So a call in hand is given up, with its collectives:
+    whoever waits for a peer there may wait in vain.
+    """
+
+    interruptible = True
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
+        self._collectives = Collectives()
         self._batches: dict[WorkerGrid, StepBatch] = {}
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
         self._last_step = LastStep.of_rank(self.config, self.run_dir)
+
+    def start(self) -> int:
+        with heard_at_once(self._leave):
+            return super().start()
+
+    def _leave(self) -> None:
+        """Called by a thread when a stop is asked for: the main thread may wait for a peer, and not hear of it."""
+        self.request_stop()
+        self._collectives.abort()
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -115,15 +126,13 @@ class ModelWorker(Worker):
         graph = load_graph(config)
         placed = placement(config, graph)
         self._world = self._open.enter_context(
-            training_world(config, self.index, placed, device, self.run_dir, self.resolver)
+            training_world(config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
         )
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.last_step.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
-        self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
-        self._shared: dict[str, SharedFiles] = {}
         self._kept = self._keep_samples()
         self._take_connections()
 
@@ -179,10 +188,8 @@ class ModelWorker(Worker):
             },
         )
         self._open.callback(self._server.close)
-        self._transport = weight_transport(self.config.manager.weight_transport)
-        self._to_servers = TrainerEnd()
+        self._versions = Versions(self.config, self.run_dir, self._world, self._rank, self.http_security, self._device)
         if self._world.publishes:
-            self._to_servers = self._transport.trainer_end(self.config, self.http_security, self._device)
             self._open.callback(self._close_connections)
         model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
         routing = routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None
@@ -190,6 +197,7 @@ class ModelWorker(Worker):
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
         self._open.callback(self._puller.close)
+        self._open.callback(self._inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
@@ -288,7 +296,7 @@ class ModelWorker(Worker):
         return Done()
 
     async def _send_weights(self, request: SendWeights) -> Done:
-        await self._to_servers.send(request)
+        await self._versions.to_servers.send(request)
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
@@ -309,7 +317,7 @@ class ModelWorker(Worker):
     # The main thread.
 
     def _close_connections(self) -> None:
-        closing = asyncio.run_coroutine_threadsafe(self._to_servers.close(), self._server.loop)
+        closing = asyncio.run_coroutine_threadsafe(self._versions.to_servers.close(), self._server.loop)
         try:
             closing.result(_CLOSE_S)
         except TimeoutError:
@@ -389,53 +397,11 @@ class ModelWorker(Worker):
         return Done()
 
     def _publish(self, request: Publish) -> PublishedWeights:
-        """Make a version available: on disk if `to_disk`, and in memory where servers get it from there."""
         self._check_master(request)
-        policy = self._rank.policy(request.role)
-        with policy.resident():
-            return self._publish_resident(request, policy)
-
-    def _publish_resident(self, request: Publish, policy: PolicyEngine) -> PublishedWeights:
-        canary = self._canary(policy)
-        if not self._transport.needs_folders:
-            owners = dict.fromkeys(
-                (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
-            )
-            self._to_servers.hold(request.version, policy.gather(owners))
-        if request.role not in self._shared:
-            self._shared[request.role] = self._shared_files(policy)
-        published = publishing.publish(
-            policy,
-            self.run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
-            role=request.role,
-            version=request.version,
-            ranks=self._world.place(request.role).everyone,
-            shared=self._shared[request.role] if request.to_disk else None,
-            canary=canary,
-        )
-        return PublishedWeights(str(published))
-
-    def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
-        """What lies beside the weights of every version of `policy`."""
-        model = self.config.model
-        if not model.lora.rank:
-            return SharedFiles(policy.model_config, self._assets)
-        return SharedFiles(adapter_config(model.lora, str(Path(str(model.path))), policy.published_specs()))
-
-    def _canary(self, policy: PolicyEngine) -> Canary | None:
-        """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
-        model_config = policy.model_config
-        context = context_length(self.config, model_config.to_dict())
-        tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
-        if not tokens or self.config.manager.canary_tolerance == 0:
-            return None
-        return Canary.of(tokens, policy.score_sequences(tokens))
+        return PublishedWeights(str(self._versions.publish(request)))
 
     def _collect_weights(self, request: CollectWeights) -> Done:
-        if self._world.publishes:
-            for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
-                publishing.collect(self.run_dir / root, request.role, request.keep)
-            self._to_servers.keep(request.keep)
+        self._versions.collect(request)
         return Done()
 
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:

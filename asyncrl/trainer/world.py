@@ -22,6 +22,7 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
+from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.parallel import MESH_AXES, Place, RankHosts, Ranks, World
 from asyncrl.trainer.settings import TrainerEngine, engine_of
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
@@ -35,12 +36,16 @@ def training_world(
     device: torch.device,
     run_dir: Path,
     resolver: NameResolver,
+    collectives: Collectives | None = None,
 ) -> Iterator[World]:
     """Join as `worker` of all grids of `placement`, leave at the end. One rank needs no world, but for the sharded
     engine.
 
     Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
     trial does not meet in an old file.
+
+    Args:
+        collectives: for whoever may have to abort them; None: nobody.
 
     Raises:
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`.
@@ -55,20 +60,23 @@ def training_world(
     else:
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(meeting), placement.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
-        rank=worker,
-        world_size=placement.workers,
-        timeout=timeout,
-    )
+    collectives = collectives or Collectives()
     try:
-        laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
+        with collectives.making(device):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.FileStore(str(meeting), placement.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
+                rank=worker,
+                world_size=placement.workers,
+                timeout=timeout,
+            )
+            laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
+            everyone = Ranks(worker, placement.workers)
+            located = _located(config.system.host, everyone, timeout)
         places = {grid: place for grid, place in laid_out.items() if place is not None}
-        everyone = Ranks(worker, placement.workers)
-        yield World(worker, placement, everyone, places, _located(config.system.host, everyone, timeout))
+        yield World(worker, placement, everyone, places, located)
     finally:
-        dist.destroy_process_group()
+        collectives.leave()
 
 
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -71,6 +72,18 @@ def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(
     assert run.survivors() == []
     assert saved_version(run) == last_step(run) >= 3
     assert f"continuing from checkpoint v{saved_version(run)}: step" in again.output
+
+
+def test_a_stop_names_the_rank_that_does_not_answer_and_ends_without_it(start_run: Any, ctrl_c: Any) -> None:
+    """Its peer waits for it in a collective, or the master for its part of the checkpoint."""
+    settings = {"total_train_steps": ENDLESS, "checkpoint__interval": 0, "eval__interval": 0}
+    run = start_run(trainer__parallel="d2", system__stop_patience_s=3, **settings)
+    run.wait_for_step(1)
+    run.worker("model_worker/1").suspend()
+    ctrl_c(run)
+    assert run.wait() == 1, run.output + run.logs()
+    assert re.search(r"RanksSilent: no answer from .*model_worker/1 for 3 s", run.output), run.output
+    assert run.survivors() == []
 
 
 STUCK_EVALUATION = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +22,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.push_pull import TrajectoryPusher, TrajectoryRejected
-from asyncrl.comm.request_reply import Done, RemoteError, RequestClient
+from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
@@ -300,6 +301,27 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         with pytest.raises(RemoteError, match="outside a step"):
             await workers.all(RunCall("x", "actor", "actor_train", (), (), {}))
         assert await workers.close() == [0]
+
+
+async def test_a_rank_that_waits_for_a_peer_in_a_collective_ends_when_it_is_asked_to(start: StartWorkers) -> None:
+    """The peer is stopped, as one whose host is cut off: it answers nobody, and its connections stand."""
+    async with start(2, "stopped") as workers:
+        waiting, peer = workers.processes
+        peer.send_signal(signal.SIGSTOP)
+        placed = Placement({"actor": WorkerGrid(data=2)})
+        dealt = [Assignment("at the peer", src=1, dst=0, minibatch=0)]
+        step, _ = plan_step([dealt], placed, version=0, min_version=0, minibatches=1, master=0)
+        beginning = asyncio.create_task(workers.clients[0].call(step, timeout_s=LIMIT_S))
+        while not (await workers.clients[0].call(LookIntoStep(), timeout_s=LIMIT_S)).in_step:
+            pass
+        waiting.terminate()
+        assert await asyncio.to_thread(waiting.wait, LIMIT_S) == 0
+        status = workers.resolver.get(names.status_key("model_worker", 0))
+        assert names.WorkerStatus.decode(status).state == "done"
+        with pytest.raises((PeerGone, RemoteError)):
+            await beginning
+        peer.send_signal(signal.SIGCONT)
+        assert await workers.close() == [0, 0]
 
 
 async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes_nothing_any_more(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.name_resolve import EtcdAccess, NameResolveError, NameResolver, Subtree, make_resolver, subtree
+from asyncrl.comm.name_resolve import (
+    EtcdAccess,
+    NameBackend,
+    NameResolveError,
+    NameResolver,
+    Subtree,
+    make_resolver,
+    subtree,
+)
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.run_dir import write_run_config
 
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 
@@ -275,3 +287,43 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
         assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
         owner.close()
         assert other.get_subtree() == {"taken": "theirs"}
+
+
+WAITS = """
+import sys
+from pathlib import Path
+from asyncrl.runtime.worker import Worker, WorkerSpec
+
+class Waits(Worker):
+    def run(self):
+        self.ready()
+        print("ready", flush=True)
+        self.stop_requested.wait()
+
+sys.exit(Waits(WorkerSpec("waits", 3, Path(sys.argv[1]))).start())
+"""
+
+
+def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(tmp_path: Path) -> None:
+    needs_etcd()
+    cluster = EtcdCluster(tmp_path / "etcd")
+    try:
+        cluster.start()
+        config = ExperimentConfig()
+        config.system.encrypt, config.system.name_resolve = False, NameBackend.etcd3
+        config.system.name_resolve_root = cluster.address
+        write_run_config(config, tmp_path)
+        command = [sys.executable, "-c", WAITS, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+            try:
+                assert worker.stdout is not None
+                assert worker.stdout.readline() == "ready\n"
+                cluster.pause()
+                worker.terminate()
+                _, log = worker.communicate(timeout=LIMIT_S)
+            finally:
+                worker.kill()
+    finally:
+        cluster.kill()
+    assert worker.returncode == 0, log
+    assert "waits/3 ends as done, which could not be told" in log

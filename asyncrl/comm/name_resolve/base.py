@@ -41,7 +41,7 @@ from asyncrl.comm.name_resolve.errors import (
     NameResolveTimeout,
     NameResolveUnavailable,
 )
-from asyncrl.comm.name_resolve.keeper import LeaseKeeper
+from asyncrl.comm.name_resolve.keeper import STOP_LIMIT_S, LeaseKeeper
 from asyncrl.comm.name_resolve.patience import BACKOFF, Patience
 from asyncrl.comm.name_resolve.subtree import Subtree
 
@@ -55,6 +55,8 @@ MIN_LEASE_S = 0.05
 PATIENCE_S = 60.0
 HURRY_S = 2.0
 """How long an outage may last for a process that was asked to stop."""
+_LAST_RENEWAL_S = 0.5
+"""How long a process that is about to end waits for a renewal under way."""
 _FIRST_POLL_S = 0.002
 _LAST_POLL_S = 0.05
 FOLLOW_POLL_S = 0.1
@@ -94,6 +96,7 @@ class NameResolver(ABC):
         self.fences: dict[str, str] = {}
         """An entry whose lease has run out is put back only while each of these names has this value, or none."""
         self._closing = threading.Event()
+        self._renewal_limit_s = STOP_LIMIT_S
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
 
@@ -212,6 +215,11 @@ class NameResolver(ABC):
         """The process was asked to stop: from now on an outage may last `HURRY_S` only."""
         self._patience.limit_s = min(HURRY_S, self._patience.limit_s)
 
+    def end_soon(self) -> None:
+        """The process is about to end: what fails from now on is not made again, as nobody waits for what it says."""
+        self._patience.limit_s = 0.0
+        self._renewal_limit_s = _LAST_RENEWAL_S
+
     def close(self) -> None:
         """Stop renewing and remove the leased entries of this resolver; entries without a lease stay.
 
@@ -221,7 +229,7 @@ class NameResolver(ABC):
             return
         self._closing.set()
         owned = self._keeper.names()
-        self._keeper.stop()
+        self._keeper.stop(self._renewal_limit_s)
         try:
             self._give_up(owned)
         except NameResolveUnavailable as error:

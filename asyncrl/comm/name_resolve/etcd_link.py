@@ -46,6 +46,8 @@ except TypeError as error:  # of protobuf's, about descriptors
 
 CALL_LIMIT_S = 4.0
 """Of one call. A lease of 10 s, renewed every third, is then saved by a second member where the first one hangs."""
+LAST_CALL_LIMIT_S = 0.5
+"""Of one call of a process that is about to end, and is killed if it takes long (`EtcdLink.hurry`)."""
 KEEPALIVE_S = 10.0
 """etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
 KEEPALIVE_LIMIT_S = 5.0
@@ -87,10 +89,12 @@ class Stubs:
     lease: Any
     watch: Any
     metadata: tuple[tuple[str, str], ...]
+    limit_s: Callable[[], float]
+    """Of a call that begins now."""
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"timeout": CALL_LIMIT_S, "metadata": self.metadata}
+        return {"timeout": self.limit_s(), "metadata": self.metadata}
 
 
 class EtcdLink:
@@ -108,6 +112,7 @@ class EtcdLink:
         self._member = self._access.members[0]  # that was tried last
         self._was_connected = False
         self._closed = False
+        self._limit_s = CALL_LIMIT_S
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._under_way: dict[int, float] = {}  # when each call that is under way began
@@ -166,6 +171,10 @@ class EtcdLink:
             return NameResolveError(fault)
         return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
 
+    def hurry(self) -> None:
+        """Calls have `LAST_CALL_LIMIT_S` only from now on."""
+        self._limit_s = LAST_CALL_LIMIT_S
+
     def close(self) -> None:
         """Disconnect; calls and watches under way fail."""
         self._closed = True
@@ -193,15 +202,15 @@ class EtcdLink:
             channel = grpc.insecure_channel(member, options=_OPTIONS)
         stubs = (etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
         if not access.user:
-            return Stubs(member, channel, *stubs, metadata=())
+            return Stubs(member, channel, *stubs, metadata=(), limit_s=lambda: self._limit_s)
         request = etcdrpc.AuthenticateRequest(name=access.user, password=access.password)
         try:
-            token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=CALL_LIMIT_S).token
+            token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=self._limit_s).token
         except grpc.RpcError:
             channel.close()
             self._next += 1
             raise
-        return Stubs(member, channel, *stubs, metadata=(("token", token),))
+        return Stubs(member, channel, *stubs, metadata=(("token", token),), limit_s=lambda: self._limit_s)
 
     def _drop(self, stubs: Stubs | None) -> None:
         """Use the connection no more; nothing where another one is used by now."""

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 RENEWALS_PER_LEASE = 3
 AGAIN_S = 0.5
 """How long after one that failed a renewal is made again."""
+STOP_LIMIT_S = 5.0
+"""How long the end waits for a renewal under way."""
 
 
 class LeaseKeeper:
@@ -61,8 +63,8 @@ class LeaseKeeper:
         with self._changed:
             return list(self._leases)
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread."""
+    def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
+        """End the thread; a renewal under way is waited for so long."""
         with self._changed:
             self._stopped = True
             self._changed.notify()

@@ -108,6 +108,17 @@ def test_a_process_that_was_asked_to_stop_does_not_wait_for_the_end_of_an_outage
             looking.result(LIMIT_S)
 
 
+def test_a_process_that_is_about_to_end_makes_no_call_twice(resolver: FileResolver, away: Away) -> None:
+    resolver.add("a", "1")
+    assert resolver.get("a") == "1"
+    resolver.end_soon()
+    assert resolver.get("a") == "1"
+    away.times = 1_000_000
+    with pytest.raises(NameResolveUnavailable):
+        resolver.get("a")
+    assert away.times == 999_999
+
+
 def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

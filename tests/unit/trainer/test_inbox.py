@@ -52,6 +52,23 @@ def test_a_full_inbox_refuses_in_time_and_takes_again_once_there_is_room(make_tr
     assert list(inbox.get([first.rollout_id, second.rollout_id])) == [second.rollout_id]
 
 
+def test_a_closed_inbox_lets_go_of_whoever_waits_for_room(make_trajectories: MakeTrajectories) -> None:
+    inbox = Inbox(0, 1)
+    first, second = make_trajectories(groups=2)
+    inbox.put(first, 0)
+    refused = threading.Event()
+
+    def offer() -> None:
+        with pytest.raises(InboxFull, match="until the end"):
+            inbox.put(second, 3600.0)
+        refused.set()
+
+    waiting = threading.Thread(target=offer, daemon=True)
+    waiting.start()
+    inbox.close()
+    assert refused.wait(60.0)
+
+
 @pytest.mark.parametrize("decoded", [False, True])
 def test_a_record_counts_a_shared_prefix_once_where_ranks_compute_it_once(
     decoded: bool, make_trajectories: MakeTrajectories

@@ -1,0 +1,95 @@
+"""The groups in which this process runs collectives, and how it is made to leave them by another thread.
+
+A rank that waits for a peer is in native code: no handler of a signal runs there and no exception arrives, until the
+peer answers or `trainer.collective_timeout_s` is over. So whoever is to stop in such a wait has to be helped out of it:
+
+- NCCL aborts its communicators (`torch.distributed.distributed_c10d._abort_process_group`).
+- gloo has nothing for it. In torch 2.13 `abort` and `shutdown` of a group, of its backend, and of all groups return at
+  once and do nothing; the rank waits on (docs/faults.md has what was measured). What a rank does leave at once is a
+  connection that ends, as it does when a peer dies. So its own ends of gloo's connections are shut down here.
+
+After that every collective fails, here and at the peers: it is for a process that is about to end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+_DESCRIPTORS = "/proc/self/fd"
+"""Where the kernel lists them; Linux's. Elsewhere gloo is not aborted."""
+
+
+class Collectives:
+    """See the module's docstring. One of a process; any thread may abort."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[int, int] = {}
+        self._device = torch.device("cpu")
+        self._aborted = False
+
+    @contextmanager
+    def making(self, device: torch.device) -> Iterator[None]:
+        """Groups for tensors on `device` are made inside: gloo connects each of them to all its ranks at once."""
+        before = _sockets()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._device = device
+                self._made = dict(_sockets().items() - before.items())
+                if self._aborted:
+                    self._shut_down()
+
+    def abort(self) -> None:
+        """Have every collective of this process fail that is under way, or begins later."""
+        with self._lock:
+            if not self._aborted:
+                self._aborted = True
+                self._shut_down()
+
+    def leave(self) -> None:
+        """Dissolve all groups."""
+        with self._lock:
+            if dist.is_initialized():  # NCCL's abort has dissolved them
+                dist.destroy_process_group()
+
+    def _shut_down(self) -> None:
+        for descriptor, number in self._made.items():
+            with suppress(OSError):  # it is closed, or none that has another end
+                _end_connection(descriptor, number)
+        if self._device.type == "cuda" and dist.is_initialized():
+            _abort_process_group()
+
+
+def _sockets() -> dict[int, int]:
+    """The sockets of this process: the kernel's number of each, by descriptor. Descriptors are used again."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for name in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # that of the listing itself
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _end_connection(descriptor: int, number: int) -> None:
+    """Shut the TCP connection down that has this descriptor, if it still is the socket of this `number`.
+
+    Raises:
+        OSError: it is none. One that listens is left alone: gloo's thread would end the process.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == number and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,99 @@
+"""The versions of a policy that this rank helps to make available to the servers: as folders, and from its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import context_length
+from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.trainer.engines.base import PolicyEngine
+from asyncrl.trainer.lora import adapter_config
+from asyncrl.trainer.messages import CollectWeights, Publish
+from asyncrl.trainer.parallel import World
+from asyncrl.trainer.roles import TrainingRank
+from asyncrl.weights import publishing
+from asyncrl.weights.canary import Canary, canary_tokens
+from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.transports import weight_transport
+from asyncrl.weights.transports.base import TrainerEnd
+
+
+class Versions:
+    """See the module's docstring.
+
+    Args:
+        security: the servers' token and certificate.
+        device: where the rank computes.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        world: World,
+        rank: TrainingRank,
+        security: HttpSecurity | None,
+        device: torch.device,
+    ) -> None:
+        self._config, self._run_dir, self._world, self._rank = config, run_dir, world, rank
+        self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
+        self._shared: dict[str, SharedFiles] = {}
+        self._transport = weight_transport(config.manager.weight_transport)
+        self.to_servers = TrainerEnd()
+        """What sends versions to servers from memory; for the loop of the request server."""
+        if world.publishes:
+            self.to_servers = self._transport.trainer_end(config, security, device)
+
+    def publish(self, request: Publish) -> Path:
+        """Make a version available: on disk if `to_disk`, and in memory where servers get it from there. Called by all
+        ranks of the role; returns its folder.
+        """
+        policy = self._rank.policy(request.role)
+        with policy.resident():
+            return self._publish_resident(request, policy)
+
+    def collect(self, request: CollectWeights) -> None:
+        """Remove all versions but those that `request` keeps."""
+        if self._world.publishes:
+            for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
+                publishing.collect(self._run_dir / root, request.role, request.keep)
+            self.to_servers.keep(request.keep)
+
+    def _publish_resident(self, request: Publish, policy: PolicyEngine) -> Path:
+        canary = self._canary(policy)
+        if not self._transport.needs_folders:
+            owners = dict.fromkeys(
+                (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
+            )
+            self.to_servers.hold(request.version, policy.gather(owners))
+        if request.role not in self._shared:
+            self._shared[request.role] = self._shared_files(policy)
+        return publishing.publish(
+            policy,
+            self._run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
+            role=request.role,
+            version=request.version,
+            ranks=self._world.place(request.role).everyone,
+            shared=self._shared[request.role] if request.to_disk else None,
+            canary=canary,
+        )
+
+    def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
+        """What lies beside the weights of every version of `policy`."""
+        model = self._config.model
+        if not model.lora.rank:
+            return SharedFiles(policy.model_config, self._assets)
+        return SharedFiles(adapter_config(model.lora, str(Path(str(model.path))), policy.published_specs()))
+
+    def _canary(self, policy: PolicyEngine) -> Canary | None:
+        """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
+        model_config = policy.model_config
+        context = context_length(self._config, model_config.to_dict())
+        tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
+        if not tokens or self._config.manager.canary_tolerance == 0:
+            return None
+        return Canary.of(tokens, policy.score_sequences(tokens))

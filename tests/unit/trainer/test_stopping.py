@@ -1,0 +1,57 @@
+"""A stop reaches a process whose main thread waits in native code, where no handler of a signal runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+STUCK = """
+import ctypes, logging, os, signal, sys, threading
+from asyncrl.trainer.stopping import heard_at_once
+
+logging.basicConfig(level=logging.INFO)
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(256)
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+
+def act():
+    print("heard", flush=True)
+    if sys.argv[1] == "helped":
+        libc.pthread_mutex_unlock(mutex)
+
+def wait_in_native_code():
+    libc.pthread_mutex_lock(mutex)
+    print("waiting", flush=True)
+    libc.pthread_mutex_lock(mutex)
+
+with heard_at_once(act, limit_s=float(sys.argv[2])):
+    wait_in_native_code()
+print("left", flush=True)
+"""
+
+
+def stopped(how: str, limit_s: float) -> tuple[int, list[str], str]:
+    """Exit code and outputs of the process, which got SIGTERM once it waited."""
+    command = [sys.executable, "-c", STUCK, how, str(limit_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.terminate()
+            told, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode, told.splitlines(), log
+
+
+def test_a_stop_is_heard_in_native_code_and_who_is_helped_out_of_it_goes_on() -> None:
+    code, told, log = stopped("helped", 60.0)
+    assert (code, sorted(told)) == (0, ["handled", "heard", "left"]), log
+    assert told[0] == "heard"
+
+
+def test_who_does_not_come_out_is_ended_and_the_log_says_where_it_was() -> None:
+    code, told, log = stopped("left alone", 0.1)
+    assert (code, told) == (0, ["heard"]), log
+    assert "asked to stop, this process ends now" in log
+    assert "in wait_in_native_code" in log
