@@ -107,7 +107,7 @@ def test_an_end_while_a_step_waits_for_an_evaluation_leaves_a_checkpoint_of_that
 
 
 def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
-    run = start_run(total_train_steps=ENDLESS)
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)  # so that there is something to save at any time
     run.wait_for_step(1)
     psutil.Process(run.worker("model_worker/0").pid).send_signal(signal.SIGSTOP)  # no checkpoint can come of it
     ctrl_c(run)
