@@ -313,7 +313,8 @@ class Run:
         pause = threading.Event()
         deadline = time.monotonic() + limit_s
         while not so():
-            if self._ended or time.monotonic() > deadline:
+            over = self._ended or time.monotonic() > deadline
+            if over and not so():  # it may have come between the two looks
                 pytest.fail(f"no {what} with:\n{self.output}")
             pause.wait(0.05)
         self.remember_processes()

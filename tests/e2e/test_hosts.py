@@ -297,6 +297,7 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
     settings = {
         "trial_name": "own_disks",
         "system__shared": False,
+        "eval__interval": 0,
         "system__hosts": hosts % tuple(disks.values()),
         "generation__servers": 2,
     }

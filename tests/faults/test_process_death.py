@@ -124,13 +124,13 @@ def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl
     """
     settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
     ranks = start_run(trial_name="rank", **settings)
-    masters = start_run(trial_name="master", system__stall_timeout_s=20.0, **settings)
+    masters = start_run(trial_name="master", system__stall_timeout_s=40.0, **settings)
     stopped: dict[str, psutil.Process] = {}
     for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
         run.wait_for_step(2)
         stopped[kind] = run.worker(f"{kind}/0")
         stopped[kind].suspend()
-    for run, kind, pause_s in ((masters, "master_worker", 23.0), (ranks, "model_worker", 60.0 - 23.0)):
+    for run, kind, pause_s in ((masters, "master_worker", 43.0), (ranks, "model_worker", 60.0 - 43.0)):
         with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
             run.process.wait(pause_s)
         before = last_step(run)
