@@ -292,7 +292,7 @@ from pathlib import Path
 from asyncrl.agents.single_turn import SingleTurnAgent
 
 class Deadly(SingleTurnAgent):
-    "Ends its process with one prompt, twice, each time once there is a file; those that come later wait for another."
+    "Ends its process with one prompt, twice, each time once there is a file."
 
     async def run(self, prompt, env, client):
         here = Path(__file__).parent
@@ -302,29 +302,28 @@ class Deadly(SingleTurnAgent):
                 await asyncio.sleep(0.05)
             (here / f"death-{{deaths}}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        while prompt.order >= {later} and not (here / "free").exists():
-            await asyncio.sleep(0.05)
         return await super().run(prompt, env, client)
 """
 
 
-def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(start_run: Any, tmp_path: Path) -> None:
-    """Those that come after it wait until it is given up, so that the run does not end before its turn comes again."""
-    steps, bad = 8, 6
-    (tmp_path / "deadly.py").write_text(DEADLY.format(bad=bad, later=2 * BATCH))
+def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(
+    start_run: Any, ctrl_c: Any, tmp_path: Path
+) -> None:
+    """Those that come after it are played meanwhile; so the run is let go on until its turn has come again."""
+    bad = 6
+    (tmp_path / "deadly.py").write_text(DEADLY.format(bad=bad))
     agent = f"{tmp_path / 'deadly.py'}:Deadly"
-    run = start_run(total_train_steps=steps, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
+    run = start_run(total_train_steps=100_000, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
     for death in range(2):
         (tmp_path / f"may-die-{death}").touch()
         run.wait_for_line("rollout_worker/0 went on after", times=death + 1)
-    (tmp_path / "free").touch()
-    check_the_end(run, steps, {"rollout_worker/0": 2})
-    dropped = run.summary()["books"]["dropped"]
-    assert dropped["crashed_worker"] == 1
+    made = stop_once_used(run, ctrl_c, range(2 * BATCH))
+    check_the_files(run, made, {"rollout_worker/0": 2})
+    assert run.summary()["books"]["dropped"]["crashed_worker"] == 1
     assert "1 rollouts as their prompts end the RolloutWorker that plays them" in run.output
     orders = used_orders(run)
     assert bad in orders
-    assert len(orders) == steps * BATCH + 1
+    assert len(orders) == made * BATCH + 1
 
 
 def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(
