@@ -23,6 +23,7 @@ import pytest
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
@@ -301,11 +302,20 @@ class Run:
 
     def wait_for_file(self, name: str, limit_s: float = LIMIT_S) -> None:
         """Wait until there is a file or folder `name` in the run's folder."""
+        self._wait_to_see((self.run_dir / name).exists, name, limit_s)
+
+    def wait_for_checkpoint(self, limit_s: float = LIMIT_S) -> None:
+        """Wait until there is a checkpoint; of which version the run may have decided by then."""
+        checkpoints = self.run_dir / CHECKPOINTS_DIR
+        self._wait_to_see(lambda: bool(versions_in(checkpoints)), CHECKPOINTS_DIR, limit_s)
+
+    def _wait_to_see(self, so: Callable[[], bool], what: str, limit_s: float) -> None:
         pause = threading.Event()
         deadline = time.monotonic() + limit_s
-        while not (self.run_dir / name).exists():
-            if self._ended or time.monotonic() > deadline:
-                pytest.fail(f"no {name} with:\n{self.output}")
+        while not so():
+            over = self._ended or time.monotonic() > deadline
+            if over and not so():  # it may have come between the two looks
+                pytest.fail(f"no {what} with:\n{self.output}")
             pause.wait(0.05)
         self.remember_processes()
 

@@ -215,22 +215,27 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     async def _watch_registrations(self) -> None:
-        """Follow which generation servers and RolloutWorkers there are."""
+        """Follow which generation servers and RolloutWorkers there are, and which of these the launcher replaces."""
         registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
         statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
+        replaced = await asyncio.to_thread(self.resolver.follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
         while True:
-            servers, workers = _servers(registered), _incarnations(statuses)
-            self._fleet_runner.registered(servers)
-            self._give_up_workers(workers)
+            self._fleet_runner.registered(_servers(registered))
+            self._give_up_workers(_incarnations(statuses), _replaced(replaced))
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
-    def _give_up_workers(self, workers: dict[str, int]) -> None:
-        """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
+    def _give_up_workers(self, workers: dict[str, int], replaced: dict[str, int]) -> None:
+        """Give up the rollouts of workers that are silent, gone, or another incarnation than before.
+
+        A death that the launcher tells counts first: what was in hand is suspect then. By the time the successor tells
+        it, the name of the dead one may have run out, which need not be a death.
+        """
+        known = [*replaced.items(), *workers.items()]
+        new = [worker for worker, number in known if self._service.incarnation_seen(worker, number)]
         gone = self._workers - workers.keys()
         self._workers = set(workers)
         for worker in gone:
             self._service.worker_died(worker)
-        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
         for worker in [*gone, *new, *self._service.expire_workers()]:
             self.log.warning(
                 "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
@@ -241,6 +246,11 @@ def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
     """Generation servers by index, with URL and version."""
     entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
     return {names.index_of(key): (entry.url, entry.version) for key, entry in entries.items()}
+
+
+def _replaced(entries: Subtree) -> dict[str, int]:
+    """RolloutWorkers by name that the launcher has given up, with the incarnation that follows."""
+    return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
 
 
 def _incarnations(statuses: Subtree) -> dict[str, int]:

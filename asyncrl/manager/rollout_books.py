@@ -108,6 +108,7 @@ class Remembered(_Event, frozen=True):
     begun: bool
     suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
     measured: LogState[tuple[str, float]] = LogState(0, [])
+    ends_awaited: dict[str, tuple[str, str]] = {}
 
 
 Event: TypeAlias = (
@@ -147,6 +148,7 @@ class RolloutBooks:
         self.events = RolloutEvents(now=lambda: self._at)
         self.suspects = Suspects()
         self.incarnations: dict[str, int] = {}
+        self._ends_awaited: dict[str, tuple[str, str]] = {}
         self.begun = False
         self.tokens_finished = 0
         self._note = note
@@ -204,7 +206,13 @@ class RolloutBooks:
     def remember(self) -> Remembered:
         """The state as one input."""
         memory = self.gate.memory(), self.returned.state(), self.given_up.state(), self.events.state()
-        return Remembered(*memory, dict(self.incarnations), self.begun, self.suspects.state(), self.measured.state())
+        known = dict(self.incarnations), self.begun, self.suspects.state(), self.measured.state()
+        return Remembered(*memory, *known, dict(self._ends_awaited))
+
+    @property
+    def awaits_ends(self) -> bool:
+        """Whether the trainer had a rollout whose worker, who has measured its prompt, is yet to tell that it ended."""
+        return bool(self._ends_awaited)
 
     def _restore(self, state: Remembered) -> None:
         self.gate.restore(state.gate)
@@ -214,6 +222,7 @@ class RolloutBooks:
         self.events.restore(state.events)
         self.incarnations, self.begun = dict(state.incarnations), state.begun
         self.suspects.restore(*state.suspects)
+        self._ends_awaited = dict(state.ends_awaited)
 
     def _begin(self, began: Began) -> None:
         self.returned.begin_above(began.after)
@@ -245,12 +254,13 @@ class RolloutBooks:
                 self.suspects.ended(ticket.owner, ticket.prompt_id)
                 self.tokens_finished += finished.tokens
                 self.events.finished(finished.rollout_id, finished.tokens)
-            self._measure(ticket, finished)
+            _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
+            self._measure(told_late if ticket is None else ticket.prompt_id, finished)
             return
         ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
         if ticket is None:
             return
-        self._measure(ticket, finished)
+        self._measure(ticket.prompt_id, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
         goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
         self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
@@ -259,13 +269,14 @@ class RolloutBooks:
         else:
             self.given_up.add(ticket.prompt_id)
 
-    def _measure(self, ticket: Ticket | None, finished: FinishedRollout) -> None:
-        """A rollout that had not ended before may have measured its prompt."""
-        if ticket is not None and finished.success is not None:
-            self.measured.add((ticket.prompt_id, finished.success))
+    def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
+        """A rollout whose end was not told before may have measured its prompt."""
+        if prompt_id is not None and finished.success is not None:
+            self.measured.add((prompt_id, finished.success))
 
     def _consume(self, report: ConsumedReport) -> None:
         for dropped in report.dropped:
+            self._came(dropped.rollout_id)
             lost = self.gate.given_up(dropped.rollout_id)
             ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
             if ticket is not None:
@@ -278,13 +289,21 @@ class RolloutBooks:
         for rollout_id in report.trained:
             if (lost := self.gate.given_up(rollout_id)) is not None:
                 self.returned.running_again(lost.owner, lost.prompt_id)
+            self._came(rollout_id)
         self.gate.train(report.version, report.trained)
         self.given_up.forget(report.given_up_after)
         self.measured.forget(report.measured_after)
         self.events.forget(report.events_after)
 
+    def _came(self, rollout_id: str) -> None:
+        """The trainer had the rollout, so it came to its end, though its worker may be yet to tell."""
+        if (ticket := self.gate.running(rollout_id)) is not None:
+            self.suspects.ended(ticket.owner, ticket.prompt_id)
+            self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
+
     def _give_up(self, worker: str) -> list[str]:
         self.returned.worker_died(worker)
+        self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.running_of(worker)
         for rollout_id in running:
             if (ticket := self.gate.give_up(rollout_id)) is not None:

@@ -378,7 +378,8 @@ class ManagerService:
 
     def _admit(self) -> None:
         """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
-        if self._at_gate and self.rollouts.begun and not self._absent:
+        unmeasured = self.curriculum is not None and self.rollouts.awaits_ends  # who rests is not known yet
+        if self._at_gate and self.rollouts.begun and not self._absent and not unmeasured:
             self._admit_waiting()
         full = self._capacity() == 0
         if full and self._closed_since is None:

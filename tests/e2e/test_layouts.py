@@ -59,9 +59,9 @@ def test_a_killed_run_goes_on_in_another_layout(start_run: Any) -> None:
     """Its checkpoint is read into whatever layout the ranks have now, and the terminal says that this one is new."""
     settings = {"checkpoint__interval": 1, "eval__interval": 0}
     run = start_run(**settings, trainer__parallel="d2", total_train_steps=100_000)
-    run.wait_for_step(2)
+    run.wait_for_checkpoint()
     run.kill_tree()
-    goal = int(run.rows()[-1]["step"]) + 3
+    goal = int(run.rows()[-1]["step"]) + 3  # beyond any checkpoint, of which the last may be a step behind
     resumed = start_run(**settings, trainer__parallel="p2", total_train_steps=goal)
     assert resumed.wait() == 0, resumed.output + resumed.logs()
     assert "continuing from checkpoint v" in resumed.output

@@ -98,7 +98,7 @@ def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(star
         env__path=f"{file}:SleepyEnv",
         reward__path=f"{file}:score",
         rollout__user_code__slow_call_s=1.0,
-        manager__rollout_lease_s=8.0,
+        manager__rollout_lease_s=20.0,  # less than all of it takes one after another, and more than a machine may pause
         total_train_steps=3,
         eval__interval=0,
     )
@@ -117,8 +117,9 @@ def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(star
 
 
 def test_rewards_that_hang_or_crash_and_environments_that_raise_are_counted_by_name_and_the_run_goes_on(
-    start_run: Any, tmp_path: Path
+    start_run: Any, ctrl_c: Any, tmp_path: Path
 ) -> None:
+    """It goes on until both are counted: what fails is tried again and again, which takes longer than a few steps."""
     file = tmp_path / "hostile.py"
     file.write_text(HOSTILE)
     run = start_run(
@@ -127,10 +128,14 @@ def test_rewards_that_hang_or_crash_and_environments_that_raise_are_counted_by_n
         reward__run_in="process",
         reward__timeout_s=1.0,
         rollout__user_code__process_memory_mb=1024,
-        total_train_steps=3,
+        total_train_steps=100_000,
         eval__interval=0,
     )
-    assert run.wait() == 0, run.output + run.logs()
+    run.wait_for_step(3)
+    run.wait_for_line("rollouts failed in reward ")
+    run.wait_for_line("rollouts failed in env ")
+    ctrl_c(run)
+    assert run.wait() == 130, run.output + run.logs()
     dropped = run.summary()["books"]["dropped"]
     assert dropped.get(f"failed: reward {file}:score", 0) > 0, dropped
     assert dropped.get(f"failed: env {file}:RaisingEnv.reset", 0) > 0, dropped

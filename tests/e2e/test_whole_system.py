@@ -113,19 +113,20 @@ from asyncrl.agents.single_turn import SingleTurnAgent
 
 
 class NotingAgent(SingleTurnAgent):
-    "Writes down the versions of every answer's tokens."
+    "Writes down the versions of every answer's tokens; and answers a few prompts until an update comes in between."
 
     def __init__(self, *, tokenizer, file):
         super().__init__(tokenizer=tokenizer)
         self._file = Path(file)
 
     async def run_group(self, prompt, make_env, client):
-        samples = await super().run_group(prompt, make_env, client)
-        with self._file.open("a") as file:
-            for sample in samples:
-                versions = [int(v) for v, m in zip(sample.versions, sample.loss_mask) if m]
-                file.write(json.dumps({"versions": versions}) + "\\n")
-        return samples
+        while True:
+            samples = await super().run_group(prompt, make_env, client)
+            answers = [[int(v) for v, m in zip(sample.versions, sample.loss_mask) if m] for sample in samples]
+            with self._file.open("a") as file:
+                file.writelines(json.dumps({"versions": versions}) + "\\n" for versions in answers)
+            if prompt.order >= 4 or any(len(set(versions)) > 1 for versions in answers):
+                return samples
 """
 
 

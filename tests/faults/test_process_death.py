@@ -120,7 +120,7 @@ def test_an_end_while_a_step_waits_for_an_evaluation_leaves_a_checkpoint_of_that
 
 
 def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
-    run = start_run(total_train_steps=ENDLESS)
+    run = start_run(total_train_steps=ENDLESS, checkpoint__interval=0)  # so that there is something to save at any time
     run.wait_for_step(1)
     psutil.Process(run.worker("model_worker/0").pid).send_signal(signal.SIGSTOP)  # no checkpoint can come of it
     ctrl_c(run)
@@ -137,13 +137,13 @@ def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl
     """
     settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
     ranks = start_run(trial_name="rank", **settings)
-    masters = start_run(trial_name="master", system__stall_timeout_s=20.0, **settings)
+    masters = start_run(trial_name="master", system__stall_timeout_s=40.0, **settings)
     stopped: dict[str, psutil.Process] = {}
     for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
         run.wait_for_step(2)
         stopped[kind] = run.worker(f"{kind}/0")
         stopped[kind].suspend()
-    for run, kind, pause_s in ((masters, "master_worker", 23.0), (ranks, "model_worker", 60.0 - 23.0)):
+    for run, kind, pause_s in ((masters, "master_worker", 43.0), (ranks, "model_worker", 60.0 - 43.0)):
         with pytest.raises(subprocess.TimeoutExpired):  # the launcher has nothing to report meanwhile
             run.process.wait(pause_s)
         before = last_step(run)

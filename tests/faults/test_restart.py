@@ -14,34 +14,60 @@ from asyncrl.datasets.order import PromptStream
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
-from ..conftest import LIMIT_S, Gate
+from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BATCH = 4
+BATCH = SETTINGS["train_batch_size"]
 
 
 def check_the_end(run: Any, steps: int, restarts: dict[str, int], untold: int = 0) -> None:
     """The run finished by itself, each step is there once, the books balance, the restarts are told everywhere.
 
+    The last step was made after the last of them was told.
+
     `untold`: of how many of them the time may be missing, as another may follow before it has gone on.
     """
     assert run.wait() == 0, run.output + run.logs()
+    check_the_files(run, steps, restarts)
     rows = run.rows()
-    assert [row["step"] for row in rows if row["step"]] == list(range(1, steps + 1))
-    summary = run.summary()
-    assert summary["restarts"] == restarts
+    assert rows[-1]["step"] == steps
     assert rows[-1]["restarts"] == sum(restarts.values())
     assert run.output.count("it is started again") == sum(restarts.values())
     assert "restarts   " + ", ".join(f"{what} {count}" for what, count in restarts.items()) + "; " in run.output
     assert 0 <= sum(restarts.values()) - run.output.count(" went on after ") <= untold, run.output
     assert rows[-1]["time/restarts_s"] > 0
     assert "FAILED:" not in run.output
+
+
+def check_the_files(run: Any, steps: int, restarts: dict[str, int]) -> None:
+    """Each step is there once, the books balance, the summary has the restarts, and nothing runs any more.
+
+    The last row of a run that was stopped waits in its checkpoint where its version waited for an evaluation.
+    """
+    rows = [row["step"] for row in run.rows()]
+    assert rows == list(range(1, len(rows) + 1))
+    assert len(rows) in (steps - 1, steps)
+    summary = run.summary()
+    assert summary["restarts"] == restarts
     books = summary["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert books["trained"] == steps * BATCH
     assert run.survivors() == []
+
+
+def stop_once_used(run: Any, ctrl_c: Any, were_out: range) -> int:
+    """Let the run go on until all that was out is used, whatever overtakes it, and stop it; how many steps it made."""
+    await_that(lambda: set(were_out) <= orders_used_so_far(run), f"use of all of {were_out}", LIMIT_S)
+    ctrl_c(run)
+    assert run.wait() == 130, run.output + run.logs()
+    return int(run.summary()["steps"])
+
+
+def all_out(steps: int) -> range:
+    """What may be out where a gate lets so many steps be made: what those take, and all that the bound lets in."""
+    return range((steps + SETTINGS["max_head_offpolicyness"] + 1) * BATCH)
 
 
 def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weights(
@@ -64,14 +90,21 @@ def test_a_killed_generation_server_is_started_again_and_serves_the_newest_weigh
     assert "generation server 0 serves v" in again, log
 
 
-def used_orders(run: Any, seed: int = 1) -> list[int]:
-    """Positions in the data order of the prompts that the last checkpoint has as used."""
+def used_orders(run: Any) -> list[int]:
+    """Positions in the data order of the prompts that the last checkpoint of a run that has ended has as used."""
     folder = max((run.run_dir / "checkpoints").glob("v*[0-9]"), key=lambda folder: int(folder.name[1:]))
     state = json.loads((folder / "state.json").read_text())
-    used = UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
-    rows = json.loads((run.run_dir / "data_record.json").read_text())["rows"]
-    stream = PromptStream(rows, seed)
-    return sorted(stream.order_of(prompt_id) for prompt_id in used)
+    return sorted(orders_of(run, UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])))
+
+
+def orders_used_so_far(run: Any) -> set[int]:
+    """The same by the file that the master writes before each report; that of a running run is replaced, not pruned."""
+    return orders_of(run, UsedPrompts.read(run.run_dir / "data_state.json"))
+
+
+def orders_of(run: Any, used: UsedPrompts) -> set[int]:
+    stream = PromptStream(json.loads((run.run_dir / "data_record.json").read_text())["rows"], seed=1)
+    return {stream.order_of(prompt_id) for prompt_id in used}
 
 
 def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(
@@ -89,48 +122,41 @@ def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(
         run.worker("rollout_worker/0").kill()
         run.wait_for_line("rollout_worker/0 went on after", times=kill)
         held.let_make(6 * kill + 6)
-    were_out = range(6 * kills * BATCH + (2 + 1) * BATCH)  # what the gate held, and all that the bound lets in
     held.open()
-    await_that(lambda: set(were_out) <= set(used_orders(run)), "checkpoint that has all of them as used", LIMIT_S)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output + run.logs()
-    summary = run.summary()
-    assert summary["restarts"] == {"rollout_worker/0": kills}
-    dropped = summary["books"]["dropped"]
+    made = stop_once_used(run, ctrl_c, all_out(6 * kills))
+    check_the_files(run, made, {"rollout_worker/0": kills})
+    dropped = run.summary()["books"]["dropped"]
     assert set(dropped) <= {"worker_died", "stale", "duplicate_prompt", "crashed_worker"}
     suspected = dropped.get("crashed_worker", 0)  # the one suspect that was in hand when it was killed again
     assert suspected < kills
-    rows = run.metrics()
-    made = int(rows[-1]["step"])
-    assert [row["step"] for row in rows if row["step"]] == list(range(1, made + 1))
     orders = used_orders(run)
-    assert len(set(orders)) == len(orders) == made * BATCH + suspected
-    evaluated = [row["step"] for row in rows if any(name.endswith("/reward_mean") for name in row)]
+    assert len(orders) == made * BATCH + suspected
+    evaluated = [row["step"] for row in run.metrics() if any(name.endswith("/reward_mean") for name in row)]
     assert evaluated[:4] == [0, 3, 6, 9]
-    assert run.survivors() == []
 
 
-def test_a_killed_manager_goes_on_where_it_stood(start_run: Any, gate: Callable[[int], Gate]) -> None:
+def test_a_killed_manager_goes_on_where_it_stood(start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]) -> None:
     """No rollout is dropped for it, and none of those under way is played again."""
-    steps, held = 16, gate(6)
-    run = start_run(total_train_steps=steps, seed=1, **held.settings)
-    for kill, at in enumerate((3, 9), 1):
-        run.wait_for_step(at)
+    kills, held = 2, gate(6)
+    run = start_run(total_train_steps=100_000, seed=1, eval__interval=0, **held.settings)
+    for kill in range(1, kills + 1):
+        run.wait_for_step(6 * kill - 3)
         run.worker("gserver_manager/0").kill()
-        held.let_make(at + 5)  # answers end while there is none
+        held.let_make(6 * kill + 2)  # answers end while there is none
         run.wait_for_line("gserver_manager/0 went on after", times=kill)
-        held.let_make(at + 9)
-    check_the_end(run, steps, {"gserver_manager/0": 2})
-    assert set(run.summary()["books"]["dropped"]) <= {"stale"}
-    assert used_orders(run)[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+        held.let_make(6 * kill + 6)
+    held.open()
+    made = stop_once_used(run, ctrl_c, all_out(6 * kills + 2))
+    check_the_files(run, made, {"gserver_manager/0": kills})
+    check_nothing_was_lost(run, made, all_out(6 * kills + 2))
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
-    assert log.count("going on where the manager before this one stood") == 2
+    assert log.count("going on where the manager before this one stood") == kills
 
 
-def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any, gate: Callable[[int], Gate]) -> None:
+def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]) -> None:
     """No step is repeated but the one in hand, no rollout that waited is lost, and the other processes stay."""
-    steps, held = 10, gate(8)
-    run = start_run(total_train_steps=steps, seed=1, checkpoint__interval=0, eval__interval=0, **held.settings)
+    held = gate(8)
+    run = start_run(total_train_steps=100_000, seed=1, checkpoint__interval=0, eval__interval=0, **held.settings)
     run.wait_for_step(4)
     others = [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")]
     run.worker("model_worker/0").kill()
@@ -138,9 +164,10 @@ def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any, gate: Callable
     run.wait_for_step(6)
     assert [run.worker(name).pid for name in ("rollout_worker/0", "generation_server/0", "gserver_manager/0")] == others
     held.open()
-    check_the_end(run, steps, {"the trainer": 1})
+    made = stop_once_used(run, ctrl_c, all_out(8))
+    check_the_files(run, made, {"the trainer": 1})
     assert gone_on_after(run) >= 4
-    check_nothing_was_lost(run, steps)
+    check_nothing_was_lost(run, made, all_out(8))
 
 
 def gone_on_after(run: Any) -> int:
@@ -149,12 +176,12 @@ def gone_on_after(run: Any) -> int:
     return int(log.partition("going on after step ")[2].partition(",")[0])
 
 
-def check_nothing_was_lost(run: Any, steps: int) -> None:
-    """Each prompt is trained once and none is left out; the files show it."""
+def check_nothing_was_lost(run: Any, steps: int, were_out: range) -> None:
+    """Each prompt is trained once and none of those that were out is left out; the files show it."""
     assert set(run.summary()["books"]["dropped"]) <= {"stale"}
     orders = used_orders(run)
-    assert len(set(orders)) == len(orders) == steps * BATCH
-    assert orders[: (steps - 4) * BATCH] == list(range((steps - 4) * BATCH))
+    assert len(orders) == steps * BATCH
+    assert set(were_out) <= set(orders)
     found = audit(run.run_dir)
     assert found.findings == ()
     assert (found.outcome.version, found.outcome.trained) == (steps, steps * BATCH)
@@ -181,7 +208,7 @@ def test_a_master_killed_between_two_steps_is_followed_by_one_that_goes_on_with_
     check_the_end(run, steps, {"master_worker/0": 1})
     assert gone_on_after(run) == 3
     assert "the ranks stand between two steps" in (run.run_dir / "logs" / "master_worker-0.log").read_text()
-    check_nothing_was_lost(run, steps)
+    check_nothing_was_lost(run, steps, range(3 * BATCH))
 
 
 HELD_LOSS = """
@@ -213,14 +240,16 @@ def test_a_master_killed_in_a_step_is_followed_by_one_that_has_all_ranks_begin_a
     run = start_run(total_train_steps=steps, seed=1, **settings, **before.settings)
     run.wait_for_step(3)
     hold.touch()
-    before.open()
+    before.let_make(4)
     run.wait_for_file(str(held))
     run.worker("master_worker/0").kill()
     run.wait_for_line("found the ranks in a step")
     free.touch()
+    run.wait_for_line("the trainer went on after")
+    before.open()
     check_the_end(run, steps, {"master_worker/0": 1, "the trainer": 1}, untold=1)
     assert gone_on_after(run) == 3
-    check_nothing_was_lost(run, steps)
+    check_nothing_was_lost(run, steps, range(3 * BATCH))
 
 
 HELD_EVALUATION = """
@@ -258,33 +287,43 @@ def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_v
 
 
 DEADLY = """
-import os, signal
+import asyncio, os, signal
+from pathlib import Path
 from asyncrl.agents.single_turn import SingleTurnAgent
 
 class Deadly(SingleTurnAgent):
-    "Ends its process with one prompt."
+    "Ends its process with one prompt, twice, each time once there is a file."
 
     async def run(self, prompt, env, client):
-        if prompt.prompt_id == "{prompt_id}":
+        here = Path(__file__).parent
+        if prompt.order == {bad}:
+            deaths = len(list(here.glob("death-*")))
+            while not (here / f"may-die-{{deaths}}").exists():
+                await asyncio.sleep(0.05)
+            (here / f"death-{{deaths}}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(prompt, env, client)
 """
 
 
-def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(start_run: Any, tmp_path: Path) -> None:
-    steps, bad = 8, 6
-    prompt_id = PromptStream(16_384, 1).ref(bad).prompt_id
-    (tmp_path / "deadly.py").write_text(DEADLY.format(prompt_id=prompt_id))
+def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(
+    start_run: Any, ctrl_c: Any, tmp_path: Path
+) -> None:
+    """Those that come after it are played meanwhile; so the run is let go on until its turn has come again."""
+    bad = 6
+    (tmp_path / "deadly.py").write_text(DEADLY.format(bad=bad))
     agent = f"{tmp_path / 'deadly.py'}:Deadly"
-    run = start_run(total_train_steps=steps, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
-    check_the_end(run, steps, {"rollout_worker/0": 2}, untold=1)
-    assert json.loads((run.run_dir / "data_record.json").read_text())["rows"] == 16_384
-    dropped = run.summary()["books"]["dropped"]
-    assert dropped["crashed_worker"] == 1
+    run = start_run(total_train_steps=100_000, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
+    for death in range(2):
+        (tmp_path / f"may-die-{death}").touch()
+        run.wait_for_line("rollout_worker/0 went on after", times=death + 1)
+    made = stop_once_used(run, ctrl_c, range(2 * BATCH))
+    check_the_files(run, made, {"rollout_worker/0": 2})
+    assert run.summary()["books"]["dropped"]["crashed_worker"] == 1
     assert "1 rollouts as their prompts end the RolloutWorker that plays them" in run.output
     orders = used_orders(run)
     assert bad in orders
-    assert len(orders) == steps * BATCH + 1
+    assert len(orders) == made * BATCH + 1
 
 
 def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(
@@ -298,6 +337,5 @@ def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(
     run.wait_for_line("the trainer went on after")
     held.open()
     check_the_end(run, steps, {"the trainer": 1})
-    orders = used_orders(run)
-    assert len(set(orders)) == len(orders) == steps * BATCH
+    assert len(used_orders(run)) == steps * BATCH
     assert set(run.summary()["books"]["dropped"]) <= {"stale"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,11 +15,12 @@ import pytest
 from asyncrl.commands.audit import audit
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.mixture import Mixture
-from asyncrl.datasets.order import epoch_order
+from asyncrl.datasets.order import PromptStream, epoch_order
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
-from ..conftest import Gate
+from ..conftest import LIMIT_S, Gate
+from ..e2e.clusters import await_that
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +34,15 @@ def newest_state(run: Any) -> dict[str, Any]:
     return newest
 
 
+def used_prompts(state: dict[str, Any]) -> UsedPrompts:
+    return UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
+
+
 FAILING = """
+ROWS = {rows}
+
 def even_digits(data, completion):
-    if data["index"] % 4 == 0:
+    if data["index"] in ROWS:
         raise LookupError("no such answer")
     return sum(c in "02468" for c in completion) / max(len(completion), 1)
 """
@@ -52,7 +60,7 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(
     else:
         ctrl_c(first)
         assert first.wait() == 130, first.output
-        assert newest_state(first)["version"] == first.rows()[-1]["step"], "the last step is saved"
+        assert newest_state(first)["version"] == first.summary()["steps"], "the last step is saved"
         books = first.summary()["books"]
         assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
         assert first.survivors() == []
@@ -68,8 +76,7 @@ def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(
     assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
     state = newest_state(second)
     assert state["version"] == goal
-    used = UsedPrompts.from_json(state["master_state"]["buffer"]["used_prompts"])
-    assert len(used) == goal * BATCH, "each step uses B prompts that no other step used"
+    assert len(used_prompts(state)) == goal * BATCH, "each step uses B prompts that no other step used"
     assert second.survivors() == []
 
     found = audit(second.run_dir)
@@ -86,17 +93,28 @@ def _failed(dropped: dict[str, int]) -> int:
     return sum(count for reason, count in dropped.items() if reason.startswith("failed: reward "))
 
 
-def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    settings = {"reward__path": f"{tmp_path / 'failing.py'}:even_digits", "eval__interval": 0}
+def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, ctrl_c: Any, tmp_path: Path) -> None:
+    """Every sixth prompt fails whenever it is tried: never so many in a row that the run ends for it."""
+    stream = PromptStream(16_384, seed=1)
+    rows = {stream.ref(order).row for order in range(1, 16_384, 6)}
+    (tmp_path / "failing.py").write_text(FAILING.format(rows=rows))
+    settings = {"reward__path": f"{tmp_path / 'failing.py'}:even_digits", "eval__interval": 0, "seed": 1}
     first = start_run(total_train_steps=100_000, **settings)
     first.wait_for_line("rollouts failed in reward")
-    first.wait_for_step(8)
+
+    def is_saved() -> bool:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # there is none yet, or it was replaced just now
+            state = newest_state(first)
+            return len(used_prompts(state)) > state["version"] * BATCH
+        return False
+
+    await_that(is_saved, "checkpoint that has a prompt as given up", LIMIT_S)
     first.kill_tree()
     begun = newest_state(first)
-    used = UsedPrompts.from_json(begun["master_state"]["buffer"]["used_prompts"])
+    used = used_prompts(begun)
     dropped = _failed(begun["master_state"]["dropped"])
-    given_up = {prompt for prompt in used if int(prompt.partition("-")[2]) % 4 == 0}
+    given_up = {prompt for prompt in used if int(prompt.partition("-")[2]) in rows}
+    assert json.loads((first.run_dir / "data_record.json").read_text())["rows"] == 16_384
     assert len(used) == begun["version"] * BATCH + len(given_up)
     assert given_up
     assert dropped >= MAX_ATTEMPTS * len(given_up)
@@ -104,8 +122,16 @@ def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, 
     for log in logs.glob("rollout_worker-*.log"):
         log.unlink()
 
-    second = start_run(total_train_steps=begun["version"] + 4, **settings)
-    assert second.wait() == 0, second.output + second.logs()
+    before = first.rows()[-1]["step"]
+    second = start_run(total_train_steps=100_000, **settings)
+
+    def has_failures_of_its_own() -> bool:
+        rows = [row for row in second.rows() if row["step"] > before]
+        return any(value for row in rows for name, value in row.items() if name.startswith("rollout/dropped_failed: "))
+
+    await_that(has_failures_of_its_own, "row that tells of failures", LIMIT_S)
+    ctrl_c(second)
+    assert second.wait() == 130, second.output + second.logs()
     failed = re.findall(r"rollout of prompt (\S+) failed", (logs / "rollout_worker-0.log").read_text())
     assert failed
     assert given_up.isdisjoint(failed)

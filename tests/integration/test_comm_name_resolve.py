@@ -270,8 +270,9 @@ def await_entries(followed: Subtree, expected: dict[str, str]) -> None:
 
 
 def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResolver) -> None:
+    """A lease that outlasts a pause of both, which are one process here."""
     owner, other = make(), make()
-    owner.add("a", "x", lease_s=LEASE_S)
+    owner.add("a", "x", lease_s=3 * LEASE_S)
     with pytest.raises(NameResolveTimeout):
         other.watch("a", 4 * LEASE_S, "x")
 
@@ -282,7 +283,7 @@ def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) 
     abandon(owner)
     assert other.watch("a", PATIENCE_S, "x") is None
     assert other.get_subtree() == {}
-    other.add("a", "y", lease_s=LEASE_S)
+    other.add("a", "y", lease_s=60.0)
     assert other.get("a") == "y"
 
 

@@ -300,6 +300,33 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
     assert run.books().dropped == {"worker_died": 1}
 
 
+async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_before_the_successor_is_there(
+    run: Run, start_fake_server: Any
+) -> None:
+    run.register(0, await start_fake_server())
+    await run.until(serving(0, 0))
+    run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
+    run.begin()
+    await run.clients[0].allocate([WantedRollout("a", "p", 0)], timeout_s=10)
+    rollouts, progress = run.manager._service.rollouts, run.manager._service.progress
+    async with asyncio.timeout(60):
+        while not run.manager._workers:
+            await progress.wait(0.05)
+        run.resolver.add(names.incarnation_key("rollout_worker", 0), "1")  # the launcher's word
+        while run.books().running:
+            await progress.wait(0.05)
+        run.resolver.delete(names.status_key("rollout_worker", 0))
+        while run.manager._workers:
+            await progress.wait(0.05)
+    run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("starting", 8, "", 1).encode())
+    async with asyncio.timeout(60):
+        while not run.manager._workers:
+            await progress.wait(0.05)
+    assert rollouts.incarnations == {"rollout_worker/0": 1}
+    assert rollouts.suspects.state() == ({"p": 1}, {})
+    assert run.books().dropped == {"worker_died": 1}
+
+
 async def test_finish_lets_running_requests_end_before_the_update(tmp_path: Path, start_fake_server: Any) -> None:
     run = Run(tmp_path, config_of(update_mode="finish"))
     client = await run.client()
