@@ -115,7 +115,9 @@ class FakeGate:
     goal: int = 0
     resting: set[str] = field(default_factory=set)
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         self.acks.append(returned_ack)
         granted = wanted[: self.admit]
         self.admit -= len(granted)
@@ -252,7 +254,9 @@ class ServiceGate:
         self.ended: list[FinishedRollout] = []
         self.seen: list[str] = []
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         ended, self.ended = self.ended, []
         request = AllocateRequest(
             worker="w", rollouts=list(wanted), timeout_s=0.01, returned_ack=returned_ack, finished=ended
@@ -460,11 +464,13 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     again.goal = 12
     original = again.allocate
 
-    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         if len(again.asked) == 4 and not again.returned:
             again.returned = [ReturnedPrompt(1, again.asked[0], 0), ReturnedPrompt(1, again.asked[0], 0)]
             again.admit = 64
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
 
     again.allocate = allocate  # type: ignore[method-assign]
     await run(again, always(1.0, 0.0))
@@ -477,14 +483,16 @@ async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_
     original = gate.allocate
     gone: list[str] = []
 
-    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         if not gone:
             lost = wanted[0]
             gone.append(lost.rollout_id)
             returned = [ReturnedPrompt(1, lost.prompt_id, lost.order)]
             return AllocateReply([], returned, 0, False, gone)
         assert not {rollout.rollout_id for rollout in wanted} & set(gone)
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
 
     gate.allocate = allocate  # type: ignore[method-assign]
     pushed = await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1))
