@@ -212,7 +212,9 @@ class AllocateReply(Message, frozen=True):
 
 
 class LendRequest(WorkerRequest, frozen=True, kw_only=True):
-    """A worker with a shard offers what it has not begun to workers that joined; without an offer: waits for a demand.
+    """A worker with a shard offers what it has not begun to workers that joined; without an offer it waits to be asked.
+
+    An offer may be made again.
     """
 
     offered: list[WantedRollout] = []

@@ -225,8 +225,7 @@ class ManagerService:
         """Place the requests; holds while none of them can be."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        while not self._is_over(request):
-            self.leases.renew(worker, self._clock())
+        while not self._is_over(request) and self.leases.keep(worker, self._clock()):
             placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
             scheduled = [
                 m.ScheduledRequest(request_id, server.index, server.url, server.version)
@@ -284,8 +283,7 @@ class ManagerService:
         """Hold until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
-        while not self._is_over(request):
-            self.leases.renew(request.worker, self._clock())
+        while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
             urls = [] if after < 0 else self._lost_since(after)
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
