@@ -4,7 +4,7 @@
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
 one and does to it what can go wrong; `show RUN` prints samples that it kept; `rollout` generates and keeps without
 training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`; `join RUN`
-adds a GenerationServer to one that goes on.
+adds GenerationServers or RolloutWorkers to one that goes on.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """

@@ -1,11 +1,15 @@
-"""`python -m asyncrl.launch join RUN`: one more GenerationServer for a run that goes on, until Ctrl-C, or its end.
+"""`python -m asyncrl.launch join RUN`: one more process for a run that goes on, until Ctrl-C, or its end.
 
 Give it on any machine that has the run's folder, model and names under the same paths, a preemptible one for example.
-The GserverManager finds the server by name resolution as it does the run's own, brings it the newest weights, and sends
-it requests. Leaving, by Ctrl-C, SIGTERM or the machine's death, costs what the server had in hand: its clients resubmit
-that, with all that was generated, to the others.
 
-RolloutWorkers do not join: the prompts of a run are dealt out among `rollout.workers` when it starts.
+generation_server   The GserverManager finds it by name resolution as it does the run's own, brings it the newest
+                    weights, and sends it requests. What it had in hand when it leaves, its clients resubmit, with all
+                    that was generated, to the others.
+rollout_worker      The GserverManager has the run's own RolloutWorkers lend it prompts of their shards. What it had in
+                    hand when it leaves comes back to them.
+
+Leaving is Ctrl-C, SIGTERM or the machine's death. Each process that is started here is a new incarnation of its number,
+which is written down first: whatever still runs of one before it takes no part any more.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ from asyncrl.runtime.worker_plan import Host, WorkerPlan
 GONE_S = 60.0
 """A run whose manager is not to be found for so long is over; one that died is followed by another before."""
 STOP_LIMIT_S = 10.0
-"""So long a server may take to end after it was asked to."""
+"""So long a process may take to end after it was asked to."""
 _LOOK_S = 2.0
-"""Between two looks at names and servers; a stop is heard at once."""
+"""Between two looks at names and processes; a stop is heard at once."""
 
 
 class JoinError(Exception):
@@ -51,7 +55,8 @@ class JoinError(Exception):
 def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog=f"{program} join", description="Add GenerationServers to a run that goes on; Ctrl-C takes them away."
+        prog=f"{program} join",
+        description="Add GenerationServers or RolloutWorkers to a run that goes on; Ctrl-C takes them away.",
     )
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--kind", choices=[names.GENERATION_SERVER, names.ROLLOUT_WORKER], required=True)
@@ -79,19 +84,18 @@ def joinable(run_dir: Path, kind: str, host: str) -> ExperimentConfig:
     if not (run_dir / CONFIG_FILE).is_file() or read_holder(run_dir) is None:
         raise JoinError(f"{run_dir} is no folder of a run of yours: it is <fileroot>/<experiment_name>/<trial_name>")
     config = read_run_config(run_dir)
-    if kind == names.ROLLOUT_WORKER:
-        raise JoinError(
-            f"--kind={kind}: prompts are dealt out among rollout.workers={config.rollout.workers} when a run starts; "
-            "stop it with Ctrl-C and go on with a larger rollout.workers"
-        )
-    if config.generation.sglang.urls:
+    serves = kind == names.GENERATION_SERVER
+    if serves and config.generation.sglang.urls:
         raise JoinError("generation.sglang.urls: the run has the servers of that list, which somebody else starts")
     if not KINDS[kind].count(config):
-        raise JoinError(f"{run_dir} is a replay of kept samples, which asks no server")
+        raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
-        raise JoinError(f"--host={host}: this run has system.encrypt=false, so its servers stay on 127.0.0.1")
+        raise JoinError(f"--host={host}: this run has system.encrypt=false, so its processes stay on 127.0.0.1")
     if not config.system.shared:
-        raise JoinError("system.shared=false: nothing brings weights to this host's disk; name it in system.hosts")
+        what = "weights" if serves else "model and data"
+        raise JoinError(f"system.shared=false: nothing brings {what} to this host's disk; name it in system.hosts")
+    if not serves:
+        return config
     transport = config.manager.weight_transport
     if transport != "disk" and host not in {"", config.system.host, *LOOPBACK}:
         raise JoinError(f"--host={host}: manager.weight_transport={transport!r} sends to servers of the trainer's host")
@@ -99,7 +103,7 @@ def joinable(run_dir: Path, kind: str, host: str) -> ExperimentConfig:
 
 
 class _Joined:
-    """The servers that this command adds."""
+    """The processes that this command adds."""
 
     def __init__(self, config: ExperimentConfig, run_dir: Path, resolver: NameResolver) -> None:
         self._config, self._run_dir, self._resolver = config, run_dir, resolver
@@ -108,7 +112,7 @@ class _Joined:
         self._budget = RestartBudget(config.system.restarts_per_process, config.system.restart_window_s)
         self._stop = asyncio.Event()
         self._workers: list[WorkerHandle] = []
-        self._serving: dict[int, str] = {}
+        self._told: dict[int, str] = {}
 
     async def run(self, kind: str, count: int, host: str) -> int:
         """Add them and keep them up; returns the exit code.
@@ -132,12 +136,14 @@ class _Joined:
             self._backend.close()
 
     async def _start(self, plan: WorkerPlan) -> None:
+        """Start the next incarnation; whatever still runs of those before is given up with it."""
+        plan = replace(plan, incarnation=await asyncio.to_thread(self._next_incarnation, plan))
         worker = await self._backend.start(plan)
         self._workers.append(worker)
         print(f"{plan.name} joins ({worker.description}); its log: {worker.log}", flush=True)
 
     async def _keep_up(self) -> int:
-        """Until a stop is asked for, the run is over, or a server ends too often."""
+        """Until a stop is asked for, the run is over, or a process ends too often."""
         seen = time.monotonic()
         while not self._stop.is_set():
             with suppress(TimeoutError):
@@ -164,7 +170,7 @@ class _Joined:
             f"{worker.plan.name} ended with {worker.exit_code}{'; it is started again' if again else ':'}", flush=True
         )
         if again:
-            await self._start(replace(worker.plan, incarnation=worker.plan.incarnation + 1))
+            await self._start(worker.plan)
         else:
             print(*(f"    {line}" for line in worker.last_lines()), sep="\n", flush=True)
         return again
@@ -180,19 +186,38 @@ class _Joined:
         return code
 
     def _look(self) -> bool:
-        """Say which servers have begun to serve; whether the run goes on, as far as can be told."""
+        """Say which processes have begun to take part; whether the run goes on, as far as can be told."""
         try:
-            for worker in self._workers:
-                key = names.gen_server_key(worker.plan.index)
+            for plan in [worker.plan for worker in self._workers]:
                 with suppress(NameEntryNotFound):
-                    url = names.GenerationServerEntry.decode(self._resolver.get(key)).url
-                    if self._serving.get(worker.plan.index) != url:
-                        self._serving[worker.plan.index] = url
-                        print(f"{worker.plan.name} serves at {url}", flush=True)
+                    told = self._part_of(plan)
+                    if told and self._told.get(plan.index) != told:
+                        self._told[plan.index] = told
+                        print(f"{plan.name} {told}", flush=True)
             return self._find_manager()
         except NameResolveError as error:
             print(f"name resolution does not answer: {error}", flush=True)
             return False
+
+    def _part_of(self, plan: WorkerPlan) -> str:
+        """What the process does, in words; nothing while it starts.
+
+        Raises:
+            NameEntryNotFound: it starts.
+        """
+        if plan.kind == names.GENERATION_SERVER:
+            server = names.GenerationServerEntry.decode(self._resolver.get(names.gen_server_key(plan.index)))
+            return f"serves at {server.url}"
+        status = names.WorkerStatus.decode(self._resolver.get(names.status_key(plan.kind, plan.index)))
+        return f"takes part (pid {status.pid})" if status.state == "ready" else ""
+
+    def _next_incarnation(self, plan: WorkerPlan) -> int:
+        """The number of the process to come, once it is written down that those before it were given up."""
+        key, incarnation = names.incarnation_key(plan.kind, plan.index), plan.incarnation + 1
+        with suppress(NameEntryNotFound):
+            incarnation = max(incarnation, int(self._resolver.get(key)) + (plan.incarnation == 0))
+        self._resolver.add(key, str(incarnation), replace=True)
+        return incarnation
 
     def _find_manager(self) -> bool:
         try:

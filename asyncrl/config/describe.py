@@ -25,7 +25,7 @@ commands:
   replay EXPERIMENT samples=FOLDER    train on kept samples, without servers
   audit RUN                           check what a run left on the disk
   attach RUN                          show a run that was started with --detach
-  join RUN --kind generation_server   add servers to a run that goes on
+  join RUN --kind KIND                add generation_servers or rollout_workers to a run that goes on
   chaos EXPERIMENT                    run one under kills, pauses and broken connections
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 

@@ -58,6 +58,39 @@ class PromptRef:
     attempt: int = 0
 
 
+class LentPrompts:
+    """The prompts that a worker without a shard was lent and has not begun, the earliest first.
+
+    Args:
+        num_rows: rows of the dataset, at least 1.
+        seed: seed of the order.
+    """
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._order = PromptStream(num_rows, seed)
+        self._here: dict[int, int] = {}  # by order the attempt
+        self._orders: list[int] = []
+
+    def next(self) -> PromptRef | None:
+        """The earliest prompt; None where none is here."""
+        if not self._orders:
+            return None
+        order = heapq.heappop(self._orders)
+        return replace(self._order.ref(order), attempt=self._here.pop(order))
+
+    def give_back(self, prompt_id: str, attempt: int = 0) -> None:
+        """The prompt is lent, or comes back to be tried once more.
+
+        Raises:
+            ValueError: it is here already, or names no prompt of this dataset.
+        """
+        order = self._order.order_of(prompt_id)
+        if order in self._here:
+            raise ValueError(f"prompt {prompt_id!r} is here already")
+        self._here[order] = attempt
+        heapq.heappush(self._orders, order)
+
+
 class PromptStream:
     """Endless, in order: the prompts of shard `shard_index` of `num_shards`, over epochs.
 

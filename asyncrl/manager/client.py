@@ -118,18 +118,20 @@ class ManagerClient:
         return await self._call_as_worker("/take_over", request, m.TakeOverReply)
 
     async def allocate(
-        self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0
+        self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0, room: int = 0
     ) -> m.AllocateReply:
         """Ask the gate for `wanted`, in this order; waits up to `timeout_s` for there to be anything to tell.
 
         `returned_ack` is the highest `seq` of a returned prompt seen so far. What is not granted is simply asked for
-        again, unless it is `gone`.
+        again, unless it is `gone`. `room`: for so many prompts more, where this worker has none of its own.
 
         Raises:
             ManagerGone: see there.
         """
         rollouts, worker = list(wanted), self._worker
-        request = m.AllocateRequest(worker=worker, rollouts=rollouts, timeout_s=timeout_s, returned_ack=returned_ack)
+        request = m.AllocateRequest(
+            worker=worker, rollouts=rollouts, timeout_s=timeout_s, returned_ack=returned_ack, room=room
+        )
         reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
@@ -139,6 +141,15 @@ class ManagerClient:
             for grant in reply.granted
         ]
         return structs.replace(reply, granted=granted)
+
+    async def lend(self, offered: Sequence[m.WantedRollout], timeout_s: float) -> m.LendReply:
+        """Offer rollouts that were not granted to workers that joined; without an offer wait until some are wanted.
+
+        Raises:
+            ManagerGone: see there.
+        """
+        request = m.LendRequest(worker=self._worker, offered=list(offered), timeout_s=timeout_s)
+        return await self._call_as_worker("/lend", request, m.LendReply, hold_s=timeout_s)
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""

@@ -25,10 +25,13 @@ _SPARE_ENTRIES = 64
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """An allocation that waits: what it wants and what it got. `changed`: there is something to tell it."""
+    """An allocation that waits: what it wants and what it got. `changed`: there is something to tell it. `room`: so
+    many prompts its worker, which joined, would like to be lent.
+    """
 
     worker: str
     wanted: list[m.WantedRollout]
+    room: int = 0
     granted: list[m.GrantedRollout] = field(default_factory=list)
     changed: Signal = field(default_factory=Signal)
     number: int = 0
@@ -47,6 +50,7 @@ class GateQueue:
         self._numbers = itertools.count()
         self._calls: dict[int, WaitingCall] = {}
         self._of_worker: dict[str, dict[int, WaitingCall]] = {}
+        self._with_room: dict[int, WaitingCall] = {}
         self._heap: list[tuple[int, int]] = []  # a head's order, the call's number
         self._passed_over: set[int] = set()
 
@@ -68,11 +72,14 @@ class GateQueue:
         call.number = next(self._numbers)
         self._calls[call.number] = call
         self._of_worker.setdefault(call.worker, {})[call.number] = call
+        if call.room:
+            self._with_room[call.number] = call
         self._enter(call)
 
     def remove(self, call: WaitingCall) -> None:
         """The call waits no longer."""
         del self._calls[call.number]
+        self._with_room.pop(call.number, None)
         self._passed_over.discard(call.number)
         mine = self._of_worker[call.worker]
         del mine[call.number]
@@ -83,6 +90,17 @@ class GateQueue:
     def of_worker(self, worker: str) -> list[WaitingCall]:
         """The calls of `worker` that wait."""
         return list(self._of_worker.get(worker, {}).values())
+
+    @property
+    def with_room(self) -> list[WaitingCall]:
+        """The calls that wait and have room for prompts of others."""
+        return list(self._with_room.values())
+
+    def take_room(self, call: WaitingCall, count: int = 1) -> None:
+        """The call waits, and has so much less room."""
+        call.room -= count
+        if not call.room:
+            self._with_room.pop(call.number, None)
 
     def all(self) -> list[WaitingCall]:
         """Every call that waits."""

@@ -19,6 +19,13 @@ class WorkerLeases:
         """`worker` is alive at `now`."""
         self._called_at[worker] = now
 
+    def keep(self, worker: str, now: float) -> bool:
+        """A call of `worker` is held, and looks again: it is alive, unless its lease has ended since; whether not."""
+        if worker not in self._called_at:
+            return False
+        self._called_at[worker] = now
+        return True
+
     def expired(self, now: float) -> list[str]:
         """Workers whose lease has run out; each is named once, until it calls again."""
         late = [worker for worker, called_at in self._called_at.items() if now - called_at > self._lease_s]

@@ -2,6 +2,7 @@
 
     POST /take_over          TakeOverRequest       TakeOverReply
     POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room, or a prompt given back
+    POST /lend               LendRequest           LendReply           held: until a worker that joined has room
     POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
     POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
@@ -162,11 +163,15 @@ class WantedRollout(Message, frozen=True):
 
 
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Ask to start `rollouts`, in this order. `returned_ack`: the highest `seq` of a returned prompt seen so far."""
+    """Ask to start `rollouts`, in this order. `returned_ack`: the highest `seq` of a returned prompt seen so far.
+
+    `room`: so many prompts more would a worker that joined like to be lent; they come as `returned`.
+    """
 
     rollouts: list[WantedRollout]
     timeout_s: Seconds = 0.0
     returned_ack: int = 0
+    room: Count = 0
 
 
 class GrantedRollout(Message, frozen=True):
@@ -194,8 +199,9 @@ class ReturnedPrompt(Message, frozen=True):
 class AllocateReply(Message, frozen=True):
     """A prefix of the wanted rollouts, prompts to try again, the served version.
 
-    `closed`: no rollout will start any more. `gone`: those of the wanted rollouts that were granted once, in a reply
-    that came late or never, and were given up since; what is to be tried again of their prompts is in `returned`.
+    `closed`: no rollout will start any more. `gone`: those of the wanted rollouts that will not start. They were
+    granted once, in a reply that came late or never, and given up since, or another worker plays their prompts by now;
+    what is to be tried again of their prompts by this one is in `returned`.
     """
 
     granted: list[GrantedRollout]
@@ -203,6 +209,25 @@ class AllocateReply(Message, frozen=True):
     version: int
     closed: bool
     gone: list[str] = []
+
+
+class LendRequest(WorkerRequest, frozen=True, kw_only=True):
+    """A worker with a shard offers what it has not begun to workers that joined; without an offer it waits to be asked.
+
+    An offer may be made again.
+    """
+
+    offered: list[WantedRollout] = []
+    timeout_s: Seconds = 0.0
+
+
+class LendReply(Message, frozen=True):
+    """The ids of the offered rollouts whose prompts were lent, in this call or before; how many prompts are to be
+    offered now.
+    """
+
+    lent: list[str]
+    wanted: Count = 0
 
 
 class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.manager.shards import Shards
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.kinds import KINDS
@@ -55,6 +56,7 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = AwakeClock()
+        self._shards = Shards(config.rollout.workers)
         bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
             batch_size=bound[0],
@@ -65,6 +67,7 @@ class GserverManager(AsyncWorker):
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             log_file=self.run_dir / MANAGER_LOG_FILE,
+            shards=self._shards,
         )
         updates = config.manager
         self._decisions = FleetDecisions(
@@ -220,8 +223,9 @@ class GserverManager(AsyncWorker):
         statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         replaced = await asyncio.to_thread(self.resolver.follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
         while True:
-            self._fleet_runner.registered(_servers(registered))
-            self._give_up_workers(_incarnations(statuses), _replaced(replaced))
+            servers, workers = _servers(registered), _incarnations(statuses, self._shards)
+            self._fleet_runner.registered(servers)
+            self._give_up_workers(workers, _replaced(replaced))
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _give_up_workers(self, workers: dict[str, int], replaced: dict[str, int]) -> None:
@@ -238,7 +242,7 @@ class GserverManager(AsyncWorker):
             self._service.worker_died(worker)
         for worker in [*gone, *new, *self._service.expire_workers()]:
             self.log.warning(
-                "%s is gone or silent: its rollouts are dropped, their prompts go to its successor", worker
+                "%s is gone or silent: its rollouts are dropped, their prompts go to the worker of their shard", worker
             )
 
 
@@ -253,9 +257,11 @@ def _replaced(entries: Subtree) -> dict[str, int]:
     return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
 
 
-def _incarnations(statuses: Subtree) -> dict[str, int]:
-    """RolloutWorkers by name, with their incarnation."""
-    return {
-        f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": names.WorkerStatus.decode(value).incarnation
-        for key, value in statuses.entries().items()
-    }
+def _incarnations(statuses: Subtree, shards: Shards) -> dict[str, int]:
+    """RolloutWorkers by name, with their incarnation; of those that joined the ones that did not leave."""
+    found: dict[str, int] = {}
+    for key, value in statuses.entries().items():
+        worker, status = f"{names.ROLLOUT_WORKER}/{names.index_of(key)}", names.WorkerStatus.decode(value)
+        if status.state in ("starting", "ready") or not shards.joined(worker):
+            found[worker] = status.incarnation
+    return found

@@ -1,8 +1,8 @@
-"""Prompts on their way back: a dropped rollout's prompt is told to its worker until that worker runs it again.
+"""Prompts on their way to a worker: a dropped rollout's back to it, another's to one that joined; until it runs them.
 
 A returned prompt gets a number. It is in every reply to its worker until the worker acknowledges the number, so a
 lost reply loses no prompt. Acknowledged prompts are remembered until their next rollout is allocated: if the worker
-dies before, its successor is told again.
+dies before, its successor is told again. A prompt is owed to one worker at a time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ReturnedPrompts:
     def __init__(self, after: int = 0) -> None:
         self._after = after
         self._boxes: dict[str, _Mailbox] = {}
+        self._owed_to: dict[str, str] = {}  # by prompt the worker
         self._told_more: set[str] = set()
 
     def begin_above(self, seq: int) -> None:
@@ -64,10 +65,18 @@ class ReturnedPrompts:
             )
             for worker, box in state.items()
         }
+        self._owed_to = {
+            prompt_id: worker
+            for worker, box in self._boxes.items()
+            for prompt_id in [*box.unacknowledged, *box.acknowledged]
+        }
         self._after = max([self._after, *(box.last_seq for box in state.values())])
 
     def give_back(self, worker: str, prompt_id: str, order: int, attempt: int = 0) -> None:
-        """`prompt_id` is to be tried again by `worker`, as its `attempt`."""
+        """`prompt_id` is to be tried again by `worker`, as its `attempt`, and by no other."""
+        if self._owed_to.get(prompt_id, worker) != worker:
+            self.running_again(prompt_id)
+        self._owed_to[prompt_id] = worker
         box = self._boxes.setdefault(worker, _Mailbox(self._after))
         box.acknowledged.pop(prompt_id, None)
         if prompt_id not in box.unacknowledged:
@@ -80,10 +89,19 @@ class ReturnedPrompts:
         workers, self._told_more = self._told_more, set()
         return workers
 
-    def owes(self, worker: str, prompt_id: str) -> bool:
-        """Whether `prompt_id` is on its way back to `worker`, or there and not running yet."""
+    def owed_to(self, prompt_id: str) -> str | None:
+        """The worker that `prompt_id` is on its way to, or that has it and does not run it yet; None: there is none."""
+        return self._owed_to.get(prompt_id)
+
+    @property
+    def workers(self) -> set[str]:
+        """Those that ever were owed a prompt."""
+        return set(self._boxes)
+
+    def owed(self, worker: str) -> list[ReturnedPrompt]:
+        """The prompts that are owed to `worker`."""
         box = self._boxes.get(worker)
-        return box is not None and (prompt_id in box.unacknowledged or prompt_id in box.acknowledged)
+        return [] if box is None else [*box.acknowledged.values(), *box.unacknowledged.values()]
 
     def pending(self, worker: str) -> list[ReturnedPrompt]:
         """What `worker` has not acknowledged yet, in the order of the numbers."""
@@ -100,10 +118,11 @@ class ReturnedPrompts:
             box.acknowledged[prompt.prompt_id] = box.unacknowledged.pop(prompt.prompt_id)
         return bool(seen)
 
-    def running_again(self, worker: str, prompt_id: str) -> None:
+    def running_again(self, prompt_id: str) -> None:
         """A rollout of `prompt_id` has started, or the trainer has one after all: nothing is owed any more."""
-        box = self._boxes.get(worker)
-        if box is not None:
+        worker = self._owed_to.pop(prompt_id, None)
+        if worker is not None:
+            box = self._boxes[worker]
             box.acknowledged.pop(prompt_id, None)
             box.unacknowledged.pop(prompt_id, None)
 

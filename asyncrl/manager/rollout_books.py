@@ -5,7 +5,12 @@ without a clock. So the inputs, written down in order before anyone learns of th
 a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
 not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
 
-    Began, Admitted, Ended, Consumed, Served, Acknowledged, Died, Succeeded, Closed, Abandoned
+    Began, Admitted, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
+
+Workers that joined (`asyncrl.manager.shards`) are lent prompts that a worker with a shard has handed out and not begun.
+A prompt that is lent lies in the mailbox of who borrowed it, as one that comes back to its worker does, until it is
+begun; if the borrower goes, it goes on to its home. So it is in one place at a time, and a rollout of it is admitted to
+nobody else.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
-from asyncrl.manager.messages import ConsumedReport, FinishedRollout
+from asyncrl.manager.messages import ConsumedReport, FinishedRollout, ReturnedPrompt
 from asyncrl.manager.numbered_log import LogState, NumberedLog
 from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
 from asyncrl.manager.rollout_events import EventsState, RolloutEvents
+from asyncrl.manager.shards import NO_SHARDS, Shards
 from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
 from asyncrl.manager.suspects import Suspects
 
@@ -76,6 +82,16 @@ class Acknowledged(_Event, frozen=True):
     seq: int
 
 
+class Lent(_Event, frozen=True):
+    """`borrower` plays the prompt that was to be rollout `rollout_id` of the worker of its shard."""
+
+    rollout_id: str
+    borrower: str
+    prompt_id: str
+    order: int
+    attempt: int
+
+
 class Died(_Event, frozen=True):
     """The worker's process is gone or silent."""
 
@@ -112,7 +128,18 @@ class Remembered(_Event, frozen=True):
 
 
 Event: TypeAlias = (
-    Began | Admitted | Ended | Consumed | Served | Acknowledged | Died | Succeeded | Closed | Abandoned | Remembered
+    Began
+    | Admitted
+    | Ended
+    | Consumed
+    | Served
+    | Acknowledged
+    | Lent
+    | Died
+    | Succeeded
+    | Closed
+    | Abandoned
+    | Remembered
 )
 
 
@@ -131,6 +158,7 @@ class RolloutBooks:
         max_staleness: η, versions.
         note: is given each input that changes something, after it did.
         now: seconds since 1970.
+        shards: the workers' shards of the data order.
     """
 
     def __init__(
@@ -139,7 +167,9 @@ class RolloutBooks:
         max_staleness: int,
         note: Callable[[Noted], None] = lambda noted: None,
         now: Callable[[], float] = time.time,
+        shards: Shards = NO_SHARDS,
     ) -> None:
+        self.shards = shards
         self._now, self._at = now, 0.0
         self.gate = StalenessGate(batch_size, max_staleness)
         self.returned = ReturnedPrompts()
@@ -185,6 +215,8 @@ class RolloutBooks:
             case Acknowledged():
                 if not self.returned.acknowledge(event.worker, event.seq):
                     return None
+            case Lent():
+                self._lend(event)
             case Died():
                 self.suspects.silent(event.worker)
                 given_up = self._give_up(event.worker)
@@ -202,6 +234,26 @@ class RolloutBooks:
             case Remembered():
                 self._restore(event)
         return given_up
+
+    def may_begin(self, worker: str, prompt_id: str) -> bool:
+        """Whether a rollout of `prompt_id` may be admitted to `worker`: not of a prompt that is another's by now."""
+        owed_to = self.returned.owed_to(prompt_id)
+        return owed_to == worker if self.shards.joined(worker) else owed_to in (None, worker)
+
+    def out_of(self, worker: str) -> dict[str, int]:
+        """Prompts of the shard of `worker` that are on their way to it, lent, played by others or waiting to be
+        trained, with their attempts.
+        """
+        borrowers = {name for name in self.gate.owners | self.returned.workers if self.shards.joined(name)}
+        out: dict[str, int] = {}
+        for player in (worker, *borrowers):
+            found: list[Ticket | ReturnedPrompt] = [*self.gate.live_of(player), *self.returned.owed(player)]
+            out |= {
+                each.prompt_id: each.attempt
+                for each in found
+                if player == worker or self.shards.of(each.order) == worker
+            }
+        return out
 
     def remember(self) -> Remembered:
         """The state as one input."""
@@ -243,14 +295,14 @@ class RolloutBooks:
         assert version is not None, "admitted without room"
         if not known:
             self.events.admitted(ticket, version)
-        self.returned.running_again(owner, prompt_id)
+        self.returned.running_again(prompt_id)
         self.suspects.began(owner, prompt_id)
 
     def _end(self, finished: FinishedRollout) -> None:
         if finished.accepted:
             ticket = self.gate.finish(finished.rollout_id)
             if ticket is not None:
-                self.returned.running_again(ticket.owner, ticket.prompt_id)
+                self.returned.running_again(ticket.prompt_id)
                 self.suspects.ended(ticket.owner, ticket.prompt_id)
                 self.tokens_finished += finished.tokens
                 self.events.finished(finished.rollout_id, finished.tokens)
@@ -264,8 +316,10 @@ class RolloutBooks:
         self.suspects.ended(ticket.owner, ticket.prompt_id)
         goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
         self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
-        if finished.return_prompt:
-            self._give_back(ticket, ticket.attempt + finished.as_next_attempt)
+        if finished.as_next_attempt and finished.return_prompt:
+            self._give_back(ticket, ticket.attempt + 1)
+        elif finished.return_prompt:  # whoever failed counts its tries
+            self._give_back_to(ticket.owner, ticket, ticket.attempt)
         else:
             self.given_up.add(ticket.prompt_id)
 
@@ -288,7 +342,7 @@ class RolloutBooks:
                 self._give_back(ticket, ticket.attempt)
         for rollout_id in report.trained:
             if (lost := self.gate.given_up(rollout_id)) is not None:
-                self.returned.running_again(lost.owner, lost.prompt_id)
+                self.returned.running_again(lost.prompt_id)
             self._came(rollout_id)
         self.gate.train(report.version, report.trained)
         self.given_up.forget(report.given_up_after)
@@ -302,7 +356,11 @@ class RolloutBooks:
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
 
     def _give_up(self, worker: str) -> list[str]:
-        self.returned.worker_died(worker)
+        if self.shards.joined(worker):
+            for prompt in self.returned.owed(worker):
+                self.returned.give_back(self.shards.of(prompt.order), prompt.prompt_id, prompt.order, prompt.attempt)
+        else:
+            self.returned.worker_died(worker)
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.running_of(worker)
         for rollout_id in running:
@@ -323,13 +381,23 @@ class RolloutBooks:
                 self.given_up.add(ticket.prompt_id)
 
     def _give_back(self, ticket: Ticket, attempt: int) -> None:
-        """The prompt is to be tried again by its worker, unless another rollout of it is live: then by its end."""
+        """The prompt comes back to the worker of its shard."""
+        home = self.shards.of(ticket.order) if self.shards.joined(ticket.owner) else ticket.owner
+        self._give_back_to(home, ticket, attempt)
+
+    def _give_back_to(self, worker: str, ticket: Ticket, attempt: int) -> None:
+        """The prompt is to be tried again by `worker`, unless another rollout of it is live: then by its end."""
         if not self.gate.has_prompt(ticket.prompt_id):
-            self.returned.give_back(ticket.owner, ticket.prompt_id, ticket.order, attempt)
+            self.returned.give_back(worker, ticket.prompt_id, ticket.order, attempt)
+
+    def _lend(self, lent: Lent) -> None:
+        self.gate.lend(lent.rollout_id)
+        self.returned.give_back(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
+        self.events.lent(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
 
     def _is_settled_or_owed(self, lost: Ticket) -> bool:
         """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
 
         It has to be where its next attempt was dropped as a duplicate of this one.
         """
-        return self.returned.owes(lost.owner, lost.prompt_id) or lost.prompt_id in self.given_up.unrecorded
+        return self.returned.owed_to(lost.prompt_id) is not None or lost.prompt_id in self.given_up.unrecorded

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Lent, PromptGoes, RolloutLine
 from asyncrl.manager.staleness_gate import Ticket
 
 
@@ -40,6 +40,10 @@ class RolloutEvents:
         """The gate let the rollout start while `version` was served."""
         prompt, order, attempt = ticket.prompt_id, ticket.order, ticket.attempt
         self._add(Admitted(ticket.rollout_id, prompt, order, attempt, ticket.owner, version, self._at()))
+
+    def lent(self, worker: str, prompt_id: str, order: int, attempt: int) -> None:
+        """`worker`, which joined, is to play the prompt."""
+        self._add(Lent(prompt_id, order, attempt, worker, self._at()))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
         """The trainer has the rollout, also if it was given up before."""

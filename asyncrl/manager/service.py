@@ -9,6 +9,7 @@ A verb takes its request and returns its reply (`asyncrl.manager.messages`). Tho
 whenever something changed that they depend on:
 
     allocate_rollout   waits for room at the gate, or for prompts that are given back
+    lend               waits until a worker that joined has room for prompts
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -19,6 +20,11 @@ Whatever is heard of that one first, a call or its status, ends the one before: 
 rollouts that ended. So all running rollouts of a worker belong to one incarnation. The successor asks what its
 predecessors have seen to (`take_over`) and then reads which prompts are used; between the two nothing is missed, as
 the master writes that file before it reports a step here, and only its report takes a rollout or a prompt off the list.
+
+Workers that joined have no shard (`asyncrl.manager.shards`). They say with each allocation for how many prompts they
+have room; those with shards, which hold a call of `lend`, are asked for that many (`asyncrl.manager.lending`) and offer
+what they have not begun. What is lent leaves their list, and reaches the borrower as a prompt that is returned. Who has
+room and who offers is nowhere remembered: both ask again.
 
 Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to. One that says
 what its `first` request will be has a server for it with its admission, under the rollout's id: half the calls.
@@ -41,6 +47,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.gate_queue import GateQueue, WaitingCall
 from asyncrl.manager.leases import WorkerLeases
+from asyncrl.manager.lending import Lenders
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
     Abandoned,
@@ -52,12 +59,14 @@ from asyncrl.manager.rollout_books import (
     Died,
     Ended,
     Event,
+    Lent,
     RolloutBooks,
     Served,
     Succeeded,
 )
 from asyncrl.manager.router import Router, ServerView
-from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
+from asyncrl.manager.shards import NO_SHARDS, Shards
+from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
 from asyncrl.manager.wakeup import Signal
 
 MAX_HOLD_S = 60.0
@@ -80,6 +89,7 @@ class ManagerService:
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
         log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
+        shards: the workers' shards of the data order; those beyond them have joined.
     """
 
     def __init__(
@@ -93,9 +103,10 @@ class ManagerService:
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
         log_file: Path | None = None,
+        shards: Shards = NO_SHARDS,
     ) -> None:
         self.log = EventLog(log_file, lambda: self.rollouts.remember())
-        self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note)
+        self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note, shards=shards)
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
@@ -108,6 +119,7 @@ class ManagerService:
         self._closed_since: float | None = None
         self._closed_s = 0.0
         self._at_gate = GateQueue(self.rollouts.suspects)
+        self._lenders = Lenders(self._room)
         self._routes = Signal()
         self.progress = Signal()
         self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
@@ -124,6 +136,7 @@ class ManagerService:
         verbs: dict[str, m.Verb] = {
             "/take_over": (m.TakeOverRequest, self.take_over),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
+            "/lend": (m.LendRequest, self.lend),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
             "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
@@ -146,9 +159,7 @@ class ManagerService:
     async def take_over(self, request: m.TakeOverRequest) -> m.TakeOverReply:
         """A worker's process begins; what of its shard is out already, and what was given up."""
         self._note_call(request)
-        worker = request.worker
-        out = {ticket.prompt_id: ticket.attempt for ticket in self.gate.finished_of(worker)}
-        out |= {prompt.prompt_id: prompt.attempt for prompt in self.returned.pending(worker)}
+        out = self.rollouts.out_of(request.worker)
         return m.TakeOverReply(
             [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.rollouts.given_up.unrecorded
         )
@@ -162,14 +173,15 @@ class ManagerService:
             self._was_given_up(rollout.rollout_id)  # a refused call changes nothing
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        gone = [rollout.rollout_id for rollout in request.rollouts if self._was_given_up(rollout.rollout_id)]
+        gone = [rollout.rollout_id for rollout in request.rollouts if self._will_not_start(worker, rollout)]
         wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
         self._apply(Acknowledged(worker, request.returned_ack))
         self._absent.discard(worker)
-        waiting = WaitingCall(worker, wanted)
+        waiting = WaitingCall(worker, wanted, request.room if self.rollouts.shards.joined(worker) else 0)
         for rollout in [rollout for rollout in wanted if self.gate.is_live(rollout.rollout_id)]:
             self._start(waiting, rollout)  # the reply to this call was lost once
         self._at_gate.add(waiting)
+        self._lenders.ask()
         closed_before = self.gate.closed
         try:
             self._admit()
@@ -181,12 +193,40 @@ class ManagerService:
         returned = self.returned.pending(worker)
         return m.AllocateReply(waiting.granted, returned, self.gate.version, self.gate.closed, gone)
 
+    async def lend(self, request: m.LendRequest) -> m.LendReply:
+        """Lend what is offered to who has room; without an offer hold until somebody has."""
+        self._note_call(request)
+        worker, deadline = request.worker, self._deadline(request.timeout_s)
+        self._lenders.heard(worker)
+        if request.offered:
+            return m.LendReply([offered.rollout_id for offered in request.offered if self._lend(worker, offered)])
+        return m.LendReply([], await self._lenders.wait(worker, deadline - self._clock()))
+
+    def _room(self) -> int:
+        """For how many prompts workers that joined have room, while rollouts may start at all."""
+        if self.gate.closed or not self.rollouts.begun:
+            return 0
+        return sum(waiting.room for waiting in self._at_gate.with_room)
+
+    def _lend(self, worker: str, offered: m.WantedRollout) -> bool:
+        """Whether the prompt is lent, by now; it is not where it was begun, or nobody has room."""
+        if (outcome := self.gate.outcome(offered.rollout_id)) is not None or self.gate.is_live(offered.rollout_id):
+            return outcome == LENT
+        borrower = max(self._at_gate.with_room, key=lambda waiting: waiting.room, default=None)
+        if borrower is None or self.gate.closed or not self.rollouts.may_begin(worker, offered.prompt_id):
+            return False
+        for waiting in self._at_gate.of_worker(worker):
+            waiting.wanted[:] = [each for each in waiting.wanted if each.rollout_id != offered.rollout_id]
+        self._at_gate.take_room(borrower)
+        prompt = (offered.prompt_id, offered.order, offered.attempt)
+        self._apply(Lent(offered.rollout_id, borrower.worker, *prompt))
+        return True
+
     async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
         """Place the requests; holds while none of them can be."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        while not self._is_over(request):
-            self.leases.renew(worker, self._clock())
+        while not self._is_over(request) and self.leases.keep(worker, self._clock()):
             placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
             scheduled = [
                 m.ScheduledRequest(request_id, server.index, server.url, server.version)
@@ -244,8 +284,7 @@ class ManagerService:
         """Hold until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
-        while not self._is_over(request):
-            self.leases.renew(request.worker, self._clock())
+        while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
             urls = [] if after < 0 else self._lost_since(after)
             if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
                 return m.LostServersReply(self._loss_seq, urls)
@@ -317,8 +356,10 @@ class ManagerService:
     def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
         self._absent.discard(worker)
+        self._lenders.gone(worker)
         for waiting in self._at_gate.of_worker(worker):
             waiting.wanted.clear()
+            self._at_gate.take_room(waiting, waiting.room)
         self.router.release_worker(worker)
         for rollout_id in self._apply(event):
             self.router.release_rollout(rollout_id)
@@ -344,6 +385,7 @@ class ManagerService:
         self._absent = {worker for worker in workers if worker not in self._at_gate}
         self._absent_until = self._clock() + FIRST_ASK_S
         self._admit()
+        self._lenders.ask()
 
     def begin_again(self) -> bool:
         """Go on where the service before this one stood; False where there was none, or it had not begun.
@@ -355,7 +397,7 @@ class ManagerService:
         """
         for noted in self.log.read():
             self.rollouts.replay(noted)
-        for owner in self.gate.owners | self.rollouts.incarnations.keys():
+        for owner in self.gate.owners | self.rollouts.incarnations.keys() | self.returned.workers:
             self.leases.renew(owner, self._clock())
         if self._pacing is not None:  # when they began is not known; as of now they are young
             for owner in self.gate.owners:
@@ -427,14 +469,20 @@ class ManagerService:
             route = None if server is None else m.Route(server.url, server.version)
         waiting.granted.append(m.GrantedRollout(rollout_id, version, route, rests))
 
+    def _will_not_start(self, worker: str, rollout: m.WantedRollout) -> bool:
+        """Whether the rollout was given up before its worker knew, or its prompt is another's by now."""
+        if self._was_given_up(rollout.rollout_id):
+            return True
+        return not self.gate.is_live(rollout.rollout_id) and not self.rollouts.may_begin(worker, rollout.prompt_id)
+
     def _was_given_up(self, rollout_id: str) -> bool:
-        """Whether the rollout was granted, and given up before its worker knew.
+        """Whether the rollout was granted, and given up before its worker knew, or lent.
 
         Raises:
             BadRequest: it was seen to its end.
         """
         outcome = self.gate.outcome(rollout_id)
-        if outcome in (None, WORKER_LOST, ABANDONED):
+        if outcome in (None, WORKER_LOST, ABANDONED, LENT):
             return outcome is not None
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 

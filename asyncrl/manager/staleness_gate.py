@@ -80,7 +80,7 @@ from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.manager.messages import Books
 
-TRAINED, ABANDONED = "trained", "abandoned"
+TRAINED, ABANDONED, LENT = "trained", "abandoned", "lent"
 WORKER_LOST = DropReason.worker_died.value
 """Reason of a rollout that was given up, which its own late report undoes."""
 _Key = TypeVar("_Key", int, str)
@@ -112,6 +112,7 @@ class _Retired:
 
 _TRAINED = _Retired(TRAINED)
 _ABANDONED = _Retired(ABANDONED)
+_LENT = _Retired(LENT)
 
 
 LiveRow: TypeAlias = tuple[str, str, str, int, int, int, bool]
@@ -248,6 +249,10 @@ class StalenessGate:
             self._retired[rollout_id] = _Retired(retired.outcome)
         return None
 
+    def lend(self, rollout_id: str) -> None:
+        """The rollout, which was not admitted, never will be: another worker plays its prompt. It enters no count."""
+        self._retire(rollout_id, _LENT)
+
     def give_up(self, rollout_id: str) -> Ticket | None:
         """The rollout's worker is silent: it leaves the count until it finishes after all; its ticket if it ran."""
         live = self._live.get(rollout_id)
@@ -294,7 +299,7 @@ class StalenessGate:
         return None if live is None or live.finished else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
-        """How the rollout left the count, if that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
+        """How the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, `LENT`, or why it was dropped."""
         retired = self._retired.get(rollout_id)
         return None if retired is None else retired.outcome
 
@@ -333,9 +338,9 @@ class StalenessGate:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
 
-    def finished_of(self, owner: str) -> list[Ticket]:
-        """Rollouts of worker `owner` that are finished and not yet trained."""
-        return [live.ticket for live in self._live_of_owner.get(owner, {}).values() if live.finished]
+    def live_of(self, owner: str) -> list[Ticket]:
+        """Rollouts of worker `owner` that run, or are finished and not yet trained."""
+        return [live.ticket for live in self._live_of_owner.get(owner, {}).values()]
 
     def close(self) -> None:
         """No rollout starts from here on."""
@@ -377,7 +382,7 @@ class StalenessGate:
             self._part(rollout_id)
         for row in memory.live:
             self._join(_live(row))
-        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}
         self._retired = OrderedDict(
             (key, known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost)))
             for key, outcome, lost in memory.retired
@@ -472,6 +477,8 @@ class StalenessGate:
             return False
         elif retired is _ABANDONED:
             self._abandoned -= 1
+        elif retired is _LENT:  # it was never counted
+            self._submitted += 1
         else:
             self._dropped[retired.outcome] -= 1
         return True

@@ -36,7 +36,7 @@ from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
-from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
@@ -55,6 +55,8 @@ MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
 """How long the loop, where it was full, waits after a rollout's end: those that end in one burst ask in one call."""
+LEND_WAIT_S = 30.0
+"""How long one call waits for workers that want prompts of this one's shard."""
 MAX_ATTEMPTS = 3
 """Of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
@@ -112,7 +114,7 @@ class RolloutLoop:
     """See the module's docstring. `run` goes on until it is cancelled or everything fails.
 
     Args:
-        stream: the worker's prompts.
+        stream: the worker's prompts: of its shard, or those that it is lent.
         plugins: the user's agent, environment, dataset and reward.
         gate: the GserverManager, which admits rollouts and learns of their end.
         client: asks the policy on behalf of a rollout.
@@ -125,7 +127,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        stream: PromptStream,
+        stream: PromptStream | LentPrompts,
         plugins: Plugins,
         gate: ManagerClient,
         client: RolloutClient,
@@ -161,14 +163,35 @@ class RolloutLoop:
                     self._free -= 1
                     tasks.create_task(self._roll_out(candidate))
 
+    async def lend(self) -> NoReturn:
+        """Beside `run`, where there is a shard: hand prompts of it to workers that joined, as many as are wanted."""
+        offered: list[_Candidate] = []
+        while True:
+            reply = await self._gate.lend([item.wanted for item in offered], LEND_WAIT_S)
+            self._candidates = [item for item in self._candidates if item.rollout_id not in reply.lent]
+            offered = self._to_offer(reply.wanted)
+
+    def _to_offer(self, wanted: int) -> list[_Candidate]:
+        """Every second of those that wait at the gate, so that both advance in the data order, then new ones.
+
+        What is not lent stays among the candidates.
+        """
+        waiting = self._candidates[1::2][:wanted]
+        drawn = [self._next_candidate() for _ in range(wanted - len(waiting))]
+        new = [candidate for candidate in drawn if candidate is not None]
+        self._candidates += new
+        return waiting + new
+
     async def _admitted(self) -> list[_Candidate]:
-        while len(self._candidates) < min(self._free, MAX_ASKED):
-            self._candidates.append(self._next_candidate())
+        most = min(self._free, MAX_ASKED)
+        while len(self._candidates) < most and (candidate := self._next_candidate()) is not None:
+            self._candidates.append(candidate)
         asked = self._candidates[: self._free]
         reply = await self._gate.allocate(
             [item.wanted for item in asked],
             timeout_s=ALLOCATE_WAIT_S,
             returned_ack=self._returned_ack,
+            room=max(0, most - len(self._candidates)),
         )
         for returned in reply.returned:
             self._take_back(returned)
@@ -180,8 +203,11 @@ class RolloutLoop:
             item.route, item.rests = grants[item.rollout_id].route, grants[item.rollout_id].rests
         return granted
 
-    def _next_candidate(self) -> _Candidate:
+    def _next_candidate(self) -> _Candidate | None:
+        """The rollout of the next prompt; None where it has none now, as it is lent them."""
         ref = self._stream.next()
+        if ref is None:
+            return None
         prompt: Prompt | Exception
         try:
             prompt = self._plugins.train_prompt(ref)

@@ -14,7 +14,7 @@ from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.order import PromptStream
+from asyncrl.datasets.order import LentPrompts, PromptStream
 from asyncrl.datasets.record import DataRecord
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
@@ -37,7 +37,7 @@ CLOSE_LIMIT_S = 1.0
 
 
 class RolloutWorker(AsyncWorker):
-    """Agents, environments and rewards on one shard of the prompts."""
+    """Agents, environments and rewards on one shard of the prompts; one that joined is lent prompts of all shards."""
 
     async def main(self) -> None:
         """Find the others, then roll out until a stop is requested."""
@@ -123,23 +123,28 @@ class RolloutWorker(AsyncWorker):
                 least_episodes=least_episodes(config),
             )
             self.ready()
-            await self._until_stopped(loop, pusher)
+            await self._until_stopped(loop, pusher, lends=not self._has_joined)
         finally:
             server.close()
             unacknowledged = await pusher.close(CLOSE_LIMIT_S)
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
-    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
+    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher, *, lends: bool) -> None:
         """Run the loop until a stop is requested; a failure of it is this worker's."""
-        working = asyncio.create_task(loop.run())
-        following = asyncio.create_task(self._follow_pullers(pusher))
+        works = [loop.run(), self._follow_pullers(pusher), *([loop.lend()] if lends else [])]
+        working = [asyncio.create_task(work) for work in works]
         stopping = asyncio.create_task(self.stop.wait())
         try:
-            done, _ = await asyncio.wait({working, following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
         finally:
-            await cancel(working, following, stopping)
+            await cancel(*working, stopping)
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether it was added to the run that goes on, and so has no shard."""
+        return self.index >= self.config.rollout.workers
 
     @property
     def _evaluations_at_a_time(self) -> int:
@@ -155,12 +160,14 @@ class RolloutWorker(AsyncWorker):
         lease_s = self.config.system.heartbeat_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
-    async def _open_stream(self, manager: ManagerClient) -> PromptStream:
-        """The prompts of this worker's shard, once the MasterWorker has said which are used.
+    async def _open_stream(self, manager: ManagerClient) -> PromptStream | LentPrompts:
+        """The prompts of this worker's shard, once the MasterWorker has said which are used; or those that it is lent.
 
         Those that the process before this one has seen to are asked for first, see `ManagerClient.take_over`.
         """
         former = await manager.take_over()
+        if self._has_joined:
+            return LentPrompts(len(self._plugins.train_set), self.config.seed)
         state = names.DataState.decode(await self.registered(names.DATA_STATE_KEY))
         rows, workers = len(self._plugins.train_set), self.config.rollout.workers
         used = [*UsedPrompts.read(Path(state.path)), *former.given_up]
@@ -172,12 +179,16 @@ class RolloutWorker(AsyncWorker):
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""
         groups: Mapping[str, tuple[str, ...]] = {}
+        known: set[tuple[str, str]] = set()
         me = names.pusher_key(self.index)
         ranks = await asyncio.to_thread(self.resolver.follow, names.PULLERS)
         workers = await asyncio.to_thread(self.resolver.follow, names.PUSHERS)
         while True:
             pullers, pushers = ranks.entries(), workers.entries()
             groups = group({*pushers, me}, pullers, groups)
+            if self._has_joined and not known.issuperset(pullers.items()):
+                await asyncio.to_thread(self.end_if_given_up)  # they may be of a run that began anew
+            known = set(pullers.items())
             pusher.set_addresses(pullers[key] for key in groups[me])
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
 

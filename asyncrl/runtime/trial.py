@@ -18,6 +18,7 @@ from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.claim import TrialClaim, is_here
+from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
 from asyncrl.runtime.process_tree import end_launch
 from asyncrl.runtime.resume import TrialError, continuation
@@ -102,7 +103,7 @@ class Trial:
     def _forget_processes(self, *, again: bool = False) -> None:
         """Forget what earlier processes announced and how they ended: their model version and data state are not those
         of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
-        were of this launch.
+        were of this launch. Those that joined are given up with them; whoever added them starts their successors.
         """
         for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
@@ -112,7 +113,11 @@ class Trial:
             raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
-                given_up = resolver.get_subtree(INCARNATIONS) if again else ()
+                given_up = resolver.get_subtree(INCARNATIONS) if again else {}
+                for key, incarnation in given_up.items():
+                    kind, index = key.split("/")[-2:]
+                    if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                        resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     resolver.add(LAUNCH_KEY, self._claim.holder.launch, replace=True)
                 resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))

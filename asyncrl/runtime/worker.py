@@ -194,13 +194,17 @@ class Worker(ABC):
         self.set_status("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
+    def end_if_given_up(self) -> None:
+        """End at once where another process is in this one's place, or is about to be."""
+        if self.resolver.is_fenced():
+            self._given_up()
+
     def set_status(self, state: names.State, reason: str = "") -> None:
         """Publish this worker's state; a last state stays, the others vanish with the process. One that was given up
         ends here: the entry is its successor's.
         """
         value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
-        if self.resolver.is_fenced():
-            self._given_up()
+        self.end_if_given_up()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
         self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 

@@ -1,4 +1,4 @@
-"""Generation servers come and go while a run goes on; it loses nothing by either."""
+"""Generation servers and RolloutWorkers come and go while a run goes on; it loses nothing by either."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.commands.audit import audit
 from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
+from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
 from asyncrl.runtime.worker import open_resolver
 
@@ -46,7 +47,7 @@ class Joined:
 
     def __init__(self, run_dir: Path, *options: str) -> None:
         self._printed = run_dir.parent / f"join-{time.monotonic_ns()}.txt"
-        arguments = ["join", str(run_dir), "--kind", "generation_server", *options]
+        arguments = ["join", str(run_dir), *options]
         with self._printed.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", JOIN, *arguments], stdout=output, stderr=output, env=os.environ | ONE_THREAD
@@ -59,11 +60,11 @@ class Joined:
 
 @pytest.fixture
 def join() -> Iterator[Callable[..., Joined]]:
-    """`join(run_dir, *options)`: more servers for a run."""
+    """`join(run_dir, *options)`: more processes for a run, servers by default."""
     started: list[Joined] = []
 
-    def start(run_dir: Path, *options: str) -> Joined:
-        started.append(Joined(run_dir, *options))
+    def start(run_dir: Path, *options: str, kind: str = "generation_server") -> Joined:
+        started.append(Joined(run_dir, "--kind", kind, *options))
         return started[-1]
 
     yield start
@@ -72,8 +73,8 @@ def join() -> Iterator[Callable[..., Joined]]:
         joined.process.wait()
 
 
-def servers(run: Any) -> dict[int, ServerStatus]:
-    """What the manager of `run` says of each of its servers."""
+def status(run: Any) -> StatusReply:
+    """What the manager of `run` says."""
 
     async def ask() -> StatusReply:
         with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
@@ -84,7 +85,19 @@ def servers(run: Any) -> dict[int, ServerStatus]:
         finally:
             await http.close()
 
-    return {server.index: server for server in asyncio.run(ask()).servers}
+    return asyncio.run(ask())
+
+
+def servers(run: Any) -> dict[int, ServerStatus]:
+    """What the manager of `run` says of each of its servers."""
+    return {server.index: server for server in status(run).servers}
+
+
+def players(run: Any) -> set[str]:
+    """The RolloutWorkers of which a rollout was trained, by the ledger."""
+    lines = [line for file in sorted((run.run_dir / "ledger").glob("*.jsonl")) for line in read_rows(file)]
+    workers = {line["rollout"]: line["worker"] for line in lines if line["kind"] == "admitted"}
+    return {workers[line["rollout"]] for line in lines if line["kind"] == "trained" and line["rollout"] in workers}
 
 
 def await_use(run: Any, *indices: int) -> None:
@@ -132,6 +145,36 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     assert run.survivors() == []
 
 
+def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
+    start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
+) -> None:
+    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies."""
+    held, first = gate(1), "rollout_worker/0"  # while they start the machine is theirs
+    run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
+    run.wait_for_step(1)
+    joined = join(run.run_dir, "--count", "2", kind="rollout_worker")
+    both = {"rollout_worker/1", "rollout_worker/2"}
+    for name in both:
+        await_that(lambda name=name: f"{name} takes part" in joined.output, f"{name} to begin", LIMIT_S)  # type: ignore[misc]
+    held.open()
+    await_that(lambda: both <= players(run), f"trained rollouts of {both}", LIMIT_S)
+    joined.process.send_signal(signal.SIGINT)
+    assert joined.process.wait(LIMIT_S) == 130, joined.output
+    await_that(lambda: status(run).workers == [first], "the manager to see that they left", LIMIT_S)
+
+    lost = join(run.run_dir, "--count", "1", kind="rollout_worker")
+    await_that(lambda: len(status(run).workers) == 2, "the manager to see that one came", LIMIT_S)
+    lost.process.kill()
+    await_that(lambda: status(run).workers == [first], "the manager to see that it is gone", LIMIT_S)
+    at = int(run.rows()[-1]["step"])
+    run.wait_for_step(at + 3)
+    ctrl_c(run)
+    assert run.wait() == 130, run.output + run.logs()
+    assert audit(run.run_dir).findings == ()
+    assert set(run.summary()["books"]["dropped"]) <= {"stale", "worker_died", "duplicate_prompt"}
+    assert run.survivors() == []
+
+
 def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join) -> None:
     """It finds that the manager is gone for good; there is nothing left to do for it."""
     held = gate(1)
@@ -151,7 +194,7 @@ def test_what_cannot_join_is_told_why(start_run: Any, capsys: pytest.CaptureFixt
     run = start_run(total_train_steps=1, eval__interval=0)
     assert run.wait() == 0, run.output + run.logs()
     for options, reason in (
-        (["--kind", "rollout_worker"], "prompts are dealt out among rollout.workers=1"),
+        (["--kind", "rollout_worker"], "no run goes on there"),
         (["--count", "0"], "--count=0"),
         ([], "no run goes on there"),
     ):

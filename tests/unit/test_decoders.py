@@ -59,7 +59,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.http_server import answering
 from asyncrl.manager.messages import GateBooks
-from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.rollout_books import Lent, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
@@ -287,6 +287,7 @@ REQUESTS: list[m.Message] = [
     m.ConsumedReport(1, ["r1"], [m.DroppedRollout("r2", "stale", True)], 1, 2, 3),
     m.WaitExpiringRequest(1, 0.0),
     m.Empty(),
+    m.LendRequest(**WHO, offered=[m.WantedRollout("r3", "e0-2", 2)], **MINUTE),
 ]
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -348,6 +349,7 @@ def ledger_bytes() -> bytes:
     books = GateBooks(1, 0, {"stale": 1}, 0)
     ledger.begin(0, None, GateBooks(0, 0, {}, 0))
     ledger.take([lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0), lines.Finished("r1", 8, 1000.0)])
+    ledger.take([lines.Lent("e0-2", 2, 0, "rollout_worker/1", 1000.0)])
     ledger.take([lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0), lines.Abandoned("r0", 1000.0)])
     ledger.step(TrainBatch(0, 0, (RECORD,)), books)
     ledger.saved(1, books)
@@ -374,6 +376,7 @@ def event_log_bytes() -> bytes:
     run(service.allocate_rollout(REQUESTS[1]))
     run(service.finish_rollout(REQUESTS[4]))
     run(service.report_consumed(REQUESTS[5]))
+    service.rollouts.apply(Lent("r3", "rollout_worker/1", "e0-2", 2, 0))
     service.worker_died("rollout_worker/0")
     noted.append(js(msgspec.convert((1.0, msgspec.to_builtins(service.rollouts.remember())), tuple[float, Any])))
     return b"\n".join(noted) + b"\n"

@@ -28,6 +28,7 @@ from asyncrl.comm.ledger_lines import (
     End,
     Finished,
     LedgerBooks,
+    Lent,
     Line,
     PromptGoes,
     RunSettings,
@@ -118,6 +119,8 @@ class Replay:
         self._rollouts: dict[str, _Rollout] = {}
         self._prompts: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
         self._admitted: set[int] = set()  # orders, in this lineage
+        self._last: dict[int, int] = {}  # by shard the last place that its own worker was admitted at
+        self._lent: dict[int, str] = {}  # by place the worker that joined
         self._used_before: set[int] = set()  # orders, before this lineage
         self._attempts: Counter[str] = Counter()  # rollouts of a prompt, in this lineage
         self._orders: dict[str, int] = {}
@@ -160,6 +163,8 @@ class Replay:
                 self._begin(line)
             case Admitted():
                 self._admit(line)
+            case Lent():
+                self._lend(line)
             case Finished():
                 self._finish(line)
             case Dropped():
@@ -199,6 +204,7 @@ class Replay:
         self._submitted = self._counts[_TRAINED] + self._dropped.total()
         self.outcome.version = line.version
         self._attempts.clear()
+        self._last, self._lent = {}, {}
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in self._prompts}
         self._batch, self._totals = [], StepTotals()
 
@@ -220,14 +226,7 @@ class Replay:
             self._report(
                 f"rollout {line.rollout} was admitted {self._begun_at - line.at:.0f} s before the launch began"
             )
-        if not re.fullmatch(r"[a-z_]+/\d+", line.worker):
-            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
-        elif (
-            self._settings
-            and self._settings.workers
-            and int(line.worker.partition("/")[2]) != line.order % self._settings.workers
-        ):
-            self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
+        self._check_worker(line)
         self._admitted.add(line.order)
         self._submitted += 1
         if before is not None:
@@ -236,6 +235,25 @@ class Replay:
         known = _Rollout(line.prompt, line.order, line.version, line.at, self._place, fate="")
         self._rollouts[line.rollout] = known
         self._set_fate(known, _RUNNING)
+
+    def _check_worker(self, line: Admitted) -> None:
+        """A prompt is played by the worker of its shard, or by one without a shard that it was lent to last."""
+        workers = self._settings.workers if self._settings else 0
+        if not re.fullmatch(r"[a-z_]+/\d+", line.worker):
+            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
+        elif workers and (index := int(line.worker.partition("/")[2])) < workers:
+            if index != line.order % workers:
+                self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
+            self._last[index] = max(line.order, self._last.get(index, -1))
+        elif workers and self._lent.get(line.order) != line.worker:
+            self._report(f"prompt {line.prompt} (order {line.order}) was not lent to {line.worker}, which has no shard")
+
+    def _lend(self, line: Lent) -> None:
+        self._check_prompt(line.prompt, line.order)
+        workers = self._settings.workers if self._settings else 0
+        if not re.fullmatch(r"[a-z_]+/\d+", line.worker) or int(line.worker.partition("/")[2]) < workers:
+            self._report(f"prompt {line.prompt} was lent to {line.worker!r}, which names no worker that joined")
+        self._lent[line.order] = line.worker
 
     def _finish(self, line: Finished) -> None:
         known = self._known(line.rollout)
@@ -419,14 +437,16 @@ class Replay:
             self._report(f"rollout {rollout_id} ended {known.at - at:.0f} s before it was admitted ({known.place})")
 
     def _check_shards(self) -> None:
-        """No prompt of a shard was passed over in this lineage: all before its last are admitted, or were used."""
+        """No prompt of a shard was passed over in this lineage: all before its worker's last are admitted or lent, or
+        were used.
+        """
         workers = self._settings.workers if self._settings else 0
         if workers < 1 or not self.outcome.whole:
             return
-        last = {order % workers: order for order in sorted(self._admitted)}
+        last = self._last
         seen = Counter(
             order % workers
-            for order in self._admitted | self._used_before
+            for order in self._admitted | self._used_before | self._lent.keys()
             if 0 <= order < last.get(order % workers, 0)  # counted: a doctored place may be beyond all bounds
         )
         for worker, newest in sorted(last.items()):
@@ -440,7 +460,7 @@ class Replay:
                 )
 
     def _is_seen(self, order: int) -> bool:
-        return order in self._admitted or order in self._used_before
+        return order in self._admitted or order in self._used_before or order in self._lent
 
     def _known(self, rollout_id: str) -> _Rollout | None:
         known = self._rollouts.get(rollout_id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.datasets.order import PromptStream, epoch_order, prompt_seed, seed_from
+from asyncrl.datasets.order import LentPrompts, PromptStream, epoch_order, prompt_seed, seed_from
 
 ROWS, SHARDS, SEEDS = st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**31)
 
@@ -140,3 +140,19 @@ def test_what_a_stream_before_handed_out_comes_again_only_if_it_is_given_back() 
     assert [stream.next().order for _ in range(3)] == [at_the_trainer.order, 4, 5]
     with pytest.raises(ValueError, match="is not out"):
         stream.give_back(trained.prompt_id)
+
+
+def test_lent_prompts_come_in_the_data_order_as_the_attempt_that_they_were_lent_as() -> None:
+    order = PromptStream(5, seed=3)
+    refs = [order.next() for _ in range(7)]
+    lent = LentPrompts(5, seed=3)
+    assert lent.next() is None
+    for number in (6, 2, 4):
+        lent.give_back(refs[number].prompt_id, attempt=number)
+    with pytest.raises(ValueError, match="is here already"):
+        lent.give_back(refs[2].prompt_id)
+    with pytest.raises(ValueError, match="names no prompt of 5 rows"):
+        lent.give_back("e0-5")
+    assert [lent.next() for _ in range(4)] == [*(replace(refs[n], attempt=n) for n in (2, 4, 6)), None]
+    lent.give_back(refs[4].prompt_id)
+    assert lent.next() == refs[4]

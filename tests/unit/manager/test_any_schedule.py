@@ -6,6 +6,7 @@ what outlives them (the manager's log, the last step, the inboxes, checkpoints, 
 
     messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
                reaches the trainer late, never, twice, or without its acknowledgement
+    joining    a RolloutWorker without a shard comes, is lent prompts, goes for good, and another takes its name
     deaths     of a RolloutWorker, the manager, the trainer's side (which goes on from its last step), or of the run
                (from its newest checkpoint); and a worker's lease that lapses though it lives
 
@@ -34,10 +35,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.comm.ledger_lines import RunSettings
-from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.records import Drop
@@ -55,6 +57,8 @@ SIZE = m.RequestSize(1, 1, 1)
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 PICK = st.integers(0, 10_000)
 SHARD = st.integers(0, SHARDS - 1)
+JOINED = 2
+WORKER = st.integers(0, SHARDS + JOINED - 1)
 FATE = st.sampled_from(["answered", "reply lost", "late", "answered and repeated late"])
 _T = TypeVar("_T")
 Answer = Callable[[ManagerService], Coroutine[Any, Any, Any]]
@@ -71,13 +75,17 @@ class Worker:
         self.shard, self.incarnation = shard, incarnation
         self.name = f"rollout_worker/{shard}"
         self.former: m.TakeOverReply | None = None
-        self.stream: PromptStream | None = None
+        self.stream: PromptStream | LentPrompts | None = None
         self.wanted: list[tuple[str, PromptRef]] = []
         self.running: dict[str, tuple[PromptRef, int]] = {}
         self.pushed: dict[str, RolloutRecord] = {}
         self.ended: list[m.FinishedRollout] = []
         self.delivered: set[str] = set()  # prompts among `ended`
         self.ack = 0
+
+    @property
+    def joined(self) -> bool:
+        return self.shard >= SHARDS
 
     def who(self) -> dict[str, Any]:
         return {"worker": self.name, "incarnation": self.incarnation, "finished": list(self.ended)}
@@ -164,6 +172,7 @@ class Schedule(RuleBasedStateMachine):
         self.service.routes_changed(self.served)
         self.told = len(self.events)
         self.workers = [Worker(shard, 0) for shard in range(SHARDS)]
+        self.incarnations = dict.fromkeys(range(SHARDS, SHARDS + JOINED), 0)
 
     def new_ledger(self) -> Ledger:
         run = RunSettings(self.batch, self.eta, str(self.on_stale), SHARDS, SEED)
@@ -189,6 +198,7 @@ class Schedule(RuleBasedStateMachine):
             routing="least_requests",
             lease_s=1e9,
             clock=lambda: 0.0,
+            shards=Shards(SHARDS),
         )
         for event in map(DECODER.decode, self.events):
             service.rollouts.replay(event)
@@ -239,36 +249,58 @@ class Schedule(RuleBasedStateMachine):
 
     # RolloutWorkers.
 
-    @rule(shard=SHARD)
-    def take_over(self, shard: int) -> None:
-        worker = self.workers[shard]
+    def at(self, pick: int) -> Worker:
+        return self.workers[pick % len(self.workers)]
+
+    @rule(pick=WORKER)
+    def take_over(self, pick: int) -> None:
+        worker = self.at(pick)
         if worker.former is None:
             request = m.TakeOverRequest(**worker.who())
             worker.former = self.call(lambda service: service.take_over(request))
 
-    @rule(shard=SHARD)
-    def read_used_prompts(self, shard: int) -> None:
-        worker = self.workers[shard]
-        if worker.former is not None and worker.stream is None:
+    @rule(pick=WORKER)
+    def read_used_prompts(self, pick: int) -> None:
+        worker = self.at(pick)
+        if worker.former is not None and worker.stream is None and worker.joined:
+            worker.stream = LentPrompts(ROWS, SEED)
+        elif worker.former is not None and worker.stream is None:
             out = {prompt.prompt_id: prompt.attempt for prompt in worker.former.out}
             used = [*self.disk, *worker.former.given_up]
-            worker.stream = PromptStream(ROWS, SEED, shard, SHARDS, used=used, out=out)
+            worker.stream = PromptStream(ROWS, SEED, worker.shard, SHARDS, used=used, out=out)
 
-    @rule(shard=SHARD, count=st.integers(1, 3), fate=FATE)
-    def allocate(self, shard: int, count: int, fate: str) -> None:
-        worker = self.workers[shard]
+    @rule(pick=WORKER, count=st.integers(1, 3), fate=FATE)
+    def allocate(self, pick: int, count: int, fate: str) -> None:
+        worker = self.at(pick)
         if worker.stream is None:
             return
-        while len(worker.wanted) < count:
-            ref = worker.stream.next()
-            self.check_handed_out(ref.prompt_id)
-            self.highest = max(self.highest, ref.order)
-            worker.wanted.append((next(self.ids), ref))
-        rollouts = [m.WantedRollout(name, ref.prompt_id, ref.order, SIZE, ref.attempt) for name, ref in worker.wanted]
-        request = m.AllocateRequest(**worker.who(), rollouts=rollouts, returned_ack=worker.ack)
+        request = self.allocation(worker, count)
         reply = self.call(lambda service: service.allocate_rollout(request), fate)
-        if reply is None:
-            return
+        if reply is not None:
+            self.take_allocation(worker, reply)
+
+    def draw(self, worker: Worker) -> tuple[str, PromptRef] | None:
+        """A prompt that the worker wants to play, where it has one."""
+        ref = worker.stream.next()
+        if ref is None:
+            return None
+        self.check_handed_out(ref.prompt_id)
+        self.highest = max(self.highest, ref.order)
+        worker.wanted.append((next(self.ids), ref))
+        return worker.wanted[-1]
+
+    def allocation(self, worker: Worker, count: int) -> m.AllocateRequest:
+        while len(worker.wanted) < count and self.draw(worker) is not None:
+            pass
+        rollouts = [self.wanted(item) for item in worker.wanted]
+        room = max(0, count - len(rollouts))
+        return m.AllocateRequest(**worker.who(), rollouts=rollouts, returned_ack=worker.ack, room=room)
+
+    def wanted(self, item: tuple[str, PromptRef]) -> m.WantedRollout:
+        name, ref = item
+        return m.WantedRollout(name, ref.prompt_id, ref.order, SIZE, ref.attempt)
+
+    def take_allocation(self, worker: Worker, reply: m.AllocateReply) -> None:
         worker.heard()
         for returned in reply.returned:
             if returned.seq > worker.ack:
@@ -279,6 +311,54 @@ class Schedule(RuleBasedStateMachine):
         worker.running |= {grant.rollout_id: (refs[grant.rollout_id], grant.version) for grant in reply.granted}
         settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
         worker.wanted = [item for item in worker.wanted if item[0] not in settled]
+
+    @precondition(lambda self: len(self.workers) < SHARDS + JOINED)
+    @rule(index=st.integers(SHARDS, SHARDS + JOINED - 1))
+    def a_worker_joins(self, index: int) -> None:
+        """Its number may have been another's, whose end the manager need not have seen."""
+        if all(worker.shard != index for worker in self.workers):
+            self.incarnations[index] += 1
+            self.workers.append(Worker(index, self.incarnations[index]))
+
+    @precondition(lambda self: len(self.workers) > SHARDS)
+    @rule(pick=PICK, seen=st.booleans(), on_its_way=PICK)
+    def a_worker_leaves(self, pick: int, seen: bool, on_its_way: int) -> None:
+        worker = self.workers.pop(SHARDS + pick % (len(self.workers) - SHARDS))
+        self.leave_in_the_midst(worker, on_its_way)
+        if seen:
+            self.service.worker_died(worker.name)
+
+    @precondition(lambda self: len(self.workers) > SHARDS)
+    @rule(pick=PICK, shard=SHARD, count=st.integers(1, 3), offers=st.integers(1, 3), fate=FATE, asks_on=st.booleans())
+    def lend(self, pick: int, shard: int, count: int, offers: int, fate: str, asks_on: bool) -> None:
+        """A worker that joined holds a call while one with a shard offers; either reply may be lost."""
+        borrower, lender = self.workers[SHARDS + pick % (len(self.workers) - SHARDS)], self.workers[shard]
+        if borrower.stream is None or lender.stream is None:
+            return
+        asking = msgspec.structs.replace(self.allocation(borrower, count), timeout_s=60.0)
+        offered = lender.wanted[1::2][:offers]
+        offered += [item for _ in range(offers - len(offered)) if (item := self.draw(lender)) is not None]
+        offer = m.LendRequest(**lender.who(), offered=[self.wanted(item) for item in offered])
+
+        async def meet(service: ManagerService) -> tuple[m.LendReply, m.AllocateReply | None]:
+            held = asyncio.create_task(service.allocate_rollout(asking))
+            await asyncio.sleep(0)
+            try:
+                lent = await service.lend(offer)
+                for _ in range(5):  # turns of the event loop, of which an answer takes two
+                    await asyncio.sleep(0)
+                return lent, held.result() if held.done() else None
+            finally:
+                held.cancel()
+                await asyncio.gather(held, return_exceptions=True)
+
+        replies = self.call(meet, fate)
+        if replies is None:
+            return
+        lender.heard()
+        lender.wanted = [item for item in lender.wanted if item[0] not in replies[0].lent]
+        if replies[1] is not None and asks_on:
+            self.take_allocation(borrower, replies[1])
 
     def check_handed_out(self, prompt_id: str) -> None:
         """Nothing is played that is settled, unless another attempt may have been under way unseen."""
@@ -339,31 +419,36 @@ class Schedule(RuleBasedStateMachine):
         found = [(worker, name) for worker in self.workers for name in sorted(names(worker))]
         return found[pick % len(found)]
 
-    @rule(shard=SHARD, fate=FATE)
-    def report(self, shard: int, fate: str) -> None:
-        worker = self.workers[shard]
+    @rule(pick=WORKER, fate=FATE)
+    def report(self, pick: int, fate: str) -> None:
+        worker = self.at(pick)
         request = m.FinishRequest(**worker.who())
         if self.call(lambda service: service.finish_rollout(request), fate) is not None:
             worker.heard()
 
-    @rule(shard=SHARD, by_status=st.booleans(), on_its_way=PICK)
-    def a_worker_dies(self, shard: int, by_status: bool, on_its_way: int) -> None:
+    @rule(pick=WORKER, by_status=st.booleans(), on_its_way=PICK)
+    def a_worker_dies(self, pick: int, by_status: bool, on_its_way: int) -> None:
         """Another process begins; the manager may see that in name resolution, or only when it calls."""
-        worker = self.workers[shard]
+        worker = self.at(pick)
+        self.leave_in_the_midst(worker, on_its_way)
+        self.workers[pick % len(self.workers)] = Worker(worker.shard, worker.incarnation + 1)
+        if worker.joined:
+            self.incarnations[worker.shard] += 1
+        if by_status:
+            self.service.incarnation_seen(worker.name, worker.incarnation + 1)
+
+    def leave_in_the_midst(self, worker: Worker, on_its_way: int) -> None:
         self.doubtful |= worker.in_hand
         for index, (name, record) in enumerate(worker.pushed.items()):
             if on_its_way >> index & 1 and (0, name) not in self.held:
                 self.held[0, name] = record
                 self.inbox.append(record)
-        self.workers[shard] = Worker(shard, worker.incarnation + 1)
-        if by_status:
-            self.service.incarnation_seen(worker.name, worker.incarnation + 1)
 
-    @rule(shard=SHARD)
-    def a_lease_lapses(self, shard: int) -> None:
+    @rule(pick=WORKER)
+    def a_lease_lapses(self, pick: int) -> None:
         """The worker lives, and goes on once it is heard again."""
-        self.doubtful |= self.workers[shard].in_hand
-        self.service.worker_died(self.workers[shard].name)
+        self.doubtful |= self.at(pick).in_hand
+        self.service.worker_died(self.at(pick).name)
 
     # The trainer's side.
 
@@ -507,10 +592,12 @@ class Schedule(RuleBasedStateMachine):
         """Without deaths: what was ever handed out comes to its end, and no place or server's load is left over."""
         for _ in list(self.network):
             self.a_call_arrives_late(0, again=False)
+        for index in self.incarnations.keys() - {worker.shard for worker in self.workers}:
+            self.service.worker_died(f"rollout_worker/{index}")  # at the latest as its lease lapses
         own = set(range(self.highest + 1))
         settled: set[int] = set()
         for turn in range(6 * (len(own) + 10)):
-            self.fair_turn(turn % 2)
+            self.fair_turn(turn)
             trained = [prompt for step in self.trainer.trained for prompt in step]
             settled = set(map(PromptStream(ROWS, SEED).order_of, [*trained, *self.given_up]))
             if own <= settled:
@@ -521,18 +608,22 @@ class Schedule(RuleBasedStateMachine):
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
         assert self.service.router.placed == 0, "a server keeps the load of what is over"
 
-    @rule(first=SHARD)
+    @rule(first=WORKER)
     def fair_turn(self, first: int) -> None:
         """All calls are answered, all that runs ends, and if it suffices a step is trained."""
-        for shard in (first, 1 - first):  # in turn, as whoever asks first finds the places
-            worker = self.workers[shard]
-            self.take_over(shard)
-            self.read_used_prompts(shard)
-            self.allocate(shard, 3, "answered")
+        count = len(self.workers)
+        for pick in range(count):
+            self.take_over(pick)
+            self.read_used_prompts(pick)
+        for pick in (each % count for each in range(first, first + count)):  # whoever asks first finds the places
+            worker = self.at(pick)
+            if worker.joined:
+                self.lend(pick - SHARDS, first % SHARDS, 3, 2, "answered", True)
+            self.allocate(pick, 3, "answered")
             while worker.running:
                 self.push(0)
                 self.arrive(0, 0, True)
-            self.report(shard, "answered")
+            self.report(pick, "answered")
         self.collect()
         if self.trainer.unreported:
             self.report_step()

@@ -46,7 +46,7 @@ def test_what_a_dead_worker_acknowledged_but_did_not_run_is_told_to_its_successo
     for name in ("lost", "running"):
         prompts.give_back("w", name, 0)
     prompts.acknowledge("w", 2)
-    prompts.running_again("w", "running")
+    prompts.running_again("running")
     assert pending(prompts) == []
     prompts.worker_died("w")
     assert pending(prompts) == ["lost"]
@@ -56,7 +56,7 @@ def test_what_a_dead_worker_acknowledged_but_did_not_run_is_told_to_its_successo
 def test_a_prompt_that_the_trainer_has_after_all_is_not_told() -> None:
     prompts = ReturnedPrompts()
     prompts.give_back("w", "a", 0)
-    prompts.running_again("w", "a")
+    prompts.running_again("a")
     assert pending(prompts) == []
 
 

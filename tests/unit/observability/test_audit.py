@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit, main
+from asyncrl.manager.staleness_gate import Ticket
 from asyncrl.observability.audit.history import read_ledger
 from tests.unit.observability.conftest import Launch, begin_run
 
@@ -272,3 +273,29 @@ def test_a_launch_without_the_ledger_of_its_checkpoint_goes_on_and_says_so(tmp_p
 def test_a_folder_without_a_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)], "asyncrl") == 2
     assert "has no folder 'ledger'" in capsys.readouterr().err
+
+
+def test_a_worker_that_joined_plays_what_it_was_lent_and_nothing_else(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    joined, begun, never_begun = "rollout_worker/2", launch.streams[0].next(), launch.streams[1].next()
+    for ref in (begun, never_begun):
+        launch.events.lent(joined, ref.prompt_id, ref.order, ref.attempt)
+    ticket = Ticket("lent", joined, begun.prompt_id, begun.order)
+    assert launch.gate.start(ticket) == 0
+    launch.events.admitted(ticket, 0)
+    launch.finish(ticket)
+    launch.step()
+    launch.save()
+    launch.end()
+    assert audit(run).findings == ()
+    file, lines = ledger_of(run)
+    first, second = (number for number, line in enumerate(lines) if line["kind"] == "lent")
+    own = [*lines[:first], lines[first] | {"worker": "rollout_worker/1"}, *lines[first + 1 :]]
+    for doctored, finding in (
+        (lines[:first] + lines[first + 1 :], f"was not lent to {joined}"),
+        (lines[:second] + lines[second + 1 :], f"places [{never_begun.order}] of the data order (1) were passed over"),
+        (own, "names no worker that joined"),
+    ):
+        write(file, doctored, sealed=True)
+        assert any(finding in str(found) for found in audit(run).findings), finding

@@ -30,19 +30,23 @@ from asyncrl.api.generation import Completion
 from asyncrl.comm.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets import Dataset
-from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
 from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
     AllocateRequest,
     FinishedRollout,
+    FinishRequest,
     GrantedRollout,
+    LendReply,
+    LendRequest,
     ReturnedPrompt,
     Route,
     WantedRollout,
 )
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.shards import Shards
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError
@@ -115,7 +119,9 @@ class FakeGate:
     goal: int = 0
     resting: set[str] = field(default_factory=set)
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         self.acks.append(returned_ack)
         granted = wanted[: self.admit]
         self.admit -= len(granted)
@@ -252,7 +258,9 @@ class ServiceGate:
         self.ended: list[FinishedRollout] = []
         self.seen: list[str] = []
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         ended, self.ended = self.ended, []
         request = AllocateRequest(
             worker="w", rollouts=list(wanted), timeout_s=0.01, returned_ack=returned_ack, finished=ended
@@ -460,11 +468,13 @@ async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_ackno
     again.goal = 12
     original = again.allocate
 
-    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         if len(again.asked) == 4 and not again.returned:
             again.returned = [ReturnedPrompt(1, again.asked[0], 0), ReturnedPrompt(1, again.asked[0], 0)]
             again.admit = 64
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
 
     again.allocate = allocate  # type: ignore[method-assign]
     await run(again, always(1.0, 0.0))
@@ -477,14 +487,16 @@ async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_
     original = gate.allocate
     gone: list[str] = []
 
-    async def allocate(wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         if not gone:
             lost = wanted[0]
             gone.append(lost.rollout_id)
             returned = [ReturnedPrompt(1, lost.prompt_id, lost.order)]
             return AllocateReply([], returned, 0, False, gone)
         assert not {rollout.rollout_id for rollout in wanted} & set(gone)
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack)
+        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
 
     gate.allocate = allocate  # type: ignore[method-assign]
     pushed = await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1))
@@ -765,3 +777,68 @@ async def test_a_trajectory_carries_the_times_and_rewards_of_its_own_rollout() -
     pushed = await run(FakeGate(admit=3), Measured(lambda _: [1.0, 0.0]))
     assert [trajectory.metrics["reward/right"] for trajectory in pushed] == [t.order for t in pushed]
     assert all(trajectory.metrics["rollout/generate_s"] > 0.0 for trajectory in pushed)
+
+
+class SharedGate:
+    """The manager's own state machines, as the gate of one worker of several."""
+
+    def __init__(self, service: ManagerService, worker: str) -> None:
+        self.service, self.worker = service, worker
+        self.played: list[int] = []
+        self.telling: set[asyncio.Task[Any]] = set()
+
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
+        request = AllocateRequest(
+            worker=self.worker, rollouts=list(wanted), timeout_s=timeout_s, returned_ack=returned_ack, room=room
+        )
+        reply = await self.service.allocate_rollout(request)
+        granted = {grant.rollout_id for grant in reply.granted}
+        self.played += [each.order for each in wanted if each.rollout_id in granted]
+        return reply
+
+    async def lend(self, offered: Sequence[WantedRollout], timeout_s: float) -> LendReply:
+        return await self.service.lend(LendRequest(worker=self.worker, offered=list(offered), timeout_s=timeout_s))
+
+    def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
+        request = FinishRequest(worker=self.worker, finished=list(rollouts))
+        task = asyncio.get_running_loop().create_task(self.service.finish_rollout(request))
+        self.telling.add(task)
+        task.add_done_callback(self.telling.discard)
+
+
+async def test_a_loop_without_a_shard_plays_what_others_lend_it_and_each_prompt_is_played_once() -> None:
+    """Both are mostly full, and the gate has room for both."""
+    service = ManagerService(
+        batch_size=8, max_staleness=1, routing="least_requests", lease_s=60.0, shards=Shards(1), place_first=False
+    )
+    service.begin(0)
+    gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
+    streams = [PromptStream(10, seed=0), LentPrompts(10, seed=0)]
+    config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
+    client = cast(RolloutClient, SimpleNamespace(generate=answer))
+
+    async def push(trajectory: Trajectory) -> None:
+        raise AssertionError("all groups are without variance")
+
+    loops = [
+        RolloutLoop(
+            stream, cast(Plugins, FakePlugins(always(1.0, 1.0))), cast(ManagerClient, gate), client, push, config
+        )
+        for stream, gate in zip(streams, gates, strict=True)
+    ]
+    working = [asyncio.create_task(work) for work in (loops[0].run(), loops[0].lend(), loops[1].run())]
+    try:
+        async with asyncio.timeout(60):
+            while min(len(gate.played) for gate in gates) < 20 and not any(task.done() for task in working):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    finally:
+        for task in working:
+            task.cancel()
+        ends = await asyncio.gather(*working, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    played = sorted(gates[0].played + gates[1].played)
+    assert len(set(played)) == len(played)
+    missing = set(range(played[-1])) - set(played)
+    assert len(missing) <= 16, "what is lent or waits, and nothing else"

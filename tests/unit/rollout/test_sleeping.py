@@ -70,7 +70,9 @@ class Gate:
     def __init__(self) -> None:
         self.admit, self.ended, self.all_ended = ROLLOUTS, list[FinishedRollout](), asyncio.Event()
 
-    async def allocate(self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int) -> AllocateReply:
+    async def allocate(
+        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
+    ) -> AllocateReply:
         granted = wanted[: self.admit]
         self.admit -= len(granted)
         if not granted:

@@ -1,0 +1,26 @@
+"""What a trial's names say when its whole run begins again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.comm import names
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.trial import Trial
+from asyncrl.runtime.worker import open_resolver
+
+
+def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) -> None:
+    """It is no child of the launcher, and what it has in hand is of a policy that there is not any more."""
+    config = ExperimentConfig()
+    config.fileroot, config.rollout.workers, config.checkpoint.keep_last_step = str(tmp_path), 2, False
+    trial = Trial(config, print)
+    trial.run_dir.mkdir(parents=True)
+    own, joined = (names.incarnation_key(names.ROLLOUT_WORKER, index) for index in (1, 2))
+    with open_resolver(config, trial.run_dir) as resolver:
+        resolver.add(own, "4")
+        resolver.add(joined, "7")
+        resolver.add(names.MANAGER_KEY, "http://of-the-run-before")
+        trial.begin_again()
+        assert (resolver.get(own), resolver.get(joined)) == ("4", "8")
+        assert names.MANAGER_KEY not in resolver.get_subtree("")
