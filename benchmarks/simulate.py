@@ -12,6 +12,7 @@ this machine, prints the model's parameters, and holds a real run of the demo be
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of all rows, in place of 1")
     args = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
+    gc.set_threshold(200_000, 20, 20)  # all that a run holds is looked at again and again otherwise
     if args.fit:
         from simulator.fit import fit
 

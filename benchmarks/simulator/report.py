@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from simulator.run import Outcome, Setup
 from simulator.scenarios import Cell
@@ -60,7 +61,16 @@ class Kept:
 
 
 def _key(setup: Setup) -> str:
-    return hashlib.sha256(repr(setup).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_said(setup)).encode()).hexdigest()[:16]
+
+
+def _said(value: Any) -> Any:
+    """What of a setup is not its default: so that a setting that is added later leaves finished rows what they are."""
+    if not is_dataclass(value):
+        return value
+    own = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "name"}
+    defaults = {field.name: field.default for field in fields(value)}
+    return [type(value).__name__, *((name, _said(each)) for name, each in own.items() if each != defaults[name])]
 
 
 def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:

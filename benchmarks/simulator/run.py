@@ -174,7 +174,7 @@ class _Mark:
     counts: EngineCounts
     train_s: float
     wait_s: float
-    trained: int
+    staleness: Counter[int]
 
 
 class Simulation:
@@ -385,7 +385,7 @@ class Simulation:
     def _mark(self) -> _Mark:
         counts = EngineCounts()
         counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.total())
+        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy())
 
     async def _audit(self) -> list[str]:
         """Let what runs end, then look whether everything is accounted for."""
@@ -431,6 +431,7 @@ class Simulation:
         else:
             idle = ((1.0 - busy) * generation + (1.0 - trained) * training) / (generation + training)
         steps = self.steps[setup.warm_up :]
+        staleness = last.staleness - first.staleness
         return Outcome(
             step_s=elapsed / len(steps),
             wait_s=(last.wait_s - first.wait_s) / len(steps),
@@ -439,8 +440,8 @@ class Simulation:
             idle=idle,
             running=(last.counts.running_s - first.counts.running_s) / servers_s,
             tokens_per_s=generated * setup.grain / elapsed,
-            trained_per_s=(last.trained - first.trained) * setup.grain / elapsed,
-            staleness=self.staleness,
+            trained_per_s=staleness.total() * setup.grain / elapsed,
+            staleness=staleness,
             interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
             retracted=last.counts.retracted - first.counts.retracted,
             dropped=dict(self._books.dropped),
