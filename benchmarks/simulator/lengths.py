@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple, Protocol
@@ -74,30 +74,49 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The groups of a real run; of each its answers, as tokens and `own_from`, the first of which leads.
+    """The groups of a real run; of each its answers, as tokens, `own_from` and reward, the first of which leads.
 
-    `times`: they are so many times as long here.
+    `times`: they are so many times as long here. `apart`: engines compute each answer for itself, as those on GPUs do.
     """
 
-    groups: tuple[tuple[tuple[int, int], ...], ...]
+    groups: tuple[tuple[tuple[int, int, float], ...], ...]
     times: float = 1.0
+    apart: bool = False
 
     @property
     def mean(self) -> float:
         """Tokens of an answer."""
-        lengths = [tokens for group in self.groups for tokens, _ in group]
+        lengths = [tokens for group in self.groups for tokens, _, _ in group]
         return self.times * sum(lengths) / len(lengths)
 
     def answer(self, prompt: int, seed: int, member: int) -> Answer:
         """See `Lengths`."""
         group = self.groups[int(uniform(prompt, 2) * len(self.groups))]
-        tokens, own_from = group[member % len(group)]
-        leads = member % len(group) == 0
-        return Answer(max(1, round(self.times * tokens)), round(self.times * own_from), leads)
+        tokens, own_from, _ = group[member % len(group)]
+        length = max(1, round(self.times * tokens))
+        if self.apart:
+            return Answer(length)
+        return Answer(length, round(self.times * own_from), member % len(group) == 0)
 
     def coarse(self, grain: int) -> Recorded:
         """See `Lengths`."""
-        return Recorded(self.groups, self.times / grain)
+        return replace(self, times=self.times / grain)
+
+    def trained_share(self, size: int, limit: int, prompt: int) -> float:
+        """The part of the distinct tokens that is left where groups whose rewards are all alike are not trained.
+
+        Args:
+            size: members of a group: of each the first.
+            limit: longest answer, in tokens; one that it cuts off has no reward.
+            prompt: tokens of a prompt.
+        """
+        trained = whole = 0
+        for group in self.groups:
+            members = group[:size]
+            tokens = prompt + sum(min(limit, length) - min(limit, own_from) for length, own_from, _ in members)
+            whole += tokens
+            trained += tokens * (len({reward if length <= limit else 0.0 for length, _, reward in members}) > 1)
+        return trained / whole
 
     @staticmethod
     def of_run(run_dir: Path, after: int = 0) -> Recorded:
@@ -108,22 +127,27 @@ class Recorded:
         """
         import pyarrow.parquet as pq
 
-        answers: dict[str, list[list[int]]] = {}
+        answers: dict[str, list[tuple[list[int], float]]] = {}
+        wanted = ["step", "rollout", "sample", "tokens", "loss_mask", "total_reward"]
         for file in sorted((run_dir / "samples").glob("*.parquet")):
-            columns = pq.read_table(file, columns=["step", "rollout", "sample", "tokens", "loss_mask"]).to_pylist()
-            for row in sorted(columns, key=lambda row: row["sample"]):
+            rows = pq.read_table(file, columns=wanted).to_pylist()
+            for row in sorted(rows, key=lambda row: int(row["sample"])):
                 if row["step"] > after:
                     kept = [token for token, own in zip(row["tokens"], row["loss_mask"], strict=True) if own]
-                    answers.setdefault(row["rollout"], []).append(kept)
+                    answers.setdefault(row["rollout"], []).append((kept, row["total_reward"]))
         if not answers:
             raise ValueError(f"{run_dir} keeps no samples to take lengths from; run it with samples.every=1")
-        return Recorded(tuple(tuple(parting(group)) for _, group in sorted(answers.items())))
+        found = []
+        for _, group in sorted(answers.items(), key=lambda item: item[1]):  # ids of rollouts differ from run to run
+            parts = zip(parting([tokens for tokens, _ in group]), group, strict=True)
+            found.append(tuple((length, own_from, reward) for (length, own_from), (_, reward) in parts))
+        return Recorded(tuple(found))
 
     @staticmethod
     def of_file(file: Path, times: float = 1.0) -> Recorded:
         """As `save` wrote it."""
         groups = json.loads(file.read_text())
-        return Recorded(tuple(tuple((tokens, own_from) for tokens, own_from in group) for group in groups), times)
+        return Recorded(tuple(tuple((length, own, reward) for length, own, reward in group) for group in groups), times)
 
     def save(self, file: Path) -> None:
         """For `of_file`, without `times`."""

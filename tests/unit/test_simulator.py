@@ -18,7 +18,9 @@ from simulator.devices import H100, QWEN_7B, engine_model
 from simulator.engine import Engine, EngineModel
 from simulator.faults import Faults
 from simulator.lengths import Answer, LogNormal, Recorded, parting
+from simulator.report import Kept, tables
 from simulator.run import Host, Setup, Simulation, simulate
+from simulator.scenarios import Cell
 from simulator.trainer import TrainerModel
 
 from asyncrl.inference.messages import (
@@ -289,12 +291,23 @@ def test_lengths_are_their_seeds_alone_and_long_tailed() -> None:
 
 def test_recorded_groups_are_had_whole_and_part_where_they_parted() -> None:
     assert parting([[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 4]]) == [(3, 0), (4, 2), (1, 0), (3, 3)]
-    recorded = Recorded((((3, 0), (4, 2)), ((7, 0), (7, 7))), times=2.0)
+    recorded = Recorded((((3, 0, 1.0), (4, 2, 0.0)), ((7, 0, 1.0), (7, 7, 1.0))), times=2.0)
     drawn = {tuple(recorded.answer(prompt, 5, member) for member in range(3)) for prompt in range(40)}
     first = (Answer(6, 0, True), Answer(8, 4, False), Answer(6, 0, True))
     assert drawn == {first, (Answer(14, 0, True), Answer(14, 14, False), Answer(14, 0, True))}
     assert recorded.mean == 2 * 21 / 4
     assert recorded.coarse(2).answer(0, 0, 0).tokens * 2 in {6, 14}
+    assert replace(recorded, apart=True).answer(0, 0, 1).own_from == 0
+
+
+def test_groups_whose_rewards_are_alike_are_not_trained(tmp_path: Path) -> None:
+    recorded = Recorded((((3, 0, 1.0), (4, 2, 0.0), (6, 1, 1.0)), ((7, 0, 1.0), (7, 7, 1.0), (8, 4, 1.0))))
+    # prompts of 5 tokens: of the groups 5 + 3 + 2 + 5 and 5 + 7 + 0 + 4 tokens are computed
+    assert recorded.trained_share(3, 10, 5) == 15 / 31
+    assert recorded.trained_share(1, 10, 5) == 0.0
+    assert recorded.trained_share(3, 7, 5) == 1.0  # the last answer is cut off
+    recorded.save(tmp_path / "groups.json")
+    assert Recorded.of_file(tmp_path / "groups.json") == recorded
 
 
 def test_a_whole_run_is_accounted_for() -> None:
@@ -324,7 +337,9 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
 
 def test_a_run_on_one_host_is_slower_the_fewer_its_cores() -> None:
     host = Host(cores=64, call_s=0.002, rollout_s=0.004, control_s=0.002, announce_s=0.05)
-    setup = replace(SETUP, steps=8, shares_prefixes=True, lengths=Recorded((((40, 0), (30, 10), (50, 40)),)))
+    setup = replace(
+        SETUP, steps=8, shares_prefixes=True, lengths=Recorded((((40, 0, 0.0), (30, 10, 0.0), (50, 40, 1.0)),))
+    )
     apart, many, few = (simulate(replace(setup, host=each)) for each in (None, host, replace(host, cores=2)))
     assert apart.faults == many.faults == few.faults == []
     assert few.staleness_max <= SETUP.eta
@@ -375,3 +390,21 @@ def test_interrupted_answers_are_spread_over_all_servers_again() -> None:
     assert found.faults == []
     first, *later = found.steps
     assert max(later) < 2 * first
+
+
+def test_finished_rows_are_kept_by_what_they_are_of_and_tables_are_made_of_them(tmp_path: Path) -> None:
+    setups = {eta: replace(SETUP, eta=eta, colocated=not eta, steps=4) for eta in (0, 2)}
+    kept = Kept(tmp_path / "rows.json")
+    for setup in setups.values():
+        kept.add(setup, simulate(setup))
+    kept = Kept(tmp_path / "rows.json")
+    assert kept.has(replace(setups[2], name="another name"))
+    assert not kept.has(replace(setups[2], seed=2))
+    cells = [Cell("3 devices: η", f"η = {eta}", setup, baseline=not eta) for eta, setup in setups.items()]
+    text = tables(cells, kept)
+    found = kept.get(setups[2])
+    assert f"{found.trained_per_s / kept.get(setups[0]).trained_per_s:.2f}" in text
+    (ages,) = (line for line in text.splitlines() if line.startswith("| η = 2 |") and line.count("%") == 3)
+    shares = [int(share.strip(" %")) for share in ages.split("|")[2:-1]]
+    assert sum(shares) == pytest.approx(100, abs=2)
+    assert found.staleness.total() == pytest.approx(3 * 4 * 3 * 40, rel=0.5)  # of the steps that are measured
