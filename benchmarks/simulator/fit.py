@@ -47,17 +47,11 @@ from simulator.run import Host, Outcome, Setup, simulate
 from simulator.trainer import TrainerModel
 
 LOADS = (
-    (8, 1, 8),
-    (32, 1, 8),
-    (32, 1, 64),
-    (64, 1, 32),
-    (128, 1, 8),
-    (128, 1, 64),
-    (192, 1, 32),
-    (8, 8, 8),
-    (24, 8, 64),
+    *((8, 1, 8, 1), (32, 1, 8, 1), (32, 1, 64, 1), (64, 1, 32, 1), (128, 1, 8, 1), (128, 1, 64, 1), (192, 1, 32, 1)),
+    *((8, 8, 8, 8), (24, 8, 8, 8), (24, 8, 64, 8), (24, 8, 64, 2), (8, 8, 32, 1)),
 )
-"""Prompts, samples of each, tokens of a prompt, of the measurements."""
+"""Prompts, samples of each, tokens of a prompt, of the measurements; of the samples so many have one seed: they never
+part, which tells what a row costs from what a sample does."""
 STEPS = 24
 """Decode steps of a measurement."""
 ENGINE_ROWS, ENGINE_LENGTH = 256, 256
@@ -155,19 +149,19 @@ def measure_engine(model_path: Path, call_engine_s: list[float]) -> EngineModel:
     engine.eos_token_ids = ()
     batch = engine._batch
 
-    def submit(name: str, prompts: Iterable[tuple[int, ...]], tokens: int) -> Any:
-        specs = (SamplingSpec(max_new_tokens=tokens, seed=number) for number in range(ENGINE_ROWS))
+    def submit(name: str, prompts: Iterable[tuple[int, ...]], tokens: int, alike: int = 1) -> Any:
         inputs = (
-            GenerationInput(f"{name}-{spec.seed}", prompt, spec) for prompt, spec in zip(prompts, specs, strict=False)
+            GenerationInput(f"{name}-{number}", prompt, SamplingSpec(max_new_tokens=tokens, seed=number // alike))
+            for number, prompt in enumerate(prompts)
         )
         return engine.submit(Job(tuple(inputs)))
 
     decodes: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
     prefills: dict[int, tuple[list[float], list[float]]] = {}
     for turn in range(4):
-        for load, (prompts, samples, length) in enumerate(LOADS):
+        for load, (prompts, samples, length, alike) in enumerate(LOADS):
             asked = [_prompt(number, length) for number in range(prompts) for _ in range(samples)]
-            future = submit(f"{turn}-{load}", asked, STEPS)
+            future = submit(f"{turn}-{load}", asked, STEPS, alike)
             for step in range(STEPS):
                 rows, prefilled, begun = batch.decoded_rows, batch.runner.prefilled_tokens, time.process_time()
                 engine.step()

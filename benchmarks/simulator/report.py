@@ -150,10 +150,8 @@ def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None)
         axis.axhline(3.0, color="grey", linewidth=1.0, linestyle="--")
         axis.axhline(1.0, color="grey", linewidth=1.0)
         axis.set_ylim(0.0, 3.5)
-        axis.annotate("goal", (0.99, 3.03), xycoords=("axes fraction", "data"), ha="right", color="grey")
-        axis.annotate(
-            "synchronous, all devices", (0.99, 1.03), xycoords=("axes fraction", "data"), ha="right", color="grey"
-        )
+        axis.annotate("goal", (0.01, 3.03), xycoords=("axes fraction", "data"), color="grey")
+        axis.annotate("synchronous", (0.01, 1.03), xycoords=("axes fraction", "data"), color="grey")
         axis.set_ylabel("tokens trained, times synchronous")
         axis.legend(loc="lower right", frameon=False)
     largest = _over_eta(cells)[-1:]

@@ -404,7 +404,7 @@ def test_finished_rows_are_kept_by_what_they_are_of_and_tables_are_made_of_them(
     text = tables(cells, kept)
     found = kept.get(setups[2])
     assert f"{found.trained_per_s / kept.get(setups[0]).trained_per_s:.2f}" in text
-    (ages,) = (line for line in text.splitlines() if line.startswith("| η = 2 |") and line.count("%") == 3)
+    *_, ages = (line for line in text.splitlines() if line.startswith("| η = 2 |") and line.count("%") == 3)
     shares = [int(share.strip(" %")) for share in ages.split("|")[2:-1]]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert found.staleness.total() == pytest.approx(3 * 4 * 3 * 40, rel=0.5)  # of the steps that are measured
