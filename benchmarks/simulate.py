@@ -1,13 +1,13 @@
 """What asynchronous training gains on hundreds of devices: the control plane's real code in virtual time.
 
-    python benchmarks/simulate.py [--tables splits eta512 ...] [--quick] [--json PATH] [--docs DIR]
+    python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH] [--docs DIR]
     python benchmarks/simulate.py --fit [--steps 40] [--record PATH]
 
 Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
 row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` measures the embedded engine on
 this machine, fits the model to one real run of the demo, and holds that run and others beside what the simulator says
-of them (`simulator.fit`); `--record` keeps the lengths of that run's answers, as in `recorded_groups.json`. The parts,
-and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
+of them (`simulator.fit`); `--record` keeps the groups that the first of them generated, for `Recorded.of_file`.
+The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from asyncrl.manager.settings import UpdateMode
@@ -18,15 +17,11 @@ from asyncrl.rollout.settings import Pacing
 from simulator.agents import Turns
 from simulator.devices import H100, QWEN_7B, QWEN_32B, Device, Model, engine_model, switch_s, trainer_model
 from simulator.faults import Faults
-from simulator.lengths import LogNormal, Recorded
+from simulator.lengths import LogNormal
 from simulator.run import Setup
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
 SHORT_TURNS = LogNormal(median=600, sigma=0.8, limit=8_192)
-RECORDED = Path(__file__).parent / "recorded_groups.json"
-"""Of the demo, η = 0, steps 9 to 40."""
-MEAN_TOKENS = 7_650
-"""Of an answer of `LONG`."""
 ETAS = (0, 1, 2, 4, 8)
 SYNC = "synchronous"
 GRAIN = 512
@@ -262,22 +257,6 @@ def _assumptions(quick: bool) -> list[Cell]:
     return cells
 
 
-def _recorded(quick: bool) -> list[Cell]:
-    """The lengths of a real run of the demo, so many times as long that their mean is that of the others; its groups
-    have eight members, so there are twice as many."""
-    recorded = Recorded.of_file(RECORDED)
-    lengths = replace(recorded, times=MEAN_TOKENS / recorded.mean, apart=True)
-    longest = round(lengths.times * max(length for group in recorded.groups for length, _, _ in group))
-    changes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": longest, "group": 8, "batch": 128}
-    table = "64 devices: lengths of a real run"
-    cells = _baselines(table, 64, (4, 8), quick=quick, **changes)
-    for share in (10, 11, 12):
-        more = changes | {"in_flight": 3 * 128, "update_mode": UpdateMode.in_place}
-        setup = asynchronous(64, _generating(64, share), 4, 8, quick=quick, **more)
-        cells.append(Cell(table, _label(setup), setup))
-    return cells
-
-
 TABLES: dict[str, Table] = {
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
@@ -285,7 +264,6 @@ TABLES: dict[str, Table] = {
     "assumptions": _assumptions,
     "updates": _updates,
     "faults64": lambda quick: _faults(64, quick),
-    "recorded64": _recorded,
     "agents64": lambda quick: _agents(64, (3.0, 30.0), quick),
     "large128": lambda quick: _large(128, quick),
     "splits512": _splits(512, (10, 11, 12), (1, 2, 4, 8)),
