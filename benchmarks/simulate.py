@@ -1,17 +1,19 @@
 """What asynchronous training gains on hundreds of devices: the control plane's real code in virtual time.
 
-    python benchmarks/simulate.py [--tables splits eta512 ...] [--quick] [--json PATH] [--docs DIR]
-    python benchmarks/simulate.py --fit [--steps 24]
+    python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH] [--docs DIR]
+    python benchmarks/simulate.py --fit [--steps 40] [--record PATH]
 
 Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
 row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` measures the embedded engine on
-this machine, prints the model's parameters, and holds a real run of the demo beside what the simulator says of it
-(`simulator.fit`). The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
+this machine, fits the model to one real run of the demo, and holds that run and others beside what the simulator says
+of them (`simulator.fit`); `--record` keeps the groups that the first of them generated, for `Recorded.of_file`.
+The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from pathlib import Path
 
@@ -28,14 +30,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("simulate.json"), help="where finished rows are kept")
     parser.add_argument("--docs", type=Path, help="folder for tables.md and scale.png")
     parser.add_argument("--fit", action="store_true", help="measure the embedded engine and check one real run")
-    parser.add_argument("--steps", type=int, default=24, help="train steps of the real run of --fit")
+    parser.add_argument("--steps", type=int, default=40, help="train steps of each real run of --fit")
+    parser.add_argument("--record", type=Path, help="file for the groups that the first real run of --fit generated")
     parser.add_argument("--seed", type=int, help="of all rows, in place of 1")
     args = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
+    gc.set_threshold(200_000, 20, 20)  # all that a run holds is looked at again and again otherwise
     if args.fit:
         from simulator.fit import fit
 
-        fit(args.steps)
+        fit(args.steps, args.record)
         return
     kept = Kept(args.json)
     cells = [cell for name in args.tables for cell in TABLES[name](args.quick)]

@@ -2,6 +2,7 @@
 
 clock        an event loop whose time passes only where everything waits
 wire         calls between the parts, in place of HTTP
+cores        the cores of one host, where processes have not one each
 engine       a generation server: continuous batching by a model of its step time
 lengths      how long answers are
 trainer      a training step by a model of its time, and what stands in for the ModelWorkers

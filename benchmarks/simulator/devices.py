@@ -25,8 +25,6 @@ TRAIN_OPERATIONS = 8
 """For a token and parameter: 2 forward, 4 backward, 2 for the proximal log-probabilities."""
 LAUNCH_S = 0.001
 """Of a decode step, what the host adds: scheduling, sampling, launches."""
-ALL_REDUCE_S = 12e-6
-"""A small all-reduce over NVLink."""
 MEMORY_SHARE = 0.88
 """Of the device's memory that weights, keys and values may take."""
 STEP_OVERHEAD_S = 2.0
@@ -35,15 +33,17 @@ STEP_OVERHEAD_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Bytes, bytes/s, operations/s in bfloat16; bytes/s at which a server's device loads weights."""
+    """Bytes, bytes/s, operations/s in bfloat16; bytes/s at which a server's device loads weights; seconds of a small
+    all-reduce over two devices, of which log₂ of twice the devices are counted."""
 
     memory: float
     bandwidth: float
     operations: float
     load_bandwidth: float
+    all_reduce_s: float
 
 
-H100 = Device(memory=80e9, bandwidth=3.35e12, operations=989e12, load_bandwidth=4e9)
+H100 = Device(memory=80e9, bandwidth=3.35e12, operations=989e12, load_bandwidth=4e9, all_reduce_s=12e-6)
 """SXM, dense bfloat16. Weights arrive over the network or a page cache at 4 GB/s a device."""
 
 
@@ -74,7 +74,7 @@ QWEN_32B = Model("32B", 32.8e9, 64, 8, 128)
 def engine_model(model: Model, device: Device, tensor: int, max_running: int = 256) -> EngineModel:
     """A server of `tensor` devices."""
     operations = 2 * model.parameters / (tensor * device.operations * PREFILL_SHARE)
-    reduces = 2 * model.layers * ALL_REDUCE_S * math.log2(2 * tensor) if tensor > 1 else 0.0
+    reduces = 2 * model.layers * device.all_reduce_s * math.log2(2 * tensor) if tensor > 1 else 0.0
     free = MEMORY_SHARE * tensor * device.memory - model.weight_bytes
     if free <= 0:
         raise ValueError(f"{model.name} does not fit on {tensor} devices")
@@ -96,7 +96,7 @@ def trainer_model(model: Model, device: Device, devices: int) -> TrainerModel:
     return TrainerModel(token_s=token_s / devices, fixed_s=STEP_OVERHEAD_S, publish_s=1.0)
 
 
-def switch_s(model: Model, device: Device, devices_per_copy: int) -> float:
+def switch_s(model: Model, devices_per_copy: int) -> float:
     """Colocated: the trainer's state leaves the devices and comes back, over PCIe at 25 GB/s a device, both ways."""
     state = 14 * model.parameters / devices_per_copy  # optimizer in float32, weights and gradients in bfloat16
     return 2 * state / 25e9 + 1.0

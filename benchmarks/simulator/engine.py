@@ -1,21 +1,25 @@
 """A simulated generation server: continuous batching by a model of its speed, behind the paths that a real one has.
 
-The model. A decode step of n sequences that have C tokens of context together takes
+The model. A decode step of n sequences in r rows that have C tokens of context together takes
 
-    step = step_s + sequence_s · n + context_s · C                                                     seconds,
+    step = step_s + sequence_s · n + row_s · r + context_s · C                                         seconds,
 
-that is reading the weights, what each sequence computes, and reading the keys and values. To prefill t tokens that no
-cache has takes `prefill_s + prefill_token_s · t`, in which nothing is decoded: chunked or not, it is the device's time.
+that is reading the weights, sampling and what else each sequence costs, what each row computes, and reading the keys
+and values. A sequence is a row of its own; only where the engine computes samples whose tokens are the same so far once
+(`Answer.own_from`) there are fewer rows. To prefill t tokens that no cache has takes `prefill_s + prefill_token_s · t`,
+and `admission_s` for what is prefilled together; a call costs `call_s` of the server's HTTP. In these nothing is
+decoded: chunked or not, it is the device's time.
+
 At most `max_running` sequences run, of at most `kv_tokens` tokens; further ones queue, and where the running ones grow
 out of the memory the youngest goes back into the queue, to be prefilled again.
 
 Nothing is simulated token by token. While nobody comes or goes, k steps take
 
-    t(k) = β k + α k²,    α = context_s · n / 2,    β = step_s + sequence_s · n + context_s · C,
+    t(k) = β k + α k²,    α = context_s · r / 2,    β = step_s + sequence_s · n + row_s · r + context_s · C,
 
-so the next event (the shortest answer ends, memory is full) is a root of that, and what was decoded when something
-else happens before it another. All running sequences are at the same count of steps, so each is a number at which it
-ends, in a heap: an event costs O(log n), however many run.
+so the next event (the shortest answer ends, one parts from its group, memory is full) is a root of that, and what was
+decoded when something else happens before it another. All running sequences are at the same count of steps, so each is
+a number at which it ends or parts, in a heap: an event costs O(log n), however many run.
 
 Prefixes that are cached (a group's prompt, a conversation, an answer whose call took long) are not prefilled again; the
 cache is emptied with new weights, and holds as many tokens as the memory, those used last.
@@ -29,9 +33,10 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from asyncrl.inference.client import RID_DELIMITER
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
@@ -41,10 +46,13 @@ from asyncrl.inference.messages import (
     UpdateWeightsRequest,
 )
 from asyncrl.manager.messages import BadRequest
+from simulator.cores import Cores
 from simulator.lengths import Lengths
 
 ADMITTED_TO = 0.9
 """Share of the memory up to which sequences start: the rest is for the running ones to grow into."""
+GROUPS_TOKEN = 1
+"""Stands for all tokens that samples of a group have alike."""
 _ROUNDING = 1e-6
 """Tokens that a sequence may lack at its end, by rounding."""
 
@@ -64,10 +72,14 @@ class EngineModel:
     max_running: int
     kv_tokens: float
     update_s: float
+    row_s: float = 0.0
+    admission_s: float = 0.0
+    call_s: float = 0.0
 
-    def decode_step_s(self, running: int, context: float) -> float:
-        """One token of each of `running` sequences with `context` tokens of context in all."""
-        return self.step_s + self.sequence_s * running + self.context_s * context
+    def decode_step_s(self, running: int, context: float, rows: int | None = None) -> float:
+        """One token of each of `running` sequences with `context` tokens of context in all; `rows` None: as many."""
+        rows = running if rows is None else rows
+        return self.step_s + self.sequence_s * running + self.row_s * rows + self.context_s * context
 
     def coarse(self, grain: int) -> EngineModel:
         """The same server, in units of `grain` tokens: a unit of an answer takes `grain` steps."""
@@ -75,6 +87,7 @@ class EngineModel:
             self,
             step_s=self.step_s * grain,
             sequence_s=self.sequence_s * grain,
+            row_s=self.row_s * grain,
             context_s=self.context_s * grain * grain,
             prefill_token_s=self.prefill_token_s * grain,
             kv_tokens=self.kv_tokens / grain,
@@ -82,25 +95,27 @@ class EngineModel:
 
     def slower(self, factor: float) -> EngineModel:
         """All takes `factor` times as long."""
-        times = ("step_s", "sequence_s", "context_s", "prefill_s", "prefill_token_s", "update_s")
+        times = [each.name for each in fields(self) if each.name.endswith("_s")]
         return replace(self, **{name: getattr(self, name) * factor for name in times})
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """An answer under way. `done`: units generated, as of the last time it stopped running; `ends_at`, `began_at`: in
-    the engine's count of steps while it runs; `marks`: (units, version) where the version changed."""
+    """An answer under way. `done`: units generated, as of the last time it stopped running; `own_from`: units that are
+    another's of its group, too; `began_at`: in the engine's count of steps while it runs; `own`: it runs in a row of
+    its own; `marks`: (units, version) where the version changed."""
 
     rid: str
     input_ids: Sequence[int]
     token: int
     most: float
+    own_from: float
     finish: str
     answer: asyncio.Future[_Sequence]
     done: float = 0.0
     began_at: float = 0.0
-    ends_at: float = math.inf
     running: bool = False
+    own: bool = False
     place: int = -1
     """Number of its entry in the heap, which holds those of earlier starts too."""
     aborted: bool = False
@@ -115,6 +130,12 @@ class _Sequence:
     def units(self) -> int:
         """Whole units generated."""
         return int(self.done + _ROUNDING)
+
+    @property
+    def generated(self) -> list[int]:
+        """What it has generated: first what is its group's, then its own."""
+        shared = min(self.units, int(self.own_from))
+        return [GROUPS_TOKEN] * shared + [self.token] * (self.units - shared)
 
 
 @dataclass(slots=True)
@@ -147,10 +168,12 @@ class Engine:
         model: its speed.
         lengths: of answers.
         version: of its weights.
+        cores: what it computes with, where others need them, too.
     """
 
-    def __init__(self, model: EngineModel, lengths: Lengths, version: int = 0) -> None:
+    def __init__(self, model: EngineModel, lengths: Lengths, version: int = 0, cores: Cores | None = None) -> None:
         self.model, self.version = model, version
+        self._cores = cores or Cores(math.inf)
         self._lengths = lengths
         self.counts = EngineCounts()
         self.gone: asyncio.Event = asyncio.Event()
@@ -162,7 +185,7 @@ class Engine:
         self._steps = 0.0
         self._debt_s = 0.0
         self._running: list[tuple[float, int, _Sequence]] = []
-        self._alive = 0
+        self._alive = self._rows = 0
         self._context = 0.0
         self._queue: deque[_Sequence] = deque()
         self._by_rid: dict[str, _Sequence] = {}
@@ -204,7 +227,8 @@ class Engine:
         assert body.input_ids is not None
         items = zip(body.rid, body.input_ids, body.sampling_params, strict=True)
         sequences = [self._sequence(*item) for item in items]  # type: ignore[arg-type]
-        self._advance()
+        self.advance()
+        self._debt_s += self.model.call_s
         self._queue.extend(sequences)
         for sequence in sequences:
             self._by_rid[sequence.rid] = sequence
@@ -221,14 +245,17 @@ class Engine:
     def _sequence(self, rid: str, input_ids: Sequence[int], params: dict[str, Any]) -> _Sequence:
         seed = params["sampling_seed"]
         before = params.get("custom_params", {}).get("seed_offset", 0)
-        left = max(1, self._lengths.tokens(input_ids[0], seed) - before)
+        length, own_from, leads = self._lengths.answer(input_ids[0], seed, int(rid.split(RID_DELIMITER, 2)[1]))
+        left = max(1, length - before)
         most = params["max_new_tokens"]
         finish = "stop" if left <= most else "length"
-        token = 2 + seed % 1_000_003
-        return _Sequence(rid, input_ids, token, float(min(left, most)), finish, self._loop.create_future())
+        token = GROUPS_TOKEN if leads else 2 + seed % 1_000_003
+        parts = float(max(0, own_from - before))
+        return _Sequence(rid, input_ids, token, float(min(left, most)), parts, finish, self._loop.create_future())
 
     def _reply(self, sequence: _Sequence) -> dict[str, Any]:
-        units = sequence.units
+        tokens = sequence.generated
+        units = len(tokens)
         finish = "abort" if sequence.aborted else sequence.finish
         starts = [0, *(upto for upto, _ in sequence.marks)]
         versions = [*(version for _, version in sequence.marks), self.version]
@@ -242,12 +269,12 @@ class Engine:
             "finish_reason": {"type": finish},
             "weight_version": str(self.version),
             "weight_versions": spans,
-            "output_token_logprobs": [(-1.0, sequence.token, None)] * units,
+            "output_token_logprobs": [(-1.0, token, None) for token in tokens],
         }
-        return {"output_ids": [sequence.token] * units, "meta_info": meta}
+        return {"output_ids": tokens, "meta_info": meta}
 
     def _abort(self, body: AbortRequest) -> None:
-        self._advance()
+        self.advance()
         prefix = body.rid or ""
         exact = self._by_rid.get(prefix)
         found = [exact] if exact is not None else [s for rid, s in self._by_rid.items() if rid.startswith(prefix)]
@@ -255,7 +282,7 @@ class Engine:
         self._admit()
 
     def _pause(self, mode: PauseMode) -> None:
-        self._advance()
+        self.advance()
         self._paused = True
         if mode == PauseMode.abort:
             ended = list(self._by_rid.values())
@@ -267,20 +294,20 @@ class Engine:
                 self._stop(sequence)
             self.counts.interrupted += sum(s.context for s in running)
             self._queue.extendleft(reversed(running))
-        self._schedule()
+        self.reschedule()
 
     def _continue(self) -> None:
-        self._advance()
+        self.advance()
         self._paused = False
         self._admit()
 
     async def _update(self, body: UpdateWeightsRequest) -> dict[str, Any]:
-        await asyncio.sleep(self.model.update_s)
+        await self._cores.work(self.model.update_s)
         if self.frozen is not None:
             await self.frozen.wait()
         if self.gone.is_set():
             raise ConnectionResetError("the process is gone")
-        self._advance()
+        self.advance()
         for sequence in self._by_rid.values():
             self._settle(sequence)
             if sequence.units > (sequence.marks[-1][0] if sequence.marks else 0):
@@ -293,12 +320,11 @@ class Engine:
 
     def die(self) -> None:
         """The process ends at once: what it was asked breaks off."""
-        self._advance()
+        self.advance()
         self.gone.set()
         if self.frozen is not None:
             self.frozen.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        self.reschedule()
         for sequence in self._by_rid.values():
             if not sequence.answer.done():
                 sequence.answer.set_exception(ConnectionResetError("the process died"))
@@ -306,13 +332,13 @@ class Engine:
         self._by_rid.clear()
         self._queue.clear()
         self._running.clear()
-        self._alive = 0
+        self._alive = self._rows = 0
 
     def stop(self) -> None:
         """The process is stopped: it computes and answers nothing until `go_on`."""
-        self._advance()
+        self.advance()
         self.frozen = asyncio.Event()
-        self._schedule()
+        self.reschedule()
 
     def go_on(self) -> None:
         """The opposite of `stop`."""
@@ -320,11 +346,11 @@ class Engine:
         assert self.frozen is not None
         self.frozen.set()
         self.frozen = None
-        self._schedule()
+        self.reschedule()
 
     def settle(self) -> EngineCounts:
         """The counts as of now."""
-        self._advance()
+        self.advance()
         return self.counts
 
     @property
@@ -336,16 +362,16 @@ class Engine:
 
     def _steps_in(self, seconds: float) -> float:
         """k with t(k) = seconds; see the module's docstring."""
-        alpha = self.model.context_s * self._alive / 2
-        beta = self.model.decode_step_s(self._alive, self._context)
+        alpha = self.model.context_s * self._rows / 2
+        beta = self.model.decode_step_s(self._alive, self._context, self._rows)
         return 2 * seconds / (beta + math.sqrt(beta * beta + 4 * alpha * seconds))
 
     def _seconds_of(self, steps: float) -> float:
-        alpha = self.model.context_s * self._alive / 2
-        return steps * (self.model.decode_step_s(self._alive, self._context) + alpha * steps)
+        alpha = self.model.context_s * self._rows / 2
+        return steps * (self.model.decode_step_s(self._alive, self._context, self._rows) + alpha * steps)
 
-    def _advance(self) -> None:
-        """Compute up to now."""
+    def advance(self) -> None:
+        """Compute up to now, at the speed that there was."""
         now = self._loop.time()
         seconds, self._at = now - self._at, now
         if self.frozen is not None or seconds <= 0:
@@ -353,6 +379,7 @@ class Engine:
         if self._paused:
             self.counts.paused_s += seconds
             return
+        seconds *= self._cores.speed
         counts = self.counts
         prefill = min(seconds, self._debt_s)
         self._debt_s -= prefill
@@ -363,24 +390,29 @@ class Engine:
         if self._alive and seconds > 0:
             steps = self._steps_in(seconds)
             self._steps += steps
-            self._context += steps * self._alive
+            self._context += steps * self._rows
             counts.generated += steps * self._alive
             counts.busy_s += seconds
             counts.running_s += seconds * self._alive
 
     def _event(self) -> None:
-        """An answer ends, or the memory is full."""
+        """An answer ends, one parts from its group, or the memory is full."""
         self._timer = None
-        self._advance()
+        self.advance()
         self._drop_ended()
         ended = []
         while self._running and self._running[0][0] <= self._steps + _ROUNDING:
             entry = heapq.heappop(self._running)
-            if _runs(entry):
-                sequence = entry[2]
-                self._settle(sequence)
+            if not _runs(entry):
+                continue
+            sequence = entry[2]
+            self._settle(sequence)
+            if sequence.own or sequence.own_from >= sequence.most:
                 sequence.done = sequence.most
                 ended.append(sequence)
+            else:
+                sequence.done = sequence.own_from
+                self._part(sequence)
         self._end(ended, aborted=False)
         while self._context >= self.model.kv_tokens - _ROUNDING and self._alive > 1:
             youngest = max(filter(_runs, self._running), key=lambda entry: entry[1])[2]
@@ -391,29 +423,42 @@ class Engine:
 
     def _admit(self) -> None:
         """Start what queues as far as there is room, then wait for the next event."""
-        model = self.model
+        model, before = self.model, self._alive
         while self._queue and not self._paused and self._alive < model.max_running:
             sequence = self._queue[0]
             if self._alive and self._context + sequence.context > ADMITTED_TO * model.kv_tokens:
                 break
             self._queue.popleft()
             self._start(sequence)
-        self._schedule()
+        if self._alive > before:
+            self._debt_s += model.admission_s
+        self.reschedule()
 
     def _start(self, sequence: _Sequence) -> None:
-        ids: Iterable[int] = itertools.chain(sequence.input_ids, itertools.repeat(sequence.token, sequence.units))
-        cached = self._prefix(ids)
+        cached = self._prefix(itertools.chain(sequence.input_ids, sequence.generated))
         missing = sequence.context - cached
         self.counts.prefilled += missing
         self.counts.cached += cached
         self._debt_s += self.model.prefill_s + self.model.prefill_token_s * missing
-        sequence.running = True
+        sequence.running, sequence.own = True, False
         sequence.began_at = self._steps
-        sequence.ends_at = self._steps + sequence.most - sequence.done
         self._alive += 1
+        if sequence.done >= sequence.own_from:
+            self._part(sequence)
+        else:
+            self._await(sequence, min(sequence.own_from, sequence.most))
+
+    def _part(self, sequence: _Sequence) -> None:
+        """From here on it is computed in a row of its own."""
+        sequence.own = True
+        self._rows += 1
         self._context += sequence.context
+        self._await(sequence, sequence.most)
+
+    def _await(self, sequence: _Sequence, done: float) -> None:
+        """An event once it has generated so much."""
         sequence.place = next(self._numbers)
-        heapq.heappush(self._running, (sequence.ends_at, sequence.place, sequence))
+        heapq.heappush(self._running, (self._steps + done - sequence.done, sequence.place, sequence))
 
     def _settle(self, sequence: _Sequence) -> None:
         """Write down what a running sequence has by now."""
@@ -426,8 +471,10 @@ class Engine:
             self._settle(sequence)
             sequence.running = False
             self._alive -= 1
-            self._context -= sequence.context
-            if not self._alive:
+            if sequence.own:
+                self._rows -= 1
+                self._context -= sequence.context
+            if not self._rows:
                 self._context = 0.0  # rid of what rounding left
 
     def _end(self, sequences: Sequence[_Sequence], *, aborted: bool) -> None:
@@ -436,8 +483,7 @@ class Engine:
             sequence.aborted = aborted
             self._by_rid.pop(sequence.rid, None)
             if not self._paused or not aborted:  # what it wrote can be gone on from
-                ids = itertools.chain(sequence.input_ids, itertools.repeat(sequence.token, sequence.units))
-                self._prefix(ids)
+                self._prefix(itertools.chain(sequence.input_ids, sequence.generated))
             if not sequence.answer.done():
                 sequence.answer.set_result(sequence)
         if sequences and self._queue:
@@ -447,19 +493,21 @@ class Engine:
         while self._running and not _runs(self._running[0]):
             heapq.heappop(self._running)
 
-    def _schedule(self) -> None:
-        """Set the timer to the next event."""
+    def reschedule(self) -> None:
+        """Set the timer to the next event, at the speed that there is now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._drop_ended()
         if not self._running or self._paused or self.frozen is not None or self.gone.is_set():
+            self._cores.leave(self)
             return
+        self._cores.join(self)
         steps = self._running[0][0] - self._steps
-        if self._alive > 1 and self._context < self.model.kv_tokens:
-            steps = min(steps, (self.model.kv_tokens - self._context) / self._alive)
+        if self._rows > 1 and self._context < self.model.kv_tokens:
+            steps = min(steps, (self.model.kv_tokens - self._context) / self._rows)
         seconds = self._debt_s + self._seconds_of(max(0.0, steps))
-        self._timer = self._loop.call_later(seconds, self._event)
+        self._timer = self._loop.call_later(seconds / self._cores.speed, self._event)
 
     def _prefix(self, ids: Iterable[int]) -> int:
         """Units of `ids` from the beginning on that are cached; from here on all of them are."""

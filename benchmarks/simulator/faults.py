@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from simulator.cores import Cores
 from simulator.engine import Engine, EngineCounts, EngineModel
 from simulator.lengths import Lengths
 from simulator.wire import Network
@@ -64,7 +65,9 @@ class Fleet:
         *,
         lease_s: float,
         seed: int,
+        cores: Cores,
     ) -> None:
+        self._cores = cores
         self._model, self._lengths, self._network, self._tell = model, lengths, network, tell
         self._faults, self._lease_s, self._count = faults, lease_s, count
         self._random = random.Random(f"faults {seed}")
@@ -114,7 +117,7 @@ class Fleet:
         self._lives += 1
         url = f"http://server{index}-{self._lives}"
         model = self._model.slower(self._faults.slow_factor) if index in self._slow else self._model
-        self.engines[index] = self._network.hosts[url] = Engine(model, self._lengths)
+        self.engines[index] = self._network.hosts[url] = Engine(model, self._lengths, cores=self._cores)
         self._urls[index] = url
         self._registered[index] = (url, 0)
 

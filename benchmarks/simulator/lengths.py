@@ -5,27 +5,43 @@ Answers to one prompt are alike: of the variance of the logarithm the share `ali
 
     log length = log median + σ (√alike · z(prompt) + √(1 - alike) · z(answer)),   z standard normal
 
-Or the lengths that a real run recorded, of which each answer is one by chance.
+Or the groups that a real run recorded, of which each prompt is one by chance: its answers have their lengths, and part
+where they parted (`own_from`), which tells how many rows an engine has to compute that computes what is the same once.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncrl.inference.seeds import uniform
 
 _NORMAL = NormalDist()
 
 
-class Lengths(Protocol):
-    """Tokens of an answer by the numbers of its prompt and its own seed."""
+class Answer(NamedTuple):
+    """`tokens` of an answer, at least 1. The first `own_from` of them are another's of its group, too. One that `leads`
+    is the one that the others share them with."""
 
-    def tokens(self, prompt: int, seed: int) -> int:
-        """At least 1."""
+    tokens: int
+    own_from: int = 0
+    leads: bool = False
+
+
+class Lengths(Protocol):
+    """Answers by the numbers of the prompt, of its own seed, and of the member of the group."""
+
+    def answer(self, prompt: int, seed: int, member: int) -> Answer:
+        """The same for the same numbers."""
+        ...
+
+    def coarse(self, grain: int) -> Lengths:
+        """In units of `grain` tokens."""
         ...
 
 
@@ -43,42 +59,108 @@ class LogNormal:
     alike: float = 0.5
 
     def tokens(self, prompt: int, seed: int) -> int:
-        """See `Lengths`."""
+        """Of the answer."""
         z = math.sqrt(self.alike) * _normal(prompt) + math.sqrt(1 - self.alike) * _normal(seed)
         return max(1, min(self.limit, round(self.median * math.exp(self.sigma * z))))
 
+    def answer(self, prompt: int, seed: int, member: int) -> Answer:
+        """See `Lengths`."""
+        return Answer(self.tokens(prompt, seed))
+
     def coarse(self, grain: int) -> LogNormal:
-        """In units of `grain` tokens."""
+        """See `Lengths`."""
         return LogNormal(self.median / grain, self.sigma, max(1, self.limit // grain), self.alike)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Lengths of a real run, in tokens; each answer's is drawn from them by its seed."""
+    """The groups of a real run; of each its answers, as tokens, `own_from` and reward, the first of which leads.
 
-    lengths: tuple[int, ...]
+    `times`: they are so many times as long here. `apart`: engines compute each answer for itself, as those on GPUs do.
+    """
 
-    def tokens(self, prompt: int, seed: int) -> int:
+    groups: tuple[tuple[tuple[int, int, float], ...], ...]
+    times: float = 1.0
+    apart: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an answer."""
+        lengths = [tokens for group in self.groups for tokens, _, _ in group]
+        return self.times * sum(lengths) / len(lengths)
+
+    def answer(self, prompt: int, seed: int, member: int) -> Answer:
         """See `Lengths`."""
-        return self.lengths[int(uniform(seed, 0) * len(self.lengths))]
+        group = self.groups[int(uniform(prompt, 2) * len(self.groups))]
+        tokens, own_from, _ = group[member % len(group)]
+        length = max(1, round(self.times * tokens))
+        if self.apart:
+            return Answer(length)
+        return Answer(length, round(self.times * own_from), member % len(group) == 0)
 
     def coarse(self, grain: int) -> Recorded:
-        """In units of `grain` tokens."""
-        return Recorded(tuple(max(1, round(length / grain)) for length in self.lengths))
+        """See `Lengths`."""
+        return replace(self, times=self.times / grain)
+
+    def trained_share(self, size: int, limit: int, prompt: int) -> float:
+        """The part of the distinct tokens that is left where groups whose rewards are all alike are not trained.
+
+        Args:
+            size: members of a group: of each the first.
+            limit: longest answer, in tokens; one that it cuts off has no reward.
+            prompt: tokens of a prompt.
+        """
+        trained = whole = 0
+        for group in self.groups:
+            members = group[:size]
+            tokens = prompt + sum(min(limit, length) - min(limit, own_from) for length, own_from, _ in members)
+            whole += tokens
+            trained += tokens * (len({reward if length <= limit else 0.0 for length, _, reward in members}) > 1)
+        return trained / whole
 
     @staticmethod
-    def of_run(run_dir: Path) -> Recorded:
-        """Of the samples that a run kept (`samples.every=1`).
+    def of_run(run_dir: Path, after: int = 0) -> Recorded:
+        """Of the samples that a run kept (`samples.every=1`), without those of its first `after` steps.
 
         Raises:
             ValueError: it kept none.
         """
         import pyarrow.parquet as pq
 
-        found: list[int] = []
+        answers: dict[str, list[tuple[list[int], float]]] = {}
+        wanted = ["step", "rollout", "sample", "tokens", "loss_mask", "total_reward"]
         for file in sorted((run_dir / "samples").glob("*.parquet")):
-            masks = pq.read_table(file, columns=["loss_mask"])["loss_mask"].to_pylist()
-            found += [sum(mask) for mask in masks]
-        if not found:
+            rows = pq.read_table(file, columns=wanted).to_pylist()
+            for row in sorted(rows, key=lambda row: int(row["sample"])):
+                if row["step"] > after:
+                    kept = [token for token, own in zip(row["tokens"], row["loss_mask"], strict=True) if own]
+                    answers.setdefault(row["rollout"], []).append((kept, row["total_reward"]))
+        if not answers:
             raise ValueError(f"{run_dir} keeps no samples to take lengths from; run it with samples.every=1")
+        found = []
+        for _, group in sorted(answers.items(), key=lambda item: item[1]):  # ids of rollouts differ from run to run
+            parts = zip(parting([tokens for tokens, _ in group]), group, strict=True)
+            found.append(tuple((length, own_from, reward) for (length, own_from), (_, reward) in parts))
         return Recorded(tuple(found))
+
+    @staticmethod
+    def of_file(file: Path, times: float = 1.0) -> Recorded:
+        """As `save` wrote it."""
+        groups = json.loads(file.read_text())
+        return Recorded(tuple(tuple((length, own, reward) for length, own, reward in group) for group in groups), times)
+
+    def save(self, file: Path) -> None:
+        """For `of_file`, without `times`."""
+        lines = (json.dumps(group, separators=(",", ":")) for group in self.groups)
+        file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def parting(answers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Of each answer of a group its tokens, and how many it begins with that one before it begins with, too."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for answer in answers:
+        prefixes = [tuple(answer[:length]) for length in range(1, len(answer) + 1)]
+        found.append((len(answer), sum(prefix in seen for prefix in prefixes)))
+        seen.update(prefixes)
+    return found

@@ -6,17 +6,18 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from simulator.run import Outcome, Setup
 from simulator.scenarios import Cell
 
 COLUMNS = (
     "| run | trained tokens/s | speed-up | step | generation idle | training idle | age, mean (max) | "
-    "prefilled again | in vain |"
+    "prefilled again | in vain | answer |"
 )
-RULE = "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+RULE = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 
 
 class Kept:
@@ -60,7 +61,16 @@ class Kept:
 
 
 def _key(setup: Setup) -> str:
-    return hashlib.sha256(repr(setup).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_said(setup)).encode()).hexdigest()[:16]
+
+
+def _said(value: Any) -> Any:
+    """What of a setup is not its default: so that a setting that is added later leaves finished rows what they are."""
+    if not is_dataclass(value):
+        return value
+    own = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "name"}
+    defaults = {field.name: field.default for field in fields(value)}
+    return [type(value).__name__, *((name, _said(each)) for name, each in own.items() if each != defaults[name])]
 
 
 def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
@@ -74,42 +84,89 @@ def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
         lines += [f"### {table}", "", COLUMNS, RULE, *(_row(cell, found, baseline) for cell, found in rows), ""]
         faults = [f"- {cell.label}: {fault}" for cell, found in rows for fault in found.faults]
         lines += [*faults, ""] if faults else []
-    return "\n".join(lines)
+    return "\n".join([*lines, ages(cells, kept, seed)])
 
 
 def _row(cell: Cell, found: Outcome, baseline: float) -> str:
     vain = max(0.0, 1 - found.trained_per_s / found.tokens_per_s)
+    answer = found.trained_per_s * found.step_s / (cell.setup.batch * cell.setup.group)
     return (
         f"| {cell.label} | {found.trained_per_s / 1e3:.0f} k | {found.trained_per_s / baseline:.2f} | "
         f"{found.step_s:.0f} s | {found.generation_idle:.0%} | "
         f"{found.training_idle:.0%} | {found.staleness_mean:.2f} ({found.staleness_max}) | {found.interrupted:.2f} | "
-        f"{vain:.0%} |"
+        f"{vain:.0%} | {answer:,.0f} |"
     )
 
 
+def ages(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
+    """Of the tables over η: which part of the trained tokens is how many versions old."""
+    lines: list[str] = []
+    for table in _over_eta(cells):
+        rows = [(cell, kept.get(kept.seeded(cell.setup, seed)).staleness) for cell in cells if cell.table == table]
+        oldest = max(max(found, default=0) for _, found in rows)
+        lines += [f"### {table.partition(':')[0]}: age of trained tokens, in versions", ""]
+        lines += [f"| run | {' | '.join(map(str, range(oldest + 1)))} |", f"|---|{'--:|' * (oldest + 1)}"]
+        for cell, found in rows:
+            if not cell.baseline:
+                shares = (found[age] / found.total() for age in range(oldest + 1))
+                lines.append(f"| η = {cell.setup.eta} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _over_eta(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")))
+
+
 def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None) -> None:
-    """Step time over η, by number of devices, the baseline's as lines; and where the devices' time goes."""
+    """Speed-up over the split and over η, by number of devices, and how old trained tokens are."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    for table in dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")):
-        own = [cell for cell in cells if cell.table == table]
-        found = {cell: kept.get(kept.seeded(cell.setup, seed)) for cell in own}
-        baseline = max(found[cell].trained_per_s for cell in own if cell.baseline)
-        runs = [cell for cell in own if not cell.baseline]
+    def found(cell: Cell) -> Outcome:
+        return kept.get(kept.seeded(cell.setup, seed))
+
+    def speed_up(cell: Cell) -> float:
+        baselines = (found(each).trained_per_s for each in cells if each.table == cell.table and each.baseline)
+        return found(cell).trained_per_s / max(baselines)
+
+    figure, (split, eta, age) = pyplot.subplots(1, 3, figsize=(13, 3.9))
+    for table in dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": splits")):
+        runs = [cell for cell in cells if cell.table == table and not cell.baseline]
+        runs = [cell for cell in runs if cell.setup.devices[0] == 4 * cell.setup.servers]
+        shares = [100 * cell.setup.devices[0] / sum(cell.setup.devices) for cell in runs]
+        split.plot(shares, [speed_up(cell) for cell in runs], marker="o", label=table.partition(":")[0])
+    split.set_xlabel("devices that generate, %")
+    split.set_title("the split, η = 8")
+    for table in _over_eta(cells):
+        runs = [cell for cell in cells if cell.table == table and not cell.baseline]
         etas = [cell.setup.eta for cell in runs]
-        name = table.partition(":")[0]
-        axes[0].plot(etas, [found[cell].trained_per_s / baseline for cell in runs], marker="o", label=name)
-        axes[1].plot(etas, [found[cell].staleness_mean for cell in runs], marker="o", label=name)
-    axes[0].axhline(1.0, color="grey", linewidth=0.8)
-    axes[0].set_ylabel("speed-up over synchronous")
-    axes[1].set_ylabel("mean age of trained tokens, versions")
-    for each in axes:
-        each.set_xlabel("η")
-        each.legend()
+        eta.plot(etas, [speed_up(cell) for cell in runs], marker="o", label=table.partition(":")[0])
+    eta.set_xlabel("η, max_head_offpolicyness")
+    eta.set_title("what η buys, 11/16 generate")
+    for axis in (split, eta):
+        axis.axhline(3.0, color="grey", linewidth=1.0, linestyle="--")
+        axis.axhline(1.0, color="grey", linewidth=1.0)
+        axis.set_ylim(0.0, 3.5)
+        axis.annotate("goal", (0.01, 3.03), xycoords=("axes fraction", "data"), color="grey")
+        axis.annotate("synchronous", (0.01, 1.03), xycoords=("axes fraction", "data"), color="grey")
+        axis.set_ylabel("tokens trained, times synchronous")
+        axis.legend(loc="lower right", frameon=False)
+    largest = _over_eta(cells)[-1:]
+    for cell in cells:
+        if cell.table in largest and cell.setup.eta:
+            counts = found(cell).staleness
+            versions = range(cell.setup.eta + 1)
+            shares = [100 * counts[version] / counts.total() for version in versions]
+            age.plot(versions, shares, marker="o", label=f"η = {cell.setup.eta}")
+    age.set_xlabel("age, versions")
+    age.set_ylabel("of trained tokens, %")
+    age.set_title(f"how old they are, {''.join(largest).partition(':')[0]}")
+    age.legend(frameon=False)
+    for axis in (split, eta, age):
+        axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, dpi=80)
+    figure.savefig(file, dpi=90)
     pyplot.close(figure)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.datasets.order import PromptStream
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
@@ -38,6 +40,7 @@ from asyncrl.trainer.messages import Discard
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from simulator.agents import SimulatedCode, Turns
 from simulator.clock import run as run_virtual
+from simulator.cores import Cores, Process
 from simulator.engine import EngineCounts, EngineModel
 from simulator.faults import Faults, Fleet
 from simulator.lengths import Lengths
@@ -51,6 +54,25 @@ REST_LIMIT_S = 7200.0
 """Virtual time in which a run has to come to rest after its last step."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host on which everything runs, and what its processes compute besides the engine and the trainer.
+
+    Attributes:
+        cores: of the host.
+        call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
+        rollout_s: of a RolloutWorker, for a rollout; likewise.
+        control_s: of the manager and the master, for a rollout; nobody waits for it.
+        announce_s: until the manager hears of a version.
+    """
+
+    cores: int
+    call_s: float
+    rollout_s: float
+    control_s: float
+    announce_s: float
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,9 @@ class Setup:
     faults: Faults = field(default_factory=Faults)
     step_limit_s: float = 7200.0
     encode: bool = False
+    host: Host | None = None
+    shares_prefixes: bool = False
+    """Whether the trainer computes what samples of a group begin with alike once."""
 
 
 @dataclass
@@ -159,11 +184,33 @@ class _Client(ManagerClient):
 
 
 class _Rollouts(RolloutClient):
-    """Likewise."""
+    """Likewise; on a host the worker computes for each rollout and call, one after the other."""
 
-    def __init__(self, manager: ManagerClient, network: Network, **settings: Any) -> None:
+    def __init__(
+        self, manager: ManagerClient, network: Network, host: Host | None, cores: Cores, **settings: Any
+    ) -> None:
         super().__init__(manager, security=None, **settings)
         self._http = VirtualHttp(network)
+        self._host, self._worker, self._control = host, Process(cores), Process(cores)
+        self._controlling: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:
+        if self._host is None:
+            return await super().generate(request, *args, **more)
+        await self._worker.work(self._host.rollout_s / 2)
+        found = await super().generate(request, *args, **more)
+        await self._worker.work(self._host.rollout_s / 2)
+        controlling = asyncio.create_task(self._control.work(self._host.control_s))
+        self._controlling.add(controlling)
+        controlling.add_done_callback(self._controlling.discard)
+        return found
+
+    async def _round(self, *args: Any) -> None:
+        if self._host is not None:
+            await self._worker.work(self._host.call_s / 2)
+        await super()._round(*args)
+        if self._host is not None:
+            await self._worker.work(self._host.call_s / 2)
 
 
 @dataclass(slots=True)
@@ -174,7 +221,7 @@ class _Mark:
     counts: EngineCounts
     train_s: float
     wait_s: float
-    trained: int
+    staleness: Counter[int]
 
 
 class Simulation:
@@ -184,6 +231,7 @@ class Simulation:
         self.setup = setup
         self._loop = asyncio.get_running_loop()
         clock = self._loop.time
+        self.cores = Cores(math.inf if setup.host is None else setup.host.cores)
         self.network = Network(encode=setup.encode)
         self.service = ManagerService(
             batch_size=setup.batch,
@@ -211,9 +259,10 @@ class Simulation:
             setup.faults,
             lease_s=setup.lease_s,
             seed=setup.seed,
+            cores=self.cores,
         )
         self.trainer = setup.trainer.coarse(setup.grain)
-        self.head = DataHead(4 * setup.batch * (setup.eta + 2))
+        self.head = DataHead(4 * setup.batch * (setup.eta + 2), shares_prefixes=setup.shares_prefixes)
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
         self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
         self.manager = _Client("master_worker/0", self.network)
@@ -297,9 +346,8 @@ class Simulation:
         manager = _Client(f"rollout_worker/{index}", self.network)
         stream = PromptStream(1_000_000, setup.seed, index, setup.workers)
         requests = concurrent if setup.turns is None else concurrent * setup.group
-        async with _Rollouts(
-            manager, self.network, max_concurrent=requests, request_timeout_s=setup.request_timeout_s
-        ) as client:
+        limits = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
+        async with _Rollouts(manager, self.network, setup.host, self.cores, **limits) as client:
             await RolloutLoop(stream, code, manager, client, self.head.push, config).run()
 
     # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
@@ -320,9 +368,7 @@ class Simulation:
         begun = self._loop.time()
         batch = await self._next_batch()
         has_data = self._loop.time()
-        tokens = sum(record.tokens for record in batch.records)
-        step_s = self.trainer.step_s(tokens)
-        await asyncio.sleep(step_s)
+        await self.cores.work(self.trainer.step_s(sum(record.computed_tokens for record in batch.records)))
         self.buffer.mark_trained(batch)
         self.version += 1
         for record in batch.records:
@@ -330,12 +376,14 @@ class Simulation:
                 self.staleness[batch.version - version] += count
         self._trained += [record.rollout_id for record in batch.records]
         await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
-        await asyncio.sleep(self.trainer.publish_s)
-        self.fleet_runner.publish(Target(self.version, f"v{self.version}"))
+        await self.cores.work(self.trainer.publish_s)
+        published = self._loop.time()
+        announce_s = 0.0 if self.setup.host is None else self.setup.host.announce_s
+        self._loop.call_later(announce_s, self.fleet_runner.publish, Target(self.version, f"v{self.version}"))
         await self._report()
         await self.manager.status()
         self._wait_s += has_data - begun
-        self._train_s += step_s + self.trainer.publish_s
+        self._train_s += published - has_data
         self.steps.append(self._loop.time() - begun)
 
     async def _next_batch(self) -> TrainBatch:
@@ -353,9 +401,10 @@ class Simulation:
         while True:
             self.buffer.expire(self.version)
             await self._report()
-            if len(self.buffer) >= self.setup.batch:
+            missing = self.setup.batch - len(self.buffer)
+            if missing <= 0:
                 return
-            await self.collector.changed()
+            await self.collector.changed(missing)
 
     async def _report(self) -> None:
         self._drops += self.buffer.pop_drops()
@@ -385,7 +434,7 @@ class Simulation:
     def _mark(self) -> _Mark:
         counts = EngineCounts()
         counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.total())
+        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy())
 
     async def _audit(self) -> list[str]:
         """Let what runs end, then look whether everything is accounted for."""
@@ -431,6 +480,7 @@ class Simulation:
         else:
             idle = ((1.0 - busy) * generation + (1.0 - trained) * training) / (generation + training)
         steps = self.steps[setup.warm_up :]
+        staleness = last.staleness - first.staleness
         return Outcome(
             step_s=elapsed / len(steps),
             wait_s=(last.wait_s - first.wait_s) / len(steps),
@@ -439,8 +489,8 @@ class Simulation:
             idle=idle,
             running=(last.counts.running_s - first.counts.running_s) / servers_s,
             tokens_per_s=generated * setup.grain / elapsed,
-            trained_per_s=(last.trained - first.trained) * setup.grain / elapsed,
-            staleness=self.staleness,
+            trained_per_s=staleness.total() * setup.grain / elapsed,
+            staleness=staleness,
             interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
             retracted=last.counts.retracted - first.counts.retracted,
             dropped=dict(self._books.dropped),

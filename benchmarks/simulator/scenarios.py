@@ -7,7 +7,7 @@ trains on all of them; each row of it has another number of devices to a server,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
 from simulator.agents import Turns
-from simulator.devices import H100, QWEN_7B, QWEN_32B, Model, engine_model, switch_s, trainer_model
+from simulator.devices import H100, QWEN_7B, QWEN_32B, Device, Model, engine_model, switch_s, trainer_model
 from simulator.faults import Faults
 from simulator.lengths import LogNormal
 from simulator.run import Setup
@@ -39,6 +39,10 @@ class Cell:
     baseline: bool = False
 
 
+Table = Callable[[bool], list[Cell]]
+"""The rows of one or more tables; with True in few steps."""
+
+
 def _steps(eta: int, quick: bool) -> dict[str, int]:
     """In the first steps short answers are trained that came first: those that are measured come after the longest."""
     if quick:
@@ -46,13 +50,23 @@ def _steps(eta: int, quick: bool) -> dict[str, int]:
     return {"steps": eta + 14, "warm_up": eta + 4} if eta else {"steps": 4, "warm_up": 1}
 
 
-def synchronous(devices: int, tensor: int, *, model: Model = QWEN_7B, quick: bool = False, **more: Any) -> Setup:
-    """All devices generate, then all train."""
-    trainer = replace(trainer_model(model, H100, devices), switch_s=switch_s(model, H100, 8))
+def synchronous(
+    devices: int,
+    tensor: int,
+    *,
+    model: Model = QWEN_7B,
+    device: Device = H100,
+    free_updates: bool = False,
+    quick: bool = False,
+    **more: Any,
+) -> Setup:
+    """All devices generate, then all train. `free_updates`: changing between the two takes no time."""
+    moving_s = 0.0 if free_updates else switch_s(model, 8)
+    trainer = replace(trainer_model(model, device, devices), switch_s=moving_s)
     setup = Setup(
         name=f"{devices} devices, synchronous, {tensor} to a server",
         servers=devices // tensor,
-        engine=replace(engine_model(model, H100, tensor), update_s=SWITCHED_UPDATE_S),
+        engine=replace(engine_model(model, device, tensor), update_s=0.0 if free_updates else SWITCHED_UPDATE_S),
         trainer=trainer,
         devices=(devices, devices),
         lengths=LONG,
@@ -68,14 +82,24 @@ def synchronous(devices: int, tensor: int, *, model: Model = QWEN_7B, quick: boo
 
 
 def asynchronous(
-    devices: int, generation: int, tensor: int, eta: int, *, model: Model = QWEN_7B, quick: bool = False, **more: Any
+    devices: int,
+    generation: int,
+    tensor: int,
+    eta: int,
+    *,
+    model: Model = QWEN_7B,
+    device: Device = H100,
+    free_updates: bool = False,
+    quick: bool = False,
+    **more: Any,
 ) -> Setup:
-    """`generation` of the devices generate, the others train."""
+    """`generation` of the devices generate, the others train. `free_updates`: new weights arrive in no time."""
+    engine = engine_model(model, device, tensor)
     setup = Setup(
         name=f"{devices} devices, {generation} generate, {tensor} to a server, η = {eta}",
         servers=generation // tensor,
-        engine=engine_model(model, H100, tensor),
-        trainer=trainer_model(model, H100, devices - generation),
+        engine=replace(engine, update_s=0.0) if free_updates else engine,
+        trainer=trainer_model(model, device, devices - generation),
         devices=(generation, devices - generation),
         lengths=LONG,
         eta=eta,
@@ -88,9 +112,14 @@ def asynchronous(
     return replace(setup, **more)
 
 
-def _generating(devices: int) -> int:
-    """The share of the devices with which neither side waits much."""
-    return 11 * devices // 16
+def in_flight(batches: int, devices: int) -> dict[str, Any]:
+    """What the recommended setup has besides its split: so many batches of rollouts at a time, updates in place."""
+    return {"in_flight": batches * devices, "update_mode": UpdateMode.in_place}
+
+
+def _generating(devices: int, sixteenths: int = 11) -> int:
+    """A share of the devices; 11 sixteenths: neither side waits much."""
+    return sixteenths * devices // 16
 
 
 def _label(setup: Setup) -> str:
@@ -106,46 +135,45 @@ def _baselines(table: str, devices: int, tensors: Sequence[int], **more: Any) ->
     ]
 
 
-def _splits(quick: bool) -> list[Cell]:
-    table = "64 devices: splits"
-    cells = _baselines(table, 64, (8,), quick=quick)
-    for generation, tensor in ((36, 4), (40, 4), (44, 1), (44, 2), (44, 4), (48, 4), (52, 4)):
-        setup = asynchronous(64, generation, tensor, 8, quick=quick, update_mode=UpdateMode.in_place)
-        cells.append(Cell(table, _label(setup), setup))
+def _splits(devices: int, sixteenths: Sequence[int], tensors: Sequence[int], sizes: Sequence[int] = ()) -> Table:
+    """The baseline by size of server (`tensors`), then splits with 4 devices to a server, then other `sizes`."""
+
+    def cells(quick: bool) -> list[Cell]:
+        table = f"{devices} devices: splits"
+        found = _baselines(table, devices, tensors, quick=quick)
+        for share, tensor in [*((share, 4) for share in sixteenths), *((11, size) for size in sizes)]:
+            more = in_flight(3, devices)
+            setup = asynchronous(devices, _generating(devices, share), tensor, 8, quick=quick, **more)
+            found.append(Cell(table, _label(setup), setup))
+        return found
+
     return cells
 
 
-def _etas(devices: int, etas: Sequence[int], tensors: Sequence[int], quick: bool) -> list[Cell]:
+def _etas(devices: int, quick: bool) -> list[Cell]:
+    """Three batches in flight at most, and fewer where η admits fewer."""
     table = f"{devices} devices: η"
-    cells = _baselines(table, devices, tensors, quick=quick)
-    for eta in etas:
-        setup = asynchronous(devices, _generating(devices), 4, eta, quick=quick, update_mode=UpdateMode.in_place)
+    cells = _baselines(table, devices, (8,), quick=quick)
+    for eta in ETAS:
+        more = in_flight(min(3, eta + 1), devices)
+        setup = asynchronous(devices, _generating(devices), 4, eta, quick=quick, **more)
         cells.append(Cell(table, _label(setup), setup))
     return cells
 
 
 def _in_flight(quick: bool) -> list[Cell]:
-    table = "64 devices, η = 8: rollouts in flight"
+    table = "64 devices: rollouts in flight"
     cells = _baselines(table, 64, (8,), quick=quick)
-    base = asynchronous(64, _generating(64), 4, 8, quick=quick, update_mode=UpdateMode.in_place)
-    for batches in (2, 3, 4, 6):
-        cells.append(Cell(table, f"{batches} batches", replace(base, in_flight=batches * 64)))
-    return [*cells, Cell(table, "9 batches, all that η allows", base)]
-
-
-def _best(devices: int, quick: bool) -> list[Cell]:
-    """The fastest found at 64 devices."""
-    table = f"{devices} devices: the best found"
-    baseline = synchronous(devices, 8, quick=quick)
-    more = {"update_mode": UpdateMode.in_place, "in_flight": 3 * devices}
-    setup = asynchronous(devices, _generating(devices), 4, 8, quick=quick, **more)
-    cells = [Cell(table, f"{SYNC}, 8 to a server", baseline, baseline=True)]
-    return [*cells, Cell(table, f"{_label(setup)}, 3 batches in flight", setup)]
+    for eta, batches in ((2, 3), (4, 3), (4, 5), (8, 2), (8, 3), (8, 4), (8, 6), (8, 9)):
+        setup = asynchronous(64, _generating(64), 4, eta, quick=quick, **in_flight(batches, 64))
+        every = ", all that η allows" if batches == eta + 1 else ""
+        cells.append(Cell(table, f"η = {eta}, {batches} batches{every}", setup))
+    return cells
 
 
 def _updates(quick: bool) -> list[Cell]:
-    table = "64 devices: how weights arrive, and when rollouts start"
-    base = asynchronous(64, 44, 4, 4, quick=quick)
+    table = "64 devices, η = 4, 3 batches in flight: how weights arrive, and when rollouts start"
+    base = asynchronous(64, 44, 4, 4, quick=quick, in_flight=3 * 64)
     named: dict[str, dict[str, Any]] = {
         "interrupt": {},
         "retract": {"update_mode": UpdateMode.retract},
@@ -158,9 +186,10 @@ def _updates(quick: bool) -> list[Cell]:
     return [Cell(table, label, replace(base, **changes)) for label, changes in named.items()]
 
 
-def _faults(quick: bool) -> list[Cell]:
-    table = "64 devices: faults"
-    base = asynchronous(64, 44, 4, 4, quick=quick, update_mode=UpdateMode.in_place, health_interval_s=2.0)
+def _faults(devices: int, quick: bool) -> list[Cell]:
+    table = f"{devices} devices: faults"
+    more = in_flight(3, devices) | {"health_interval_s": 2.0}
+    base = asynchronous(devices, _generating(devices), 4, 8, quick=quick, **more)
     named = {
         "none": Faults(),
         "a tenth of the servers twice as slow": Faults(slow_share=0.1, slow_factor=2.0),
@@ -173,43 +202,72 @@ def _faults(quick: bool) -> list[Cell]:
     return [Cell(table, label, replace(base, faults=faults)) for label, faults in named.items()]
 
 
-def _agents(quick: bool) -> list[Cell]:
-    table = "64 devices: agents, 2 to 8 turns, tools that take seconds"
-    turns = Turns(least=2, most=8, tool_median_s=3.0, tool_sigma=1.2, tool_limit_s=120.0, tool_tokens=4)
-    changes: dict[str, Any] = {
-        "turns": turns,
-        "lengths": SHORT_TURNS,
-        "max_new_tokens": SHORT_TURNS.limit,
-        "group": 8,
-        "grain": 64,
-    }
-    cells = [
-        Cell(table, f"{SYNC}, {tensor} to a server", synchronous(64, tensor, quick=quick, **changes), baseline=True)
-        for tensor in (1, 4)
-    ]
-    for eta, routing in ((1, "least_requests"), (4, "least_requests"), (4, "prefix_affine")):
-        setup = asynchronous(64, 48, 2, eta, quick=quick, routing=routing, **changes)
-        cells.append(Cell(table, f"{_label(setup)}, {routing}", setup))
+def _agents(devices: int, tools_s: Sequence[float], quick: bool) -> list[Cell]:
+    """Episodes of 2 to 8 turns; what a speed-up is against is the baseline with the same tools, so a table each."""
+    cells = []
+    for tool_s in tools_s:
+        table = f"{devices} devices: agents, 2 to 8 turns, tools of {tool_s:g} s"
+        changes: dict[str, Any] = {
+            "turns": Turns(2, 8, tool_s, tool_sigma=1.2, tool_limit_s=40 * tool_s, tool_tokens=4),
+            "lengths": SHORT_TURNS,
+            "max_new_tokens": SHORT_TURNS.limit,
+            "group": 8,
+            "grain": 64,
+        }
+        cells += _baselines(table, devices, (1, 4), quick=quick, **changes)
+        for eta, batches in ((1, 2), (4, 3)):
+            more = changes | in_flight(batches, devices)
+            setup = asynchronous(devices, _generating(devices, 12), 2, eta, quick=quick, **more)
+            cells.append(Cell(table, f"{_label(setup)}, {batches} batches", setup))
     return cells
 
 
-def _large(quick: bool) -> list[Cell]:
-    table = "128 devices, a model of 32B"
-    cells = _baselines(table, 128, (4, 8), quick=quick, model=QWEN_32B)
-    setup = asynchronous(128, 80, 4, 4, quick=quick, model=QWEN_32B)
-    return [*cells, Cell(table, _label(setup), setup)]
+def _large(devices: int, quick: bool) -> list[Cell]:
+    table = f"{devices} devices, a model of 32B"
+    cells = _baselines(table, devices, (4, 8), quick=quick, model=QWEN_32B)
+    for share, batches in ((10, 2), (11, 2), (11, 3), (12, 2)):
+        more = in_flight(batches, devices)
+        generation = _generating(devices, share)
+        setup = asynchronous(devices, generation, 8, 8, quick=quick, model=QWEN_32B, **more)
+        cells.append(Cell(table, f"{_label(setup)}, {batches} batches", setup))
+    return cells
 
 
-TABLES = {
-    "splits": _splits,
-    "eta64": lambda quick: _etas(64, ETAS[1:], (1, 2, 4, 8), quick),
-    "updates": _updates,
-    "faults": _faults,
-    "agents": _agents,
+def _assumptions(quick: bool) -> list[Cell]:
+    """Each a table of two rows: what the speed-up is if an assumption is another."""
+    fast = replace(H100, all_reduce_s=H100.all_reduce_s / 4)
+    tails = {0.5: "a shorter tail: σ = 0.5", 1.5: "a longer one: σ = 1.5"}
+    changed: dict[str, dict[str, Any]] = {
+        "as above": {},
+        "an all-reduce in a quarter of the time": {"device": fast},
+        "weights in no time, state moved in no time (both sides)": {"free_updates": True},
+        **{name: {"lengths": replace(LONG, sigma=sigma)} for sigma, name in tails.items()},
+        "answers of a prompt not alike": {"lengths": replace(LONG, alike=0.0)},
+        "half the limit: 16,384 tokens": {
+            "lengths": replace(LONG, limit=16_384),
+            "max_new_tokens": 16_384,
+        },
+    }
+    cells = []
+    for name, changes in changed.items():
+        table = f"64 devices: {name}"
+        cells += _baselines(table, 64, (4, 8), quick=quick, **changes)
+        setup = asynchronous(64, 44, 4, 8, quick=quick, **changes, **in_flight(3, 64))
+        cells.append(Cell(table, _label(setup), setup))
+    return cells
+
+
+TABLES: dict[str, Table] = {
+    "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
+    "eta64": lambda quick: _etas(64, quick),
     "inflight": _in_flight,
-    "eta512": lambda quick: _etas(512, (1, 4, 8), (8,), quick),
-    "best64": lambda quick: _best(64, quick),
-    "best512": lambda quick: _best(512, quick),
-    "best1024": lambda quick: _best(1024, quick),
-    "large": _large,
+    "assumptions": _assumptions,
+    "updates": _updates,
+    "faults64": lambda quick: _faults(64, quick),
+    "agents64": lambda quick: _agents(64, (3.0, 30.0), quick),
+    "large128": lambda quick: _large(128, quick),
+    "splits512": _splits(512, (10, 11, 12), (1, 2, 4, 8)),
+    "eta512": lambda quick: _etas(512, quick),
+    "splits1024": _splits(1024, (10, 11, 12), (4, 8)),
+    "faults512": lambda quick: _faults(512, quick),
 }

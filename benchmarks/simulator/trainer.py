@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.api import Trajectory
 from asyncrl.comm.request_reply import Done
 from asyncrl.trainer.inbox import Inbox
-from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer
+from asyncrl.trainer.messages import Discard, PollBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +36,27 @@ class TrainerModel:
 class DataHead:
     """The ModelWorkers' end as far as the collector and the pushers see it: the real inbox, polled in process."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, shares_prefixes: bool = False) -> None:
         self._arrived = asyncio.Event()
-        self.inbox = Inbox(0, capacity, self._arrived.set)
+        self.inbox = Inbox(0, capacity, self._arrived.set, shares_prefixes=shares_prefixes)
 
     async def push(self, trajectory: Trajectory) -> None:
         """Hand a trajectory over; returns once it is held."""
         self.inbox.put(trajectory, 0.0)
 
     async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> Any:
-        """Answer what the master asks."""
+        """Answer what the master asks, as the ModelWorker does."""
         if isinstance(request, Discard):
             self.inbox.remove(request.rollout_ids)
             return Done()
-        self._arrived.clear()
-        found: PolledBuffer = self.inbox.poll(request.cursor)
-        if not found.rollouts and request.timeout_s:
-            try:
-                async with asyncio.timeout(request.timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                pass
-            found = self.inbox.poll(request.cursor)
-        return found
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.timeout_s):
+                await self._wait(request.cursor, 1)
+            async with asyncio.timeout(request.gather_s):
+                await self._wait(request.cursor, request.at_least)
+        return self.inbox.poll(request.cursor)
+
+    async def _wait(self, cursor: int, count: int) -> None:
+        while self.inbox.arrived_after(cursor) < count:
+            self._arrived.clear()
+            await self._arrived.wait()

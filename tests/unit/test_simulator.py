@@ -13,11 +13,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from simulator.clock import Deadlock
 from simulator.clock import run as run_virtual
+from simulator.cores import Cores, Process
 from simulator.devices import H100, QWEN_7B, engine_model
 from simulator.engine import Engine, EngineModel
 from simulator.faults import Faults
-from simulator.lengths import LogNormal, Recorded
-from simulator.run import Setup, Simulation, simulate
+from simulator.lengths import Answer, LogNormal, Recorded, parting
+from simulator.report import Kept, tables
+from simulator.run import Host, Setup, Simulation, simulate
+from simulator.scenarios import Cell
 from simulator.trainer import TrainerModel
 
 from asyncrl.inference.messages import (
@@ -59,15 +62,21 @@ SETUP = Setup(
 
 
 class _Fixed:
-    """Answers with as many tokens as their seed says."""
+    """Answers with as many tokens as their seed says, of which so many are the group's as `shared` says by member."""
 
-    def tokens(self, prompt: int, seed: int) -> int:
-        return seed
+    def __init__(self, *shared: int) -> None:
+        self._shared = shared
+
+    def answer(self, prompt: int, seed: int, member: int) -> Answer:
+        return Answer(seed, self._shared[member], not member) if self._shared else Answer(seed)
+
+    def coarse(self, grain: int) -> _Fixed:
+        raise NotImplementedError
 
 
 def _request(*lengths: int, prompt: tuple[int, ...] = (1, 2, 3, 4), most: int = 1_000) -> GenerateRequest:
     return GenerateRequest(
-        rid=[f"{prompt[0]}-{number};" for number in range(len(lengths))],
+        rid=[f"{prompt[0]};{number};0;" for number in range(len(lengths))],
         input_ids=[prompt] * len(lengths),
         sampling_params=[{"max_new_tokens": most, "sampling_seed": length} for length in lengths],
     )
@@ -116,6 +125,91 @@ def test_answers_take_as_long_as_token_by_token() -> None:
 
     # the prompt of four tokens is prefilled once and then cached
     assert run_virtual(main()) == pytest.approx(_seconds(MODEL, 4, lengths, prefilled=4), rel=1e-3)
+
+
+def test_what_samples_have_alike_is_computed_once() -> None:
+    """As if token by token the rows were counted: samples that have not parted are one."""
+    lengths, shared, model = [30, 40, 25, 25], [0, 10, 25, 0], replace(MODEL, sequence_s=2e-4, row_s=1e-3)
+
+    async def main() -> tuple[float, list[list[int]]]:
+        engine = Engine(model, _Fixed(*shared))
+        replies = await engine.answer("/generate", _request(*lengths))
+        return asyncio.get_running_loop().time(), [reply["output_ids"] for reply in replies]
+
+    at, tokens = run_virtual(main())
+    assert tokens[0][:10] == tokens[1][:10] == tokens[2][:10]
+    assert tokens[1][10] != tokens[0][10]
+    assert parting(tokens) == list(zip(lengths, shared, strict=True))
+    expected = 4 * model.prefill_s + 4 * model.prefill_token_s
+    for step in range(max(lengths)):
+        running = sum(length > step for length in lengths)
+        rows = sum(own_from <= step < length for length, own_from in zip(lengths, shared, strict=True))
+        expected += model.decode_step_s(running, rows * (4 + step + 0.5), rows)
+    assert at == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.abort, PauseMode.retract])
+def test_what_samples_have_alike_is_prefilled_once_after_an_interruption(mode: PauseMode) -> None:
+    async def main() -> float:
+        engine = Engine(MODEL, _Fixed(0, 60, 100))
+        running = asyncio.create_task(engine.answer("/generate", _request(100, 100, 100)))
+        await asyncio.sleep(0.5)  # some 40 tokens: none has parted
+        await engine.answer("/pause_generation", PauseRequest(mode))
+        await asyncio.sleep(0)
+        await engine.answer("/update_weights_from_disk", UpdateWeightsRequest("v1", "1"))
+        before = engine.counts.prefilled
+        await engine.answer("/continue_generation", ContinueRequest())
+        if mode == PauseMode.abort:
+            partial = [reply["output_ids"] for reply in await running]
+            assert 0 < len(partial[0]) < 60
+            assert partial[0] == partial[1] == partial[2]
+            again = _request(100, 100, 100)
+            params = [each | {"custom_params": {"seed_offset": len(partial[0])}} for each in again.sampling_params]  # type: ignore[union-attr]
+            inputs = [[1, 2, 3, 4, *partial[0]]] * 3
+            replies = await engine.answer(
+                "/generate", GenerateRequest(rid=again.rid, input_ids=inputs, sampling_params=params)
+            )
+            tokens = [partial[0] + reply["output_ids"] for reply in replies]
+        else:
+            tokens = [reply["output_ids"] for reply in await running]
+        assert parting(tokens) == [(100, 0), (100, 60), (100, 100)]
+        return engine.counts.prefilled - before
+
+    assert 4 < run_virtual(main()) < 4 + 60
+
+
+def test_processes_share_the_cores_evenly() -> None:
+    async def main() -> list[float]:
+        loop, cores, times = asyncio.get_running_loop(), Cores(2), []
+
+        async def job(after: float, seconds: float) -> None:
+            await asyncio.sleep(after)
+            await cores.work(seconds)
+            times.append(loop.time())
+
+        await asyncio.gather(job(0, 4), job(0, 4), job(1, 2))
+        worker = Process(cores)
+        await asyncio.gather(worker.work(1), worker.work(1))
+        return [*times, loop.time()]
+
+    # from 1 on three have two thirds of a core each: the last has its 2 s at 4, when the others lack 1 s
+    assert run_virtual(main()) == pytest.approx([4.0, 5.0, 5.0, 7.0])
+
+
+def test_an_engine_slows_down_while_others_compute_on_its_cores() -> None:
+    async def main(others: int) -> float:
+        cores = Cores(2)
+        engine = Engine(MODEL, _Fixed(), cores=cores)
+        background = [asyncio.create_task(cores.work(1e6)) for _ in range(others)]
+        await asyncio.sleep(0)
+        await engine.answer("/generate", _request(50, 30))
+        for each in background:
+            each.cancel()
+        return asyncio.get_running_loop().time()
+
+    alone, with_one, with_three = (run_virtual(main(others)) for others in (0, 1, 3))
+    assert with_one == pytest.approx(alone)
+    assert with_three == pytest.approx(2 * alone, rel=1e-6)
 
 
 def test_no_more_run_than_may_and_the_rest_queues() -> None:
@@ -193,7 +287,27 @@ def test_lengths_are_their_seeds_alone_and_long_tailed() -> None:
     assert drawn == [lengths.tokens(seed // 8, seed) for seed in range(4_000)]
     assert max(drawn) == 8_000
     assert sorted(drawn)[2_000] == pytest.approx(1_000, rel=0.1)
-    assert {Recorded((3, 5)).tokens(0, seed) for seed in range(40)} == {3, 5}
+
+
+def test_recorded_groups_are_had_whole_and_part_where_they_parted() -> None:
+    assert parting([[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 4]]) == [(3, 0), (4, 2), (1, 0), (3, 3)]
+    recorded = Recorded((((3, 0, 1.0), (4, 2, 0.0)), ((7, 0, 1.0), (7, 7, 1.0))), times=2.0)
+    drawn = {tuple(recorded.answer(prompt, 5, member) for member in range(3)) for prompt in range(40)}
+    first = (Answer(6, 0, True), Answer(8, 4, False), Answer(6, 0, True))
+    assert drawn == {first, (Answer(14, 0, True), Answer(14, 14, False), Answer(14, 0, True))}
+    assert recorded.mean == 2 * 21 / 4
+    assert recorded.coarse(2).answer(0, 0, 0).tokens * 2 in {6, 14}
+    assert replace(recorded, apart=True).answer(0, 0, 1).own_from == 0
+
+
+def test_groups_whose_rewards_are_alike_are_not_trained(tmp_path: Path) -> None:
+    recorded = Recorded((((3, 0, 1.0), (4, 2, 0.0), (6, 1, 1.0)), ((7, 0, 1.0), (7, 7, 1.0), (8, 4, 1.0))))
+    # prompts of 5 tokens: of the groups 5 + 3 + 2 + 5 and 5 + 7 + 0 + 4 tokens are computed
+    assert recorded.trained_share(3, 10, 5) == 15 / 31
+    assert recorded.trained_share(1, 10, 5) == 0.0
+    assert recorded.trained_share(3, 7, 5) == 1.0  # the last answer is cut off
+    recorded.save(tmp_path / "groups.json")
+    assert Recorded.of_file(tmp_path / "groups.json") == recorded
 
 
 def test_a_whole_run_is_accounted_for() -> None:
@@ -219,6 +333,17 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
     generated = 1.0 - found.generation_idle
     assert generated + trained <= 1.0
     assert found.wait_s + trained * found.step_s == pytest.approx(found.step_s, rel=0.02)
+
+
+def test_a_run_on_one_host_is_slower_the_fewer_its_cores() -> None:
+    host = Host(cores=64, call_s=0.002, rollout_s=0.004, control_s=0.002, announce_s=0.05)
+    setup = replace(
+        SETUP, steps=8, shares_prefixes=True, lengths=Recorded((((40, 0, 0.0), (30, 10, 0.0), (50, 40, 1.0)),))
+    )
+    apart, many, few = (simulate(replace(setup, host=each)) for each in (None, host, replace(host, cores=2)))
+    assert apart.faults == many.faults == few.faults == []
+    assert few.staleness_max <= SETUP.eta
+    assert many.step_s < few.step_s
 
 
 def test_what_is_written_as_json_and_read_again_goes_the_same_way() -> None:
@@ -265,3 +390,21 @@ def test_interrupted_answers_are_spread_over_all_servers_again() -> None:
     assert found.faults == []
     first, *later = found.steps
     assert max(later) < 2 * first
+
+
+def test_finished_rows_are_kept_by_what_they_are_of_and_tables_are_made_of_them(tmp_path: Path) -> None:
+    setups = {eta: replace(SETUP, eta=eta, colocated=not eta, steps=4) for eta in (0, 2)}
+    kept = Kept(tmp_path / "rows.json")
+    for setup in setups.values():
+        kept.add(setup, simulate(setup))
+    kept = Kept(tmp_path / "rows.json")
+    assert kept.has(replace(setups[2], name="another name"))
+    assert not kept.has(replace(setups[2], seed=2))
+    cells = [Cell("3 devices: η", f"η = {eta}", setup, baseline=not eta) for eta, setup in setups.items()]
+    text = tables(cells, kept)
+    found = kept.get(setups[2])
+    assert f"{found.trained_per_s / kept.get(setups[0]).trained_per_s:.2f}" in text
+    *_, ages = (line for line in text.splitlines() if line.startswith("| η = 2 |") and line.count("%") == 3)
+    shares = [int(share.strip(" %")) for share in ages.split("|")[2:-1]]
+    assert sum(shares) == pytest.approx(100, abs=2)
+    assert found.staleness.total() == pytest.approx(3 * 4 * 3 * 40, rel=0.5)  # of the steps that are measured
