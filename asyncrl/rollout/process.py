@@ -177,7 +177,11 @@ class RolloutWorker(AsyncWorker):
         return PromptStream(rows, self.config.seed, self.index, workers, used=used, out=out)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
-        """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go."""
+        """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go.
+
+        All group alike, each for itself, over the workers that have told that they are there.
+        """
+        await asyncio.to_thread(self._register_pusher)
         groups: Mapping[str, tuple[str, ...]] = {}
         known: set[tuple[str, str]] = set()
         me = names.pusher_key(self.index)
