@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -179,21 +178,21 @@ class RolloutWorker(AsyncWorker):
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go.
 
-        All group alike, each for itself, over the workers that have told that they are there.
+        Each groups for itself, over the workers that have told that they are there, and from that alone: with what it
+        had before, two that saw the others come in another order could leave a rank to nobody.
         """
         await asyncio.to_thread(self._register_pusher)
-        groups: Mapping[str, tuple[str, ...]] = {}
         known: set[tuple[str, str]] = set()
         me = names.pusher_key(self.index)
         ranks = await asyncio.to_thread(self.resolver.follow, names.PULLERS)
         workers = await asyncio.to_thread(self.resolver.follow, names.PUSHERS)
         while True:
             pullers, pushers = ranks.entries(), workers.entries()
-            groups = group({*pushers, me}, pullers, groups)
+            mine = group({*pushers, me}, pullers)[me]
             if self._has_joined and not known.issuperset(pullers.items()):
                 await asyncio.to_thread(self.end_if_given_up)  # they may be of a run that began anew
             known = set(pullers.items())
-            pusher.set_addresses(pullers[key] for key in groups[me])
+            pusher.set_addresses(pullers[key] for key in mine)
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
 
     async def _evaluate(self, request: Evaluate) -> EvaluationResult:

@@ -187,7 +187,8 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
     monkeypatch.setattr(process, "MEMBERSHIP_INTERVAL_S", 0.0)
     followed: asyncio.Queue[list[str]] = asyncio.Queue()
     pusher = SimpleNamespace(set_addresses=lambda addresses: followed.put_nowait(list(addresses)))
-    worker = cast(RolloutWorker, SimpleNamespace(resolver=resolver, index=0))
+    own = {"_has_joined": False, "_register_pusher": lambda: resolver.add(names.pusher_key(0), "rollout_worker/0")}
+    worker = cast(RolloutWorker, SimpleNamespace(resolver=resolver, index=0, **own))
     resolver.add(names.puller_key(0), "tcp://one")
     following = asyncio.create_task(RolloutWorker._follow_pullers(worker, cast(TrajectoryPusher, pusher)))
     try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+
+import psutil
 
 STUCK = """
 import ctypes, logging, os, signal, sys, threading
@@ -37,6 +40,9 @@ def stopped(how: str, limit_s: float) -> tuple[int, list[str], str]:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
+            pause = threading.Event()
+            while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:  # it is on its way into the lock
+                pause.wait(0.01)
             process.terminate()
             told, log = process.communicate(timeout=60)
         finally:
