@@ -7,7 +7,7 @@ asked for is not asked of another until it has offered, or is known to be gone.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 
@@ -20,7 +20,7 @@ class Lenders:
 
     def __init__(self, room: Callable[[], int]) -> None:
         self._room = room
-        self._waiting: dict[asyncio.Future[int], str] = {}
+        self._waiting: OrderedDict[asyncio.Future[int], str] = OrderedDict()
         self._asked: Counter[str] = Counter()
 
     def ask(self) -> None:
@@ -28,8 +28,7 @@ class Lenders:
         room = self._room() - self._asked.total()
         while room > 0 and self._waiting:
             share = -(-room // len(self._waiting))
-            future = next(iter(self._waiting))
-            worker = self._waiting.pop(future)
+            future, worker = self._waiting.popitem(last=False)
             self._asked[worker] += share
             future.set_result(share)
             room -= share
