@@ -178,8 +178,7 @@ class RolloutWorker(AsyncWorker):
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go.
 
-        Each groups for itself, over the workers that have told that they are there, and from that alone: with what it
-        had before, two that saw the others come in another order could leave a rank to nobody.
+        Each groups for itself, over the workers that have told that they are there (`grouping`).
         """
         await asyncio.to_thread(self._register_pusher)
         known: set[tuple[str, str]] = set()

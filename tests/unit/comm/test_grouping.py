@@ -29,34 +29,6 @@ def test_every_dealing_is_balanced_and_leaves_nobody_out(senders: set[str], rece
     assert_balanced(group(senders, receivers), senders, receivers)
 
 
-@given(pushers, pullers, pushers, pullers)
-def test_dealing_anew_is_balanced_whatever_came_before(a: set[str], b: set[str], c: set[str], d: set[str]) -> None:
-    assert_balanced(group(c, d, group(a, b)), c, d)
-
-
-@given(pushers, pullers)
-def test_nothing_moves_when_nobody_comes_or_goes(senders: set[str], receivers: set[str]) -> None:
-    before = group(senders, receivers)
-    assert group(senders, receivers, before) == before
-
-
-@given(pushers, pullers, st.data())
-def test_as_few_pushers_move_as_balance_allows(senders: set[str], receivers: set[str], data: st.DataObject) -> None:
-    before = group(senders, receivers)
-    after_senders = data.draw(pushers)
-    after_receivers = data.draw(pullers)
-    if len(senders) < len(receivers) or len(after_senders) < len(after_receivers):
-        return
-    after = group(after_senders, after_receivers, before)
-    stayed = sum(before.get(sender) == after[sender] for sender in after)
-    kept = sorted(
-        (sum(before.get(sender) == (receiver,) for sender in after_senders) for receiver in after_receivers),
-        reverse=True,
-    )
-    size, larger = divmod(len(after_senders), len(after_receivers))
-    assert stayed == sum(min(count, size + (rank < larger)) for rank, count in enumerate(kept))
-
-
 def test_without_pullers_nobody_has_one() -> None:
     assert group(["a", "b"], []) == {"a": (), "b": ()}
     assert group([], ["p"]) == {}
