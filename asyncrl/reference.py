@@ -195,10 +195,14 @@ class ReferenceTrainer:
         return EpisodeClient(policy, prompt, prompt.member, None)
 
     def minibatches(self, groups: Sequence[Sequence[TrainSample]]) -> Iterator[list[TrainSample]]:
-        """Whole groups, of any number of samples, permuted by (run seed, version), in equal contiguous parts."""
-        order_G = np.random.default_rng([self.config.seed, self.version]).permutation(len(groups))
-        for part in np.split(order_G, self.config.ppo_minibatches):
-            yield [item for g in part.tolist() for item in groups[g]]
+        """Whole groups, of any number of samples: permuted by (run seed, version), those whose rewards differ first,
+        dealt in turn, so that all minibatches have as many with a signal.
+        """
+        permuted = np.random.default_rng([self.config.seed, self.version]).permutation(len(groups))
+        alike = {g: len({item.sample.total_reward for item in groups[g]}) == 1 for g in permuted.tolist()}
+        order_G = sorted(alike, key=lambda g: alike[g])
+        for number in range(self.config.ppo_minibatches):
+            yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
 
     def optimizer_step(self, minibatch: Sequence[TrainSample]) -> tuple[float, float, Stats]:
         """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.

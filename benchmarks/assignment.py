@@ -30,7 +30,7 @@ def plain_assign(
     records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int
 ) -> list[Assignment]:
     """The plan by its rules: longest group first, to the open share with the fewest tokens; then shares to ranks."""
-    minibatch = minibatch_of_groups(len(records), minibatches, seed, version)
+    minibatch = minibatch_of_groups([record.rewards for record in records], minibatches, seed, version)
     destination = [0] * len(records)
     for part in range(minibatches):
         members = [index for index in range(len(records)) if minibatch[index] == part]

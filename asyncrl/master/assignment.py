@@ -1,12 +1,13 @@
 """How a batch is cut: minibatches, and which data-parallel rank trains which group.
 
-The cut into minibatches depends on (seed, version) alone, never on the number of ranks, so that every number of ranks
-takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])` and cut into
-contiguous equal parts. Within a minibatch the groups are dealt to the ranks so that token counts are nearly equal, as
-the slowest rank sets the pace: longest first, each to the rank with the fewest tokens among those with room. Every rank
-gets the same number of groups (one more for some where they do not divide). Which of these shares goes to which rank is
-free, so each goes to the rank that already holds most of its tokens, which spares moving them. Counted are the tokens
-that ranks compute: where they share prefixes, a prefix of several samples of a group once.
+The cut into minibatches depends on (seed, version) and the rewards alone, never on the number of ranks, so that every
+number of ranks takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])`,
+those whose rewards differ come first, and all are dealt to the minibatches in turn. So each minibatch has as many
+groups with a signal as any other, to within one. Within a minibatch the groups are dealt to the ranks so that token
+counts are nearly equal, as the slowest rank sets the pace: longest first, each to the rank with the fewest tokens among
+those with room. Every rank gets the same number of groups (one more for some where they do not divide). Which of these shares goes
+to which rank is free, so each goes to the rank that already holds most of its tokens, which spares moving them. Counted
+are the tokens that ranks compute: where they share prefixes, a prefix of several samples of a group once.
 
 For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the shares wait in a heap, and of the pairs
 of rank and share only those that overlap are looked at one by one, n at most. `benchmarks/assignment.py` compares it
@@ -39,17 +40,19 @@ class Assignment:
     minibatch: int
 
 
-def minibatch_of_groups(groups: int, minibatches: int, seed: int, version: int) -> Ints:
-    """The minibatch [G] of each of `groups` groups, which `minibatches` divides, in data order."""
-    assigned = np.empty(groups, dtype=np.int64)
-    permuted = np.random.default_rng([seed, version]).permutation(groups)
-    assigned[permuted] = np.arange(groups) // (groups // minibatches)
+def minibatch_of_groups(rewards: Sequence[Sequence[float]], minibatches: int, seed: int, version: int) -> Ints:
+    """The minibatch [G] of each group in data order, by the rewards of its samples. `minibatches` divides G."""
+    permuted = np.random.default_rng([seed, version]).permutation(len(rewards))
+    signal_G = np.array([len(set(of_group)) > 1 for of_group in rewards], dtype=np.bool_)
+    dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
+    assigned = np.empty(len(rewards), dtype=np.int64)
+    assigned[dealt] = np.arange(len(rewards)) % minibatches
     return assigned
 
 
 def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
     """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
-    minibatch_G = minibatch_of_groups(len(records), minibatches, seed, version)
+    minibatch_G = minibatch_of_groups([record.rewards for record in records], minibatches, seed, version)
     tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
     destination_G = np.empty(len(records), dtype=np.int64)

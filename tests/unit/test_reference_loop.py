@@ -9,10 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.api import SamplingParams
+from asyncrl.api import Sample, SamplingParams
 from asyncrl.datasets.arithmetic import ArithmeticDataset
 from asyncrl.datasets.tokenizers import CharTokenizer
-from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport, group_advantages, packed_logprobs
+from asyncrl.reference import (
+    ReferenceConfig,
+    ReferenceTrainer,
+    StepReport,
+    TrainSample,
+    group_advantages,
+    packed_logprobs,
+)
 
 TOKENIZER = CharTokenizer()
 CONFIG = ReferenceConfig(
@@ -96,14 +103,28 @@ def test_a_batch_of_equal_rewards_leaves_the_policy_as_it_is() -> None:
 
 def test_minibatches_are_whole_groups_and_cover_the_batch_once() -> None:
     loop = trainer()
-    groups = [[0, 1], [2], [3, 4, 5, 6, 7], [8, 9, 10]]
-    parts = list(loop.minibatches(groups))  # type: ignore[arg-type]
-    assert sorted(item for part in parts for item in part) == list(range(11))
-    by_size = {tuple(group) for group in groups}
-    for part in parts:
-        assert any(tuple(part) == one + other for one in by_size for other in by_size - {one}), "two whole groups"
-    loop.version = 1
-    assert list(loop.minibatches(groups)) != parts  # type: ignore[arg-type]
+    sizes, seen = (2, 1, 5, 3), set()
+    for loop.version in range(8):
+        groups = [[item_of_reward(float(number % 2)) for number in range(size)] for size in sizes]
+        whole = {tuple(map(id, group)): len(group) for group in groups}
+        parts = [tuple(map(id, part)) for part in loop.minibatches(groups)]
+        pairs = [next((a, b) for a in whole for b in whole if a != b and part == a + b) for part in parts]
+        assert sorted(group for pair in pairs for group in pair) == sorted(whole)
+        seen.add(tuple(tuple(whole[group] for group in pair) for pair in pairs))
+    assert len(seen) > 1, "each version deals anew"
+
+
+def test_each_minibatch_has_as_many_groups_with_a_signal() -> None:
+    loop = trainer()
+    for loop.version in range(8):
+        groups = [[item_of_reward(reward) for reward in rewards] for rewards in ((0, 0), (1, 0), (1, 1), (0, 1))]
+        assert [sum(item.sample.reward for item in part) for part in loop.minibatches(groups)] in ([1, 3], [3, 1])
+
+
+def item_of_reward(reward: float) -> TrainSample:
+    tokens = np.zeros(1, np.int32)
+    sample = Sample(tokens, np.zeros(1, np.uint8), np.zeros(1, np.float32), tokens - 1, reward)
+    return TrainSample(sample, torch.zeros(1), torch.zeros(1))
 
 
 def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> None:
@@ -117,12 +138,14 @@ def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> N
 def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
     """With equal policies every ratio is 1, so the loss is minus the mean advantage over the minibatch's tokens."""
     loop = trainer()
-    order = np.random.default_rng([CONFIG.seed, 0]).permutation(4)[:2]
     groups = trainer().generate()
+    signal = [len({sample.reward for sample in group}) > 1 for group in groups]
+    permuted = np.random.default_rng([CONFIG.seed, 0]).permutation(4).tolist()
+    order = sorted(permuted, key=lambda g: not signal[g])[::2]
     tokens = [
         advantage
         for g in order
-        if len({sample.reward for sample in groups[g]}) > 1
+        if signal[g]
         for sample, advantage_T in zip(groups[g], group_advantages(groups[g]), strict=True)
         for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
     ]

@@ -71,5 +71,6 @@ def test_losses_are_those_of_the_reference_loop(
 def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:
     trajectories = [Trajectory(f"r{order}", f"p{order}", order, tuple(group)) for order, group in enumerate(groups)]
     minibatches = config.trainer.ppo_minibatches
-    dealt = minibatch_of_groups(len(groups), minibatches, config.seed, version)
+    rewards = [[sample.reward for sample in group] for group in groups]
+    dealt = minibatch_of_groups(rewards, minibatches, config.seed, version)
     return build_step_batch(trajectories, dealt, version=version, num_minibatches=minibatches)
