@@ -5,9 +5,9 @@ number of ranks takes the same optimizer steps: groups in data order are permute
 those whose rewards differ come first, and all are dealt to the minibatches in turn. So each minibatch has as many
 groups with a signal as any other, to within one. Within a minibatch the groups are dealt to the ranks so that token
 counts are nearly equal, as the slowest rank sets the pace: longest first, each to the rank with the fewest tokens among
-those with room. Every rank gets the same number of groups (one more for some where they do not divide). Which of these shares goes
-to which rank is free, so each goes to the rank that already holds most of its tokens, which spares moving them. Counted
-are the tokens that ranks compute: where they share prefixes, a prefix of several samples of a group once.
+those with room. Every rank gets the same number of groups (one more for some where they do not divide). Which of these
+shares goes to which rank is free, so each goes to the rank that already holds most of its tokens, which spares moving
+them. Counted are the tokens that ranks compute: where they share prefixes, a prefix of several samples of a group once.
 
 For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the shares wait in a heap, and of the pairs
 of rank and share only those that overlap are looked at one by one, n at most. `benchmarks/assignment.py` compares it
