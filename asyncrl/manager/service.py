@@ -1,4 +1,4 @@
-"""The GserverManager's verbs: rollouts' books, router and leases as one, without HTTP around them.
+"""The GserverManager's verbs: rollouts' books, admission, router and leases as one, without HTTP around them.
 
 What must never be forgotten is in `rollout_books`, which change by its inputs alone; each is on the disk (`event_log`)
 before a reply is sent. So a service that is given the inputs of one that died goes on where that one stood
@@ -8,8 +8,8 @@ runs on the servers goes on there, and counts again with its next request.
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
 whenever something changed that they depend on:
 
-    allocate_rollout   waits for room at the gate, or for prompts that are given back
-    lend               waits until a worker that joined has room for prompts
+    allocate_rollout   waits for room at the gate, or for prompts that are given back (`asyncrl.manager.admission`)
+    lend               waits until a worker that joined has room for prompts (`asyncrl.manager.lending`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -20,21 +20,11 @@ Whatever is heard of that one first, a call or its status, ends the one before: 
 rollouts that ended. So all running rollouts of a worker belong to one incarnation. The successor asks what its
 predecessors have seen to (`take_over`) and then reads which prompts are used; between the two nothing is missed, as
 the master writes that file before it reports a step here, and only its report takes a rollout or a prompt off the list.
-
-Workers that joined have no shard (`asyncrl.manager.shards`). They say with each allocation for how many prompts they
-have room; those with shards, which hold a call of `lend`, are asked for that many (`asyncrl.manager.lending`) and offer
-what they have not begun. What is lent leaves their list, and reaches the borrower as a prompt that is returned. Who has
-room and who offers is nowhere remembered: both ask again.
-
-Rollouts that wait at the gate are admitted in the data order (`order`), whichever worker they belong to. One that says
-what its `first` request will be has a server for it with its admission, under the rollout's id: half the calls.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,37 +34,31 @@ from msgspec import structs
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
+from asyncrl.manager.admission import Admission
 from asyncrl.manager.event_log import EventLog
-from asyncrl.manager.gate_queue import GateQueue, WaitingCall
+from asyncrl.manager.gate_queue import GateQueue
 from asyncrl.manager.leases import WorkerLeases
-from asyncrl.manager.lending import Lenders
+from asyncrl.manager.lending import Lending
+from asyncrl.manager.lost_servers import LostServers
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
     Abandoned,
-    Acknowledged,
-    Admitted,
     Began,
     Closed,
     Consumed,
     Died,
     Ended,
     Event,
-    Lent,
     RolloutBooks,
     Served,
     Succeeded,
 )
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.shards import NO_SHARDS, Shards
-from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
 from asyncrl.manager.wakeup import Signal
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
-FIRST_ASK_S = 10.0
-"""How long the first admission waits for a worker that has not asked yet."""
-LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
-"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
 
 
 class ManagerService:
@@ -110,26 +94,22 @@ class ManagerService:
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
-        self.curriculum: Curriculum | None = None
-        self._place_first = place_first
-        self._pacing = pacing
         self._clock = clock
-        self._absent: set[str] = set()
-        self._absent_until = 0.0
-        self._closed_since: float | None = None
-        self._closed_s = 0.0
-        self._at_gate = GateQueue(self.rollouts.suspects)
-        self._lenders = Lenders(self._room)
+        calls = GateQueue(self.rollouts.suspects)
+        self._lending = Lending(self.rollouts, calls, self._apply)
+        self.admission = Admission(
+            self.rollouts,
+            calls,
+            self._lending.lenders,
+            self._place,
+            self._apply,
+            place_first=place_first,
+            pacing=pacing,
+            clock=clock,
+        )
         self._routes = Signal()
         self.progress = Signal()
-        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
-        self._loss_seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
-        self._loss = Signal()
-
-    @property
-    def gate_closed_s(self) -> float:
-        """Seconds in which no rollout could have started."""
-        return self._closed_s + (0.0 if self._closed_since is None else self._clock() - self._closed_since)
+        self._losses = LostServers()
 
     def verbs(self) -> dict[str, m.Verb]:
         """What it answers: by path the request's type and the handler. A reply waits for its causes to be written."""
@@ -165,62 +145,16 @@ class ManagerService:
         )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
-        """Admit a prefix of the wanted rollouts; holds where there is nothing to tell.
-
-        A call that finds the gate closed is held like any other, or workers would ask again without a pause.
-        """
+        """Admit a prefix of the wanted rollouts; holds where there is nothing to tell."""
         for rollout in request.rollouts:
-            self._was_given_up(rollout.rollout_id)  # a refused call changes nothing
+            self.admission.was_given_up(rollout.rollout_id)  # a refused call changes nothing
         self._note_call(request)
-        worker, deadline = request.worker, self._deadline(request.timeout_s)
-        gone = [rollout.rollout_id for rollout in request.rollouts if self._will_not_start(worker, rollout)]
-        wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
-        self._apply(Acknowledged(worker, request.returned_ack))
-        self._absent.discard(worker)
-        waiting = WaitingCall(worker, wanted, request.room if self.rollouts.shards.joined(worker) else 0)
-        for rollout in [rollout for rollout in wanted if self.gate.is_live(rollout.rollout_id)]:
-            self._start(waiting, rollout)  # the reply to this call was lost once
-        self._at_gate.add(waiting)
-        self._lenders.ask()
-        closed_before = self.gate.closed
-        try:
-            self._admit()
-            while not (waiting.granted or gone or self.returned.pending(worker) or self.gate.closed != closed_before):
-                if not await waiting.changed.wait(deadline - self._clock()):
-                    break
-        finally:
-            self._at_gate.remove(waiting)
-        returned = self.returned.pending(worker)
-        return m.AllocateReply(waiting.granted, returned, self.gate.version, self.gate.closed, gone)
+        return await self.admission.answer(request, self._deadline(request.timeout_s))
 
     async def lend(self, request: m.LendRequest) -> m.LendReply:
         """Lend what is offered to who has room; without an offer hold until somebody has."""
         self._note_call(request)
-        worker, deadline = request.worker, self._deadline(request.timeout_s)
-        self._lenders.heard(worker)
-        if request.offered:
-            return m.LendReply([offered.rollout_id for offered in request.offered if self._lend(worker, offered)])
-        return m.LendReply([], await self._lenders.wait(worker, deadline - self._clock()))
-
-    def _room(self) -> int:
-        """For how many prompts workers that joined have room, while rollouts may start at all."""
-        if self.gate.closed or not self.rollouts.begun:
-            return 0
-        return sum(waiting.room for waiting in self._at_gate.with_room)
-
-    def _lend(self, worker: str, offered: m.WantedRollout) -> bool:
-        """Whether the prompt is lent, by now; it is not where it was begun, or nobody has room."""
-        if (outcome := self.gate.outcome(offered.rollout_id)) is not None or self.gate.is_live(offered.rollout_id):
-            return outcome == LENT
-        borrower = max(self._at_gate.with_room, key=lambda waiting: waiting.room, default=None)
-        if borrower is None or self.gate.closed or not self.rollouts.may_begin(worker, offered.prompt_id):
-            return False
-        for waiting in self._at_gate.of_worker(worker):
-            waiting.wanted[:] = [each for each in waiting.wanted if each.rollout_id != offered.rollout_id]
-        self._at_gate.take_room(borrower)
-        prompt = (offered.prompt_id, offered.order, offered.attempt)
-        self._apply(Lent(offered.rollout_id, borrower.worker, *prompt))
-        return True
+        return await self._lending.answer(request, min(request.timeout_s, MAX_HOLD_S))
 
     async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
         """Place the requests; holds while none of them can be."""
@@ -255,11 +189,11 @@ class ManagerService:
         for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
             self.router.release_rollout(rollout_id)
         for dropped in request.dropped:
-            self._paced_end(dropped.rollout_id, kept=False)
+            self.admission.rollout_ended(dropped.rollout_id, kept=False)
         self._apply(Consumed(request))
-        if self._pacing is not None and request.trained:
-            self._pacing.asked(self.gate.finished, self._clock())
-        self._admit()
+        if request.trained:
+            self.admission.batch_taken()
+        self.admission.admit()
         self.progress.notify()
         given_up, events, measured = self.rollouts.given_up, self.rollouts.events, self.rollouts.measured
         return m.ConsumedReply(
@@ -285,10 +219,10 @@ class ManagerService:
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
         while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
-            urls = [] if after < 0 else self._lost_since(after)
-            if urls or after < 0 or not await self._loss.wait(deadline - self._clock()):
-                return m.LostServersReply(self._loss_seq, urls)
-        return m.LostServersReply(self._loss_seq, [])
+            urls = [] if after < 0 else self._losses.since(after)
+            if urls or after < 0 or not await self._losses.changed.wait(deadline - self._clock()):
+                return m.LostServersReply(self._losses.seq, urls)
+        return m.LostServersReply(self._losses.seq, [])
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
@@ -310,36 +244,25 @@ class ManagerService:
     def gate_state(self) -> m.GateState:
         """Counters of the gate, and for how long it was closed."""
         books = structs.asdict(self.gate.books())
-        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, closed_s=self.gate_closed_s)
+        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, closed_s=self.admission.closed_s)
 
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
         if served_version is not None and served_version > self.gate.version:
             self._apply(Served(served_version))
-            self._admit()
+            self.admission.admit()
         self._routes.notify()
 
     def server_lost(self, url: str) -> None:
         """Requests at `url` may never be answered: tell their owners."""
-        self._loss_seq += 1
-        self._losses.pop(url, None)
-        self._losses[url] = self._loss_seq
-        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * len(self.router)):
-            self._losses.popitem(last=False)
-        self._loss.notify()
-
-    def _lost_since(self, after: int) -> list[str]:
-        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
-        return [url for url, _ in newest_first][::-1]
+        self._losses.add(url, len(self.router))
 
     def expire_workers(self) -> list[str]:
         """Give up the rollouts of workers whose lease has run out; returns their names."""
         late = self.leases.expired(self._clock())
         for worker in late:
             self.worker_died(worker)
-        if self._absent and self._clock() > self._absent_until:
-            self._absent.clear()
-            self._admit()
+        self.admission.look_for_absent()
         return late
 
     def incarnation_seen(self, worker: str, incarnation: int) -> bool:
@@ -355,37 +278,28 @@ class ManagerService:
 
     def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
-        self._absent.discard(worker)
-        self._lenders.gone(worker)
-        for waiting in self._at_gate.of_worker(worker):
-            waiting.wanted.clear()
-            self._at_gate.take_room(waiting, waiting.room)
+        self._lending.lenders.gone(worker)
+        self.admission.gone(worker)
         self.router.release_worker(worker)
         for rollout_id in self._apply(event):
             self.router.release_rollout(rollout_id)
-            self._paced_end(rollout_id, kept=False)
-        self._admit()
+            self.admission.rollout_ended(rollout_id, kept=False)
+        self.admission.admit()
         self.progress.notify()
 
     def begin_curriculum(self, curriculum: Curriculum) -> None:
         """Leave out what rests by `curriculum`, which knows what the master does."""
         for prompt_id, success in self.rollouts.measured.unrecorded:
             curriculum.measured(prompt_id, success)
-        self.curriculum = curriculum
+        self.admission.curriculum = curriculum
 
     def begin(self, version: int, workers: Iterable[str] = (), dropped: Mapping[str, int] | None = None) -> None:
         """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
 
-        `dropped`: by reason, what was dropped up to the checkpoint.
-
-        The first ones are once each of `workers` has asked, for `FIRST_ASK_S` at most: else the first batch would be
-        of whoever asks first, and not in the data order.
+        `workers` are waited for (`Admission.begin`). `dropped`: by reason, what was dropped up to the checkpoint.
         """
         self._apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000))
-        self._absent = {worker for worker in workers if worker not in self._at_gate}
-        self._absent_until = self._clock() + FIRST_ASK_S
-        self._admit()
-        self._lenders.ask()
+        self.admission.begin(workers)
 
     def begin_again(self) -> bool:
         """Go on where the service before this one stood; False where there was none, or it had not begun.
@@ -399,92 +313,20 @@ class ManagerService:
             self.rollouts.replay(noted)
         for owner in self.gate.owners | self.rollouts.incarnations.keys() | self.returned.workers:
             self.leases.renew(owner, self._clock())
-        if self._pacing is not None:  # when they began is not known; as of now they are young
-            for owner in self.gate.owners:
-                for rollout_id in self.gate.running_of(owner):
-                    self._pacing.started(rollout_id, self._clock())
-        self._admit()
+        self.admission.begin_again()
         return self.rollouts.begun
 
     def _apply(self, event: Event) -> list[str]:
         """Take an input in, and wake the workers to which prompts are returned by it."""
         given_up = self.rollouts.apply(event)
         for worker in self.returned.take_told_more():
-            for waiting in self._at_gate.of_worker(worker):
+            for waiting in self.admission.calls.of_worker(worker):
                 waiting.changed.notify()
         return given_up
 
     def _tell_of_the_end(self) -> None:
-        for waiting in self._at_gate.all():
+        for waiting in self.admission.calls.all():
             waiting.changed.notify()
-
-    def _admit(self) -> None:
-        """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
-        unmeasured = self.curriculum is not None and self.rollouts.awaits_ends  # who rests is not known yet
-        if self._at_gate and self.rollouts.begun and not self._absent and not unmeasured:
-            self._admit_waiting()
-        full = self._capacity() == 0
-        if full and self._closed_since is None:
-            self._closed_since = self._clock()
-        elif not full and self._closed_since is not None:
-            self._closed_s += self._clock() - self._closed_since
-            self._closed_since = None
-
-    def _capacity(self) -> int:
-        """Rollouts that may start now, by the gate and the pacing."""
-        allowed = self.gate.capacity
-        if self._pacing is None or not allowed:
-            return allowed
-        return min(allowed, self._pacing.room(self.gate.finished, self._clock()))
-
-    def _paced_end(self, rollout_id: str, *, kept: bool) -> None:
-        if self._pacing is not None:
-            self._pacing.ended(rollout_id, self._clock(), kept=kept)
-            self._pacing.observe(self.gate.finished, self._clock())
-
-    def _admit_waiting(self) -> None:
-        while self._capacity() and (found := self._at_gate.next()) is not None:
-            waiting, wanted = found
-            self._start(waiting, wanted)
-            waiting.changed.notify()
-
-    def _start(self, waiting: WaitingCall, wanted: m.WantedRollout) -> None:
-        """Admit a rollout of a waiting call, unless another call of the same worker saw it to its end."""
-        waiting.wanted.remove(wanted)
-        rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
-        if self.gate.outcome(rollout_id) is not None:
-            return
-        version = self.gate.admitted_at(rollout_id)
-        if version is None:
-            self._apply(Admitted(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
-            version = self.gate.version
-        if self._pacing is not None:
-            self._pacing.started(rollout_id, self._clock())
-        rests = self.curriculum is not None and self.curriculum.rests(wanted.prompt_id)
-        route = None
-        if first is not None and self._place_first and not rests:
-            size = (first.prompt_tokens, first.max_new_tokens, first.n)
-            request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
-            server = self._place(request, worker)
-            route = None if server is None else m.Route(server.url, server.version)
-        waiting.granted.append(m.GrantedRollout(rollout_id, version, route, rests))
-
-    def _will_not_start(self, worker: str, rollout: m.WantedRollout) -> bool:
-        """Whether the rollout was given up before its worker knew, or its prompt is another's by now."""
-        if self._was_given_up(rollout.rollout_id):
-            return True
-        return not self.gate.is_live(rollout.rollout_id) and not self.rollouts.may_begin(worker, rollout.prompt_id)
-
-    def _was_given_up(self, rollout_id: str) -> bool:
-        """Whether the rollout was granted, and given up before its worker knew, or lent.
-
-        Raises:
-            BadRequest: it was seen to its end.
-        """
-        outcome = self.gate.outcome(rollout_id)
-        if outcome in (None, WORKER_LOST, ABANDONED, LENT):
-            return outcome is not None
-        raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
     def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         """A server for the request; None where there is none now, or its rollout is over: nothing would release it."""
@@ -509,7 +351,7 @@ class ManagerService:
         for finished in request.finished:
             self._finish(finished)
         if request.finished:
-            self._admit()
+            self.admission.admit()
         if request.released or request.finished:
             self.progress.notify()
         if self._is_over(request):
@@ -525,9 +367,9 @@ class ManagerService:
         self.router.release_rollout(finished.rollout_id)
         before = self.rollouts.measured.last_seq
         self._apply(Ended(finished))
-        self._paced_end(finished.rollout_id, kept=finished.accepted)
-        if self.curriculum is not None and self.rollouts.measured.last_seq > before:
-            self.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
+        self.admission.rollout_ended(finished.rollout_id, kept=finished.accepted)
+        if self.admission.curriculum is not None and self.rollouts.measured.last_seq > before:
+            self.admission.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)

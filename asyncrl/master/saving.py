@@ -60,6 +60,17 @@ class Checkpoints:
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
         self._ranks, self._journal, self._check = ranks, journal, check
         self._under_way: asyncio.Task[None] | None = None
+        self._owed = False  # one that was due when a master before this one died
+
+    def make_up(self, version: int) -> None:
+        """The run goes on at `version` without a checkpoint: one that was due by then is made up for after a step."""
+        interval = self._keeping.interval
+        self._owed = bool(interval) and self.newest() < version - version % interval
+
+    def is_due(self, version: int) -> bool:
+        """Whether one is to be begun after the step that made `version`."""
+        interval = self._keeping.interval
+        return bool(interval) and (version % interval == 0 or self._owed)
 
     async def begin(self, progress: Progress, state: dict[str, Any]) -> None:
         """Begin one of `progress`, with the master's `state`, once the one before it is there.
@@ -70,6 +81,7 @@ class Checkpoints:
         path = str(self._root / f"v{progress.version}")
         self._check()  # there may be little time
         await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
+        self._owed = False
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:

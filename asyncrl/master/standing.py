@@ -42,18 +42,17 @@ class Found(NamedTuple):
     source: Source
 
 
-async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, incarnation: int, announced: int) -> Found:
+async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int) -> Found:
     """Where the run stands; the ranks have that state when this returns.
 
     Args:
         checkpoints: their folder.
-        incarnation: how many masters before this one died.
         announced: the version that others know.
 
     Raises:
         RestartTogether: nobody can go on with the ranks as they are, or the last step is lost.
     """
-    if (state := await _of_ranks(ranks, incarnation)) is not None:
+    if (state := await _of_ranks(ranks)) is not None:
         _log.info("the ranks stand between two steps, and keep what they have")
         return Found(state, Source.ranks)
     if (state := await steps.load(announced)) is not None:
@@ -62,7 +61,7 @@ async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, incarnation: i
     return Found(loaded[0].master_state, Source.checkpoint)
 
 
-async def _of_ranks(ranks: Ranks, incarnation: int) -> dict[str, Any] | None:
+async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
     """The state that a master before this one left with every rank; None where all of them begin too.
 
     Raises:
@@ -72,7 +71,7 @@ async def _of_ranks(ranks: Ranks, incarnation: int) -> dict[str, Any] | None:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
             if any(rank.in_step for rank in await ranks.all(LookIntoStep())):
                 raise RestartTogether("the ranks are in a step that has not ended")
-            standing = await ranks.all(TakeUp(incarnation))
+            standing = await ranks.all(TakeUp(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:
         raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
     states = [rank.master_state for rank in standing]

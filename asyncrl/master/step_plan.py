@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.master.assignment import Assignment
+from asyncrl.master.assignment import Assignment, assign
+from asyncrl.master.buffer import TrainBatch
 from asyncrl.trainer.messages import BeginStep, GridShare
 from asyncrl.trainer.settings import Placement
+
+
+def plan_batch(
+    batch: TrainBatch, placement: Placement, *, minibatches: int, seed: int, master: int = 0
+) -> list[BeginStep]:
+    """The request to each ModelWorker, by index: `batch` dealt to the copies of every grid."""
+    cuts = [assign(batch.records, grid.data, minibatches, seed, batch.version) for grid in placement.distinct]
+    version, oldest = batch.version, batch.min_version
+    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=minibatches, master=master)
 
 
 def plan_step(

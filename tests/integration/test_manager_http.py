@@ -14,6 +14,7 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.datasets.curriculum import Curriculum
+from asyncrl.manager.admission import FIRST_ASK_S
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
@@ -29,7 +30,7 @@ from asyncrl.manager.messages import (
     WantedRollout,
 )
 from asyncrl.manager.prometheus import manager_registry
-from asyncrl.manager.service import FIRST_ASK_S, ManagerService
+from asyncrl.manager.service import ManagerService
 
 
 class Clock:
@@ -115,7 +116,7 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
     assert [(grant.rollout_id, grant.version) for grant in first.granted] == [(name, 0) for name in "abcd"]
     assert (first.version, first.closed, first.returned) == (0, False, [])
     second = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate))
+    await held(manager, lambda: len(manager.service.admission.calls))
     await accept(client, "a", "b")
     await client.report_consumed(1, ["a", "b"], [])
     assert not second.done()
@@ -135,9 +136,9 @@ async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager
     client, other = manager.client(), manager.client("rollout_worker/1")
     await client.allocate(wanted(*"abcd"), timeout_s=30)
     late = asyncio.create_task(client.allocate(wanted("x", "y", first=11), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate), 1)
+    await held(manager, lambda: len(manager.service.admission.calls), 1)
     early = asyncio.create_task(other.allocate(wanted("u", "v", first=10), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate), 2)
+    await held(manager, lambda: len(manager.service.admission.calls), 2)
     manager.serve(1)
     assert [grant.rollout_id for grant in (await early).granted] == ["u"]
     assert [grant.rollout_id for grant in (await late).granted] == ["x"]
@@ -147,7 +148,7 @@ async def test_the_first_batch_is_in_the_data_order_whoever_asks_first(manager: 
     client, other = manager.client(), manager.client("rollout_worker/1")
     manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
     early = asyncio.create_task(client.allocate(wanted(*"abcd", first=10), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate), 1)
+    await held(manager, lambda: len(manager.service.admission.calls), 1)
     assert [grant.rollout_id for grant in (await other.allocate(wanted(*"xyz"), timeout_s=30)).granted] == [
         "x",
         "y",
@@ -160,7 +161,7 @@ async def test_the_first_batch_is_in_the_data_order_whoever_asks_first(manager: 
 async def test_the_first_batch_does_not_wait_for_ever_for_a_worker(manager: Manager, gone: str) -> None:
     manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
     asking = asyncio.create_task(manager.client().allocate(wanted("a"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate), 1)
+    await held(manager, lambda: len(manager.service.admission.calls), 1)
     manager.service.expire_workers()
     assert not asking.done()
     if gone == "dead":
@@ -175,7 +176,7 @@ async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(mana
     client, other = manager.client(), manager.client("rollout_worker/1")
     await client.allocate(wanted("a"), timeout_s=30)
     waiting = asyncio.create_task(client.allocate([], timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate))
+    await held(manager, lambda: len(manager.service.admission.calls))
     await other.report_consumed(0, [], [DroppedRollout("a", "stale", True)])
     (prompt,) = (await waiting).returned
     assert (prompt.prompt_id, prompt.order) == ("p-a", 0)
@@ -320,7 +321,7 @@ async def test_an_admission_without_a_server_to_be_had_leaves_its_request_to_be_
 
 
 async def test_no_server_comes_with_an_admission_where_servers_are_drained(manager: Manager) -> None:
-    manager.service._place_first = False
+    manager.service.admission.place_first = False
     asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
     (grant,) = (await manager.client().allocate(asked, timeout_s=30)).granted
     assert grant.route is None
@@ -462,7 +463,7 @@ async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
     client, master = manager.client(), manager.client("master_worker/0")
     await master.close_gate()
     asking = asyncio.create_task(client.allocate(wanted("a"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate))
+    await held(manager, lambda: len(manager.service.admission.calls))
     assert not asking.done()
     assert (await manager.client().allocate([], timeout_s=0)).closed
 
@@ -471,7 +472,7 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     client, master = manager.client(), manager.client("master_worker/0")
     await client.allocate(wanted(*"abcd"), timeout_s=30)
     waiting = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate))
+    await held(manager, lambda: len(manager.service.admission.calls))
     await master.close_gate()
     reply = await waiting
     assert (reply.closed, reply.granted) == (True, [])
@@ -490,7 +491,7 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
     before = await client.lost_servers(-1, 5)
     assert before.urls == []
     waiting = asyncio.create_task(client.lost_servers(before.seq, 30))
-    await held(manager, lambda: len(manager.service._loss._waiters))
+    await held(manager, lambda: len(manager.service._losses.changed._waiters))
     manager.service.server_lost("http://server0")
     lost = await waiting
     assert (lost.seq, lost.urls) == (before.seq + 1, ["http://server0"])
@@ -619,7 +620,7 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(ht
     client = manager.client()
     assert (await client.allocate(wanted("a"), timeout_s=0.01)).granted == []
     waiting = asyncio.create_task(client.allocate(wanted(*"abcde"), timeout_s=30))
-    await held(manager, lambda: len(manager.service._at_gate))
+    await held(manager, lambda: len(manager.service.admission.calls))
     manager.service.begin(6)
     assert not waiting.done()
     manager.serve(6)
@@ -631,7 +632,7 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(ht
 async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears_what_was_measured(
     manager: Manager,
 ) -> None:
-    manager.service.curriculum = Curriculum(0.2, 0.8, 1)
+    manager.service.admission.curriculum = Curriculum(0.2, 0.8, 1)
     client = manager.client()
     prompts = ["e0-3", "e0-4", "e1-3", "e1-4"]
     ask = [WantedRollout(f"r{number}", prompt, number) for number, prompt in enumerate(prompts)]

@@ -616,7 +616,7 @@ async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_d
         await first.client()
         first.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
         await first.until(lambda _: first.manager._service.rollouts.begun)
-        assert first.manager._service.curriculum is not None
+        assert first.manager._service.admission.curriculum is not None
     finally:
         first.task.cancel()  # without a word to anyone
         await asyncio.gather(first.task, return_exceptions=True)
@@ -625,7 +625,7 @@ async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_d
     try:
         await second.client()
         assert second.manager._service.rollouts.begun
-        measured = second.manager._service.curriculum
+        measured = second.manager._service.admission.curriculum
         assert measured is not None
         assert measured.state() == [(3, 0, 1.0)]
     finally:

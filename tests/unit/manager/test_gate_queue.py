@@ -122,7 +122,7 @@ async def test_an_admission_looks_at_few_and_wakes_one_of_a_thousand_that_wait()
     workers = 1_000
     service = ManagerService(batch_size=4, max_staleness=0, routing="least_requests", lease_s=1e9)
     counted = CountedSuspects()
-    service.rollouts.suspects = service._at_gate._suspects = counted
+    service.rollouts.suspects = service.admission.calls._suspects = counted
     service.begin(0)
 
     async def ask(worker: int) -> m.AllocateReply:
@@ -134,7 +134,7 @@ async def test_an_admission_looks_at_few_and_wakes_one_of_a_thousand_that_wait()
     assert len(first.granted) == 4
     held = [asyncio.create_task(ask(worker)) for worker in range(1, workers)]
     await asyncio.sleep(0)
-    for waiting in service._at_gate.all():
+    for waiting in service.admission.calls.all():
         waiting.changed.__class__ = CountedSignal
     before, CountedSignal.woken = counted.looks, 0
     ended = m.FinishedRollout("0-0", accepted=False, reason="rejected")

@@ -1,0 +1,79 @@
+"""The batches of a run's steps, one after the other: what a step waits for before it can train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.buffer_order import BufferOrder
+from asyncrl.master.collector import Collector
+from asyncrl.master.replay import OfflineGate
+from asyncrl.master.settings import OnStale
+from asyncrl.master.stall import StallWatch
+
+_log = logging.getLogger(__name__)
+
+HOLD_S = 10.0
+"""How long the manager holds one question about expiring rollouts."""
+
+
+class Batches:
+    """Takes each step's batch from `buffer`, once there is one.
+
+    Args:
+        report: tells the manager what expired, at the version given.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        buffer: SampleBuffer,
+        collector: Collector,
+        manager: ManagerClient | OfflineGate,
+        stall: StallWatch,
+        report: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._size, self._on_stale = config.train_batch_size, config.on_stale
+        self._buffer, self._collector, self._manager = buffer, collector, manager
+        self._stall, self._report = stall, report
+        self._order = BufferOrder(config.buffer.order)
+
+    @property
+    def order_failures(self) -> int:
+        """How often the user's order failed."""
+        return self._order.failures
+
+    async def next(self, version: int) -> TrainBatch:
+        """The batch of the step from `version`.
+
+        Raises:
+            StopRequested, Stalled: see `StallWatch.wait`.
+        """
+        while True:
+            await self._enough_rollouts(version)
+            if self._on_stale == OnStale.wait:
+                await self._nothing_would_expire(version)
+            ranks = await self._order.ranks(self._buffer.live(), version)
+            batch = self._buffer.take(version, ranks)
+            if batch is not None:
+                return batch
+
+    async def _enough_rollouts(self, version: int) -> None:
+        while True:
+            self._buffer.expire(version)
+            await self._report(version)  # what expired leaves the gate's count: room for what the batch lacks
+            missing = self._size - len(self._buffer)
+            if missing <= 0:
+                return
+            more = self._collector.changed(missing)
+            await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
+
+    async def _nothing_would_expire(self, version: int) -> None:
+        """Hold the step until every rollout that a later step could not train is in the buffer."""
+        what = "the end of rollouts that would expire (on_stale=wait)"
+        while running := await self._stall.wait(self._manager.wait_expiring(version, HOLD_S), version, what):
+            _log.info("step %d is held for %d rollouts that would expire", version, len(running))
+        await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to tell what they received")

@@ -1,0 +1,198 @@
+"""The books, and the prompts that are used: what the manager and the loop tell each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.setting import ChoiceConfig
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.messages import ConsumedReply, DroppedRollout
+from asyncrl.master.ranks import Stalled
+from asyncrl.master.run_files import BooksError
+from tests.integration.master.fakes import (
+    FakeWorkers,
+    Run,
+    make_config,
+    running,
+    until,
+)
+
+
+async def test_a_rollout_unaccounted_for_fails_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=1))
+    run.manager.lost = 1
+    await run.deliver(range(6))
+    with pytest.raises(BooksError, match="submitted 6, trained 4"):
+        await run.loop.run()
+
+
+async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    await first.deliver(range(12), oldest=1)
+    first.manager.give_up("e0-20", "zero_variance")
+    async with running(first) as task:  # killed in step 4
+        await until(lambda: first.loop.version == 2)
+        first.manager.give_up("e0-21", "failed")
+        await until(lambda: first.loop.version == 3)
+        task.cancel()
+    assert first.workers.stored is not None
+
+    second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
+    async with running(second):
+        await until(lambda: second.board.data_state is not None)
+    used = UsedPrompts.read(tmp_path / "data_state.json")
+    assert "e0-20" in used
+    assert "e0-8" not in used
+    assert len(used) in (9, 10), "of the second nobody may have heard before the checkpoint"
+
+
+async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    await first.deliver(range(4), oldest=0)
+    for prompt in ("e0-20", "e0-21"):
+        first.manager.give_up(prompt, "zero_variance")
+    async with running(first) as task:
+        await until(lambda: first.workers.saved() == [1])
+        task.cancel()
+
+    config = make_config(total_train_steps=2, rollout__filters=[ChoiceConfig("zero_variance")])
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    async with running(second) as task:
+        await until(lambda: second.board.data_state is not None)
+        assert second.board.dropped == {"zero_variance": 2}
+        known = json.loads((tmp_path / "books.json").read_text())
+        assert known["step"] == 1
+        assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"zero_variance": 2})
+        second.manager.submitted, second.manager.trained = 6, 4
+        second.manager.dropped = dict(second.board.dropped)  # as the gate counts from there on
+        await second.deliver(range(4, 8), oldest=1)
+        await task
+    assert second.rows()[-1]["filter/dropped_groups"] == 0, "what the first launch dropped is in no row of the second"
+    assert second.summary()["books"]["dropped"] == {"zero_variance": 2}
+
+
+async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(checkpoint__interval=1))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.workers.saved() == [1])
+        run.manager.give_up("e0-20")
+        run.stop.set()
+        await task
+    assert run.workers.saved() == [1, 1]
+    assert run.workers.stored is not None
+    assert "e0-20" in UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
+
+
+async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
+    """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
+    run = Run(tmp_path, make_config(checkpoint__interval=1))
+    run.loop._stall.limit_s = 0.05
+    await run.deliver(range(4))
+    run.manager.give_up("e0-20")
+    async with running(run) as task:
+        await until(lambda: run.workers.saved() == [1])
+        run.manager.give_up("e0-21")
+        with pytest.raises(Stalled):
+            await task
+    assert run.workers.stored is not None
+    used = UsedPrompts.from_json(run.workers.stored["buffer"]["used_prompts"])
+    assert {"e0-20", "e0-21"} <= set(used)
+    assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
+
+
+async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=3))
+    run.workers.filtered_in_graph = 2.0
+    await run.deliver(range(8), oldest=1)
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 2)
+        await run.deliver(range(8, 9), oldest=0, tag="late")
+        await run.deliver(range(9, 13), oldest=2)
+        await task
+    assert sorted(run.loop.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
+
+
+async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+
+    def known() -> tuple[int, dict[str, Any]]:
+        value = json.loads((tmp_path / "books.json").read_text())
+        return value["step"], value["books"]
+
+    async with running(run):
+        await until(lambda: run.board.data_state is not None)
+        assert known() == (0, run_books(0, 0))
+        await run.deliver(range(7))
+        await until(lambda: len(run.rows()) == 1 and known()[0] == 1)
+        assert known() == (1, run_books(7, 4) | {"running": 3})
+
+
+def run_books(submitted: int, trained: int) -> dict[str, Any]:
+    return {"dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0} | {
+        "submitted": submitted,
+        "trained": trained,
+    }
+
+
+async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        run.manager.dead = True
+        run.stop.set()
+        with pytest.raises(ConnectionError):
+            await task
+    assert run.workers.saved() == [1]
+    assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4
+
+
+async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before(tmp_path: Path) -> None:
+    """Else a RolloutWorker that begins between the two would play it again."""
+    run = Run(tmp_path, make_config())
+    report = run.manager.report_consumed
+    forgotten: set[str] = set()
+
+    async def checked(
+        version: int,
+        trained: Sequence[str],
+        dropped: Sequence[DroppedRollout],
+        given_up_after: int = 0,
+        events_after: int = 0,
+        measured_after: int = 0,
+    ) -> ConsumedReply:
+        forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
+        forgotten.update(run.manager.given_up[:given_up_after])
+        assert run.board.data_state is not None
+        assert forgotten <= set(UsedPrompts.read(run.board.data_state))
+        return await report(version, trained, dropped, given_up_after, events_after, measured_after)
+
+    run.manager.report_consumed = checked  # type: ignore[method-assign]
+    await run.deliver(range(12), oldest=2)
+    run.manager.give_up("e0-20")
+    await run.loop.run()
+    assert forgotten == {*(f"e0-{order}" for order in range(12)), "e0-20"}
+
+
+async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=1, checkpoint__interval=1)
+    config.dataset.curriculum.high = 0.8
+    first = Run(tmp_path, config)
+    first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
+    await first.deliver(range(4))
+    await first.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+
+    config = dataclasses.replace(config, total_train_steps=2)
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver(range(4, 8), oldest=1)
+    await second.loop.run()
+    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]

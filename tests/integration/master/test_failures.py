@@ -1,0 +1,140 @@
+"""Failures, stalls, checkpoints that cannot be written: what is complete is saved, and the run says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.awake import AwakeClock
+from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.ranks import Stalled
+from asyncrl.trainer.messages import (
+    BeginStep,
+    FinishShare,
+    PollBuffer,
+    RunCall,
+    SaveCheckpoint,
+)
+from tests.integration.master.fakes import (
+    Run,
+    make_config,
+    running,
+    until,
+)
+
+
+async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop._stall.limit_s = 0.05  # below the setting's least value
+    await run.deliver(range(3))
+    with pytest.raises(Stalled) as stall:
+        await run.loop.run()
+    message = str(stall.value)
+    assert "step 0 waits for trajectories" in message
+    assert "3 of 4 rollouts in the buffer" in message
+    assert "gate: running 7" in message
+
+
+async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
+    now = 0.0
+    run = Run(tmp_path, make_config(total_train_steps=2), clock=AwakeClock(lambda: now))
+    await run.deliver(range(4))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        await run.deliver(range(4, 5), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 1)
+        now += 2 * run.config.system.stall_timeout_s  # the process is stopped
+        await run.deliver(range(5, 6), oldest=1)
+        await until(lambda: len(run.loop.buffer) == 2)
+        await run.deliver(range(6, 8), oldest=1)
+        await task
+    assert run.loop.version == 2
+
+
+async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop._stall.limit_s = 0.05
+    run.loop._collector.silent.add(0)
+    with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
+        await run.loop.run()
+
+
+async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.workers.fail[RunCall] = RuntimeError("out of memory")
+    await run.deliver(range(4))
+    with pytest.raises(ExecutionError, match=r"call 'actor_inf'.*model_worker/0 failed: out of memory"):
+        await run.loop.run()
+    assert run.workers.saved() == []
+
+
+async def test_complete_steps_are_saved_when_another_process_fails(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(8))
+    run.workers.on_train = lambda: setattr(run.manager, "dead", True)
+    with pytest.raises(ConnectionError):
+        await run.loop.run()
+    assert run.workers.saved() == [1]
+    assert run.workers.stored is not None
+    assert run.workers.stored["buffer"]["used_prompts"]["count"] == 4
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_one_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(8))
+        await until(lambda: run.loop.version == 2)
+        await run.deliver(range(8, 12), oldest=2)
+        await until(lambda: run.loop.version == 3)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2]
+        assert run.workers.saved() == []
+        await run.deliver(range(12, 16), oldest=2)
+        await until(lambda: run.loop.version == 4)
+        assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2], "the second waits for the first"
+        written.set()
+        await task
+    assert run.workers.saved() == [2, 4]
+
+
+async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    run.workers.fail[FinishShare] = OSError("disk full")
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: bool(run.workers.requests(FinishShare)))
+        await run.deliver(range(4, 8))
+        with pytest.raises(OSError, match="disk full"):
+            await task
+    assert run.loop.version == 1
+    assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [1, 1], "tried once more at the end"
+    assert run.workers.saved() == []
+
+
+async def test_a_step_that_fails_leaves_the_checkpoint_under_way_to_be_finished(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
+    written = run.workers.write_gate = asyncio.Event()
+    async with running(run) as task:
+        await run.deliver(range(4))
+        await until(lambda: run.loop.version == 1)
+        run.workers.fail[RunCall] = RuntimeError("out of memory")
+        await run.deliver(range(4, 8))
+        await until(lambda: len(run.workers.requests(BeginStep)) == 2)
+        written.set()
+        with pytest.raises(ExecutionError, match="out of memory"):
+            await task
+    assert run.workers.saved() == [1]
+
+
+async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        run.workers.fail[PollBuffer] = ConnectionError("model_worker/0 is gone")
+        await run.deliver(range(5, 6))
+        with pytest.raises(ConnectionError, match="model_worker/0"):
+            await task
+    assert run.workers.saved() == []

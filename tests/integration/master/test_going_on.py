@@ -1,0 +1,241 @@
+"""A loop that goes on: from a checkpoint, from the last step, with ranks that live."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm.request_reply import PeerGone, RemoteError
+from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.worker import RestartTogether
+from asyncrl.trainer.messages import (
+    COPY_INTERRUPTED,
+    KEPT_STEP_LOST,
+    CollectWeights,
+    FinishShare,
+    LoadCheckpoint,
+    LoadLastStep,
+    LookIntoStep,
+    Publish,
+    Standing,
+    TakeUp,
+)
+from tests.integration.master.fakes import (
+    FakeWorkers,
+    Run,
+    make_config,
+    running,
+    until,
+)
+
+
+async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run) as task:
+        await until(lambda: run.loop.version == 1)
+        run.stop.set()
+        await task
+    assert run.workers.saved() == [1]
+    assert run.summary()["steps"] == 1
+    assert run.summary()["books"]["abandoned"] == 1
+
+
+async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.workers.train_gate = asyncio.Event()
+    run.workers.on_train = run.stop.set
+    await run.deliver(range(8))
+    async with running(run) as task:
+        await until(run.stop.is_set)
+        run.workers.train_gate.set()
+        await task
+    assert run.loop.version == 1
+    assert run.workers.saved() == [1]
+
+
+async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_path: Path) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
+    await first.deliver(range(12), oldest=1)
+    async with running(first) as task:  # killed in step 4, one step after the checkpoint
+        await until(lambda: first.loop.version == 3)
+        task.cancel()
+    stored = first.workers.stored
+    assert stored is not None
+
+    second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=stored))
+    async with running(second) as task:
+        await until(lambda: second.board.data_state is not None)
+        used = UsedPrompts.read(tmp_path / "data_state.json")
+        assert sorted(used) == sorted(f"e0-{order}" for order in range(8))
+        assert second.board.versions == [2]
+        second.manager.submitted = second.manager.trained = 8  # as the gate counts after it saw version 2
+        await second.deliver(range(12), oldest=3, tag="second")
+        await second.deliver(range(12, 16), oldest=3, tag="second")
+        await task
+    assert second.workers.trained_rollouts() == [f"second{order}" for order in range(8, 16)]
+    first_asked = next(request for _, request in second.workers.log if isinstance(request, CollectWeights | Publish))
+    assert first_asked == CollectWeights("actor", (2,))  # version 3 was of a forgotten step
+    assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
+    assert second.summary()["books"]["trained"] == 16
+
+
+async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path: Path) -> None:
+    config = make_config(total_train_steps=1, eval__interval=1)
+    first = Run(tmp_path, config)
+    first.rollouts.finish = asyncio.Event()
+    async with running(first) as task:
+        await until(lambda: first.rollouts.started == [0])
+        first.stop.set()
+        await task
+    assert [row["step"] for row in first.rows()] == [0]
+    assert first.summary()["evaluations_failed"] == [
+        {"version": 0, "set": "held_out", "reason": "given up, as the run ended"}
+    ]
+
+    second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
+    await second.deliver(range(4))
+    await second.loop.run()
+    assert [(row["step"], row["eval/held_out/accuracy"]) for row in second.rows()] == [(0, 0.5), (1, 0.5)]
+    assert second.summary()["evaluations_failed"] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
+    tmp_path: Path, last_step: LastStep, ranks: int
+) -> None:
+    """Nothing is loaded, what waited in the ranks is trained, every row is there once."""
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(ranks), last_step=last_step)
+    async with running(first):  # killed while it waits for the data of step 3, of which a half is there
+        await first.deliver(range(8), oldest=1)
+        await first.deliver(range(8, 10), oldest=2)
+        await until(lambda: len(first.manager.reports) == 2)
+    asked = len(first.workers.log)
+
+    second = Run(tmp_path, first.config, follows=first)
+    async with running(second) as task:
+        await until(lambda: second.begun == 1)
+        await second.deliver(range(10, 16), oldest=2)
+        await task
+    asked_again = {type(request) for _, request in second.workers.log[asked:]}
+    assert TakeUp in asked_again
+    assert LoadCheckpoint not in asked_again
+    assert second.workers.trained_rollouts() == [f"r{order}" for order in range(16)]
+    assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
+    assert second.board.versions == [1, 2, 2, 3, 4]
+    assert second.summary()["books"]["trained"] == 16
+    lines = [json.loads(line) for line in (tmp_path / "ledger" / "000001.jsonl").read_text().splitlines()]
+    assert [line["rollout"] for line in lines if line["kind"] == "trained"] == second.workers.trained_rollouts()
+    assert [line["kind"] for line in lines if line["kind"] in ("begin", "end")] == ["begin", "end"]
+
+
+async def test_a_master_that_follows_has_the_state_made_whole_before_others_hear_of_the_step(
+    tmp_path: Path, last_step: LastStep
+) -> None:
+    """The one before it was killed after the ranks had copied it."""
+    first = Run(tmp_path, make_config(total_train_steps=2), last_step=last_step)
+    first.workers.write_gate = asyncio.Event()
+    async with running(first):
+        await first.deliver(range(8), oldest=0)
+        await until(lambda: bool(first.workers.requests(FinishShare)))
+    assert (first.board.versions, last_step.version) == ([], None)
+
+    second = Run(tmp_path, first.config, follows=first)
+    async with running(second) as task:
+        await until(lambda: len(second.workers.requests(FinishShare)) == 2)
+        assert second.board.versions == []
+        second.workers.write_gate.set()
+        await task
+    assert second.board.versions == [1, 2]
+    assert [row["step"] for row in second.rows()] == [1, 2]
+    assert second.summary()["books"]["trained"] == 8
+
+
+@pytest.mark.parametrize("stand", ["in a step", "after different steps", "one is gone"])
+async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stand_between_two_steps(
+    tmp_path: Path, last_step: LastStep, stand: str
+) -> None:
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    async with running(first):
+        await first.deliver(range(8), oldest=1)
+        await until(lambda: len(first.manager.reports) == 2)
+    match stand:
+        case "in a step":
+            first.workers.standing[1] = Standing(in_step=True, master_state=None)
+        case "after different steps":
+            first.workers.standing[1] = Standing(in_step=False, master_state={"version": 1})
+        case "one is gone":
+            first.workers.fail[LookIntoStep] = PeerGone("killed")
+    books = (tmp_path / "books.json").read_text()
+    asked = len(first.workers.log)
+
+    second = Run(tmp_path, first.config, follows=first)
+    with pytest.raises(RestartTogether):
+        await second.loop.run()
+    assert {type(request) for _, request in second.workers.log[asked:]} <= {LookIntoStep, TakeUp}
+    assert second.begun == 0
+    assert (tmp_path / "books.json").read_text() == books
+
+
+@pytest.mark.parametrize("left", ["nothing", "an older version", "a part"])
+async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
+    tmp_path: Path, last_step: LastStep, left: str
+) -> None:
+    """As after the loss of two hosts, which had copies of each other's parts."""
+    workers = FakeWorkers(kept={"version": 1} if left == "an older version" else None)
+    if left == "a part":
+        lost = Failure(KEPT_STEP_LOST, "shard-00001-of-00003.safetensors is whole on none", "")
+        workers.fail[LoadLastStep] = RemoteError("model_worker/0", "load_last_step", lost)
+    run = Run(tmp_path, make_config(), workers, last_step=last_step)
+    run.board.versions = [2]
+    with pytest.raises(RestartTogether, match="only a checkpoint is left"):
+        await run.loop.run()
+    assert not last_step.can_go_on(0)
+    assert workers.requests(LoadCheckpoint) == workers.requests(Publish) == []
+
+
+@pytest.mark.parametrize("cause", ["no room", "a rank died"])
+async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
+    tmp_path: Path, last_step: LastStep, cause: str
+) -> None:
+    """Whoever goes on after a rank's death begins with the step before; without room nobody goes on from there."""
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    kind = COPY_INTERRUPTED if cause == "a rank died" else "OSError"
+    first.workers.fail[FinishShare] = RemoteError("model_worker/1", "finish_share", Failure(kind, "", ""))
+    async with running(first) as task:
+        await first.deliver(range(4), oldest=0)
+        if cause == "a rank died":
+            with pytest.raises(RemoteError):
+                await task
+        else:
+            await until(lambda: bool(first.manager.reports))
+    assert first.board.versions == ([] if cause == "a rank died" else [1])
+
+
+async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """What the order put back was never trained: its prompts are rolled out again, and it ranks them as before."""
+    (tmp_path / "mine.py").write_text("def last_first(rollout):\n    return -rollout.order\n")
+    config = make_config(total_train_steps=3, checkpoint__interval=1, max_head_offpolicyness=2)
+    config.buffer.order.path = f"{tmp_path / 'mine.py'}:last_first"
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "whole", config)
+    await whole.deliver(range(12))
+    await whole.loop.run()
+    assert [row["rollout/order_failed"] for row in whole.rows()] == [0.0, 0.0, 0.0]
+
+    first = Run(tmp_path / "cut", dataclasses.replace(config, total_train_steps=1))
+    await first.deliver(range(12))
+    await first.loop.run()
+    second = Run(tmp_path / "cut", config, FakeWorkers(stored=first.workers.stored))
+    second.manager.submitted = second.manager.trained = 4
+    await second.deliver([order for order in range(12) if f"r{order}" not in first.workers.trained_rollouts()])
+    await second.loop.run()
+    assert whole.workers.trained_rollouts() == [*first.workers.trained_rollouts(), *second.workers.trained_rollouts()]
+    assert {name for name in whole.workers.trained_rollouts()[:4]} == {"r8", "r9", "r10", "r11"}
