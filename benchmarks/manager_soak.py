@@ -2,14 +2,14 @@
 
     python benchmarks/manager_soak.py [--rollouts 100000] [--minutes 10] [--mean 40] [--json PATH]
 
-The manager is `ManagerService` behind its HTTP server in a process of its own, with TLS, the token and the log of its
-inputs as in a run, and with its gate in force: η = 7, a step trains an eighth of what may be under way, and then the
+The manager is `ManagerService` behind its HTTP server in a process of its own, with TLS, the token, the log of its
+inputs and the allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may be under way, and then the
 servers have the next version. RolloutWorkers are simulated, in real time: a rollout lasts as long as a log-normal
 number says, `--mean` seconds on average; each worker calls once eight have ended, or after half a second, tells which
 ended, and asks for as many new ones. The second process is this script.
 
 The table has a line for each tenth of the time. At the end: `no growth` where the manager's resident memory is at most
-5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `ids_remembered`), and `no
+5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `Remembered`), and `no
 stall` where no `STALL_S` seconds passed without an admission and no call took so long.
 """
 
@@ -20,6 +20,7 @@ import asyncio
 import heapq
 import json
 import multiprocessing
+import os
 import random
 import tempfile
 import time
@@ -31,7 +32,7 @@ import psutil
 import uvloop
 
 from asyncrl.comm.http import JsonHttp
-from asyncrl.comm.remembered import ids_remembered
+from asyncrl.comm.remembered import GENERATIONS, ids_remembered
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -40,6 +41,7 @@ from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRol
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.runtime.worker_plan import MALLOC
 
 ETA, SERVERS = 7, 512
 AT_A_TIME, PATIENCE_S = 8, 0.5
@@ -178,7 +180,7 @@ async def _soak(loads: Any, minutes: float, batch: int, security: HttpSecurity, 
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await load.http.close()
-    full = ids_remembered(batch, ETA)
+    full = ids_remembered(batch, ETA) * (GENERATIONS + 1) // GENERATIONS
     settled = [row["mb"] for row in rows if row["ended"] >= full]
     growth = rows[-1]["mb"] / settled[0] - 1 if len(settled) > 1 else None
     stall = max(max(row["gap_s"], row["call_s"]) for row in rows)
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=100, help="RolloutWorkers")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     args = parser.parse_args()
+    os.environ |= MALLOC
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:

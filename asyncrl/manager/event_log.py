@@ -103,7 +103,9 @@ class EventLog:
         """Replace the lines by the state that they led to. What cannot be written now is tried again after as much."""
         aside = file.with_suffix(".tmp")
         try:
-            aside.write_bytes(self._encoder.encode(Noted(self._noted_at, self._remember())) + b"\n")
+            with aside.open("wb") as lines:
+                lines.write(self._encoder.encode(Noted(self._noted_at, self._remember())))
+                lines.write(b"\n")
             os.replace(aside, file)
         except OSError as error:
             _log.warning("%s cannot be made shorter: %s", file, error)

@@ -69,15 +69,16 @@ at consumption catches it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.remembered import ids_remembered
+from asyncrl.comm.remembered import Remembered, ids_remembered
 from asyncrl.manager.messages import Books
 
 TRAINED, ABANDONED, LENT = "trained", "abandoned", "lent"
@@ -120,7 +121,9 @@ LiveRow: TypeAlias = tuple[str, str, str, int, int, int, bool]
 
 
 class GateMemory(Struct, frozen=True):
-    """What a gate knows. `retired`: rollout id, how it left, and the rollout itself where it may come back."""
+    """What a gate knows. `retired`: the rollouts that left, in that order, those that left the same way and one after
+    the other together; `lost`: those of them that may come back.
+    """
 
     version: int
     trained_version: int
@@ -130,7 +133,8 @@ class GateMemory(Struct, frozen=True):
     abandoned: int
     dropped: dict[str, int]
     live: list[LiveRow]
-    retired: list[tuple[str, str, LiveRow | None]]
+    retired: list[tuple[str, list[str]]]
+    lost: list[LiveRow]
 
 
 class StalenessGate:
@@ -156,11 +160,11 @@ class StalenessGate:
         self._live: dict[str, _Live] = {}
         self._live_of_prompt: Counter[str] = Counter()
         self._live_of_owner: dict[str, dict[str, _Live]] = {}
-        self._running_at: dict[int, dict[str, _Live]] = {}  # by the version of admission
+        self._running_at: Counter[int] = Counter()  # by the version of admission
         self._finished_at: Counter[int] = Counter()
-        # Ordered: the first key of a plain dict is looked for past all that were deleted before it.
-        self._retired: OrderedDict[str, _Retired] = OrderedDict()
-        self._retired_kept = ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
+        self._retired: Remembered[_Retired] = Remembered(
+            ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
+        )
         self._submitted = 0
         self._trained = 0
         self._abandoned = 0
@@ -213,8 +217,7 @@ class StalenessGate:
         live = self._live.get(ticket.rollout_id)
         if live is not None:
             return live.version
-        if ticket.rollout_id in self._retired:
-            outcome = self._retired[ticket.rollout_id].outcome
+        if (outcome := self.outcome(ticket.rollout_id)) is not None:
             raise ValueError(
                 f"rollout_id {ticket.rollout_id!r} is already {outcome}; give each attempt an id of its own"
             )
@@ -246,12 +249,12 @@ class StalenessGate:
             return self._drop(live, _Retired(reason))
         retired = self._retired.get(rollout_id)
         if retired is not None and retired.lost is not None:  # it was given up, and now does not come back any more
-            self._retired[rollout_id] = _Retired(retired.outcome)
+            self._retired.put(rollout_id, _Retired(retired.outcome))
         return None
 
     def lend(self, rollout_id: str) -> None:
         """The rollout, which was not admitted, never will be: another worker plays its prompt. It enters no count."""
-        self._retire(rollout_id, _LENT)
+        self._retired.put(rollout_id, _LENT)
 
     def give_up(self, rollout_id: str) -> Ticket | None:
         """The rollout's worker is silent: it leaves the count until it finishes after all; its ticket if it ran."""
@@ -269,7 +272,7 @@ class StalenessGate:
             if self._part(rollout_id) is None and not self._undo_outcome(rollout_id, repeated):
                 continue
             self._trained += 1
-            self._retire(rollout_id, _TRAINED)
+            self._retired.put(rollout_id, _TRAINED)
         self.trained_version = max(self.trained_version, version)
 
     def advance(self, version: int) -> bool:
@@ -287,8 +290,13 @@ class StalenessGate:
         return bool(self._blocking_versions(step))
 
     def blocking(self, step: int) -> list[str]:
-        """Running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest first."""
-        return [rollout_id for version in self._blocking_versions(step) for rollout_id in self._running_at[version]]
+        """Running rollouts that step `step` has to wait for, so that none expires (module docstring); oldest first.
+
+        Looks at all live rollouts.
+        """
+        versions = set(self._blocking_versions(step))
+        found = [live for live in self._live.values() if not live.finished and live.version in versions]
+        return [live.ticket.rollout_id for live in sorted(found, key=lambda live: live.version)]
 
     def admitted_at(self, rollout_id: str) -> int | None:
         """Version that a rollout was admitted at, if it runs or may come back; else None."""
@@ -353,7 +361,7 @@ class StalenessGate:
         for rollout_id in abandoned:
             self._part(rollout_id)
             self._abandoned += 1
-            self._retire(rollout_id, _ABANDONED)
+            self._retired.put(rollout_id, _ABANDONED)
         return abandoned
 
     def memory(self) -> GateMemory:
@@ -368,9 +376,10 @@ class StalenessGate:
             dict(self._dropped),
             [_row(live) for live in self._live.values()],
             [
-                (key, left.outcome, None if left.lost is None else _row(left.lost))
-                for key, left in self._retired.items()
+                (outcome, [rollout_id for rollout_id, _ in group])
+                for outcome, group in groupby(self._retired.items(), key=lambda item: item[1].outcome)
             ],
+            [_row(left.lost) for _, left in self._retired.items() if left.lost is not None],
         )
 
     def restore(self, memory: GateMemory) -> None:
@@ -382,11 +391,11 @@ class StalenessGate:
             self._part(rollout_id)
         for row in memory.live:
             self._join(_live(row))
-        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}
-        self._retired = OrderedDict(
-            (key, known.get(outcome) or _Retired(outcome, None if lost is None else _live(lost)))
-            for key, outcome, lost in memory.retired
-        )
+        known, lost = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}, {row[0]: _live(row) for row in memory.lost}
+        self._retired.clear()
+        for outcome, rollout_ids in memory.retired:
+            for rollout_id in rollout_ids:
+                self._retired.put(rollout_id, known.get(outcome) or _Retired(outcome, lost.get(rollout_id)))
 
     def books(self) -> Books:
         """The ledger as of now."""
@@ -407,7 +416,7 @@ class StalenessGate:
         blocked_to: int | None = None
         for version in sorted(self._running_at.keys() | self._finished_at.keys()):
             finished += self._finished_at[version]
-            live += self._finished_at[version] + len(self._running_at.get(version, ()))
+            live += self._finished_at[version] + self._running_at[version]
             if live - min(finished, self.batch_size) > max(0, version + self.max_staleness - step) * self.batch_size:
                 blocked_to = version
         return [] if blocked_to is None else sorted(version for version in self._running_at if version <= blocked_to)
@@ -426,55 +435,49 @@ class StalenessGate:
         if live is None:
             return None
         ticket = live.ticket
-        self._live_of_prompt[ticket.prompt_id] -= 1
-        if not self._live_of_prompt[ticket.prompt_id]:
-            del self._live_of_prompt[ticket.prompt_id]
-        _discard(self._live_of_owner, ticket.owner, rollout_id)
+        _take_one(self._live_of_prompt, ticket.prompt_id)
+        of_owner = self._live_of_owner[ticket.owner]
+        del of_owner[rollout_id]
+        if not of_owner:
+            del self._live_of_owner[ticket.owner]
         self._uncount(live)
         return live
 
     def _count(self, live: _Live) -> None:
         """Count a live rollout in its state."""
-        if live.finished:
-            self._finished_at[live.version] += 1
-        else:
-            self._running_at.setdefault(live.version, {})[live.ticket.rollout_id] = live
-            self._running += 1
+        self._counts_of(live)[live.version] += 1
+        self._running += not live.finished
 
     def _uncount(self, live: _Live) -> None:
         """Take a live rollout out of the count of its state."""
-        if live.finished:
-            self._finished_at[live.version] -= 1
-            if not self._finished_at[live.version]:
-                del self._finished_at[live.version]
-        else:
-            _discard(self._running_at, live.version, live.ticket.rollout_id)
-            self._running -= 1
+        _take_one(self._counts_of(live), live.version)
+        self._running -= not live.finished
+
+    def _counts_of(self, live: _Live) -> Counter[int]:
+        """The counts, by version of admission, that a live rollout in its state is in."""
+        return self._finished_at if live.finished else self._running_at
 
     def _drop(self, live: _Live, retired: _Retired) -> Ticket:
         self._part(live.ticket.rollout_id)
         self._dropped[retired.outcome] += 1
-        self._retire(live.ticket.rollout_id, retired)
+        self._retired.put(live.ticket.rollout_id, retired)
         return live.ticket
 
     def _recall(self, rollout_id: str, retired: _Retired) -> _Live:
         live = retired.lost
         assert live is not None
-        del self._retired[rollout_id]
+        self._retired.pop(rollout_id)
         self._dropped[retired.outcome] -= 1
         self._join(live)
         return live
 
     def _undo_outcome(self, rollout_id: str, repeated: bool) -> bool:
         """Undo how a rollout left before it is counted as trained; False where it must not be counted (again)."""
-        retired = self._retired.pop(rollout_id, None)
-        if retired is None:
-            if repeated:
-                return False
-            self._submitted += 1
-        elif retired is _TRAINED:
-            self._retired[rollout_id] = retired
+        retired = self._retired.get(rollout_id)
+        if retired is _TRAINED or (retired is None and repeated):
             return False
+        if retired is None:
+            self._submitted += 1
         elif retired is _ABANDONED:
             self._abandoned -= 1
         elif retired is _LENT:  # it was never counted
@@ -483,18 +486,12 @@ class StalenessGate:
             self._dropped[retired.outcome] -= 1
         return True
 
-    def _retire(self, rollout_id: str, retired: _Retired) -> None:
-        self._retired[rollout_id] = retired
-        if len(self._retired) > self._retired_kept:
-            self._retired.popitem(last=False)
 
-
-def _discard(index: dict[_Key, dict[str, _Live]], key: _Key, rollout_id: str) -> None:
-    """Take a rollout out of `index[key]`, and the key with its last one."""
-    members = index[key]
-    del members[rollout_id]
-    if not members:
-        del index[key]
+def _take_one(counts: Counter[_Key], key: _Key) -> None:
+    """Count `key` once less, and not at all any more after its last."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _row(live: _Live) -> LiveRow:

@@ -36,8 +36,7 @@ from math import inf
 from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.push_pull.outbox import RecentIds
-from asyncrl.comm.remembered import ids_remembered
+from asyncrl.comm.remembered import Remembered, ids_remembered
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
@@ -82,7 +81,9 @@ class SampleBuffer:
         self._live_by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: set[str] = set()  # of live and taken records
-        self._finished = RecentIds(ids_remembered(batch_size, eta) if remembered is None else remembered)
+        self._finished: Remembered[bool] = Remembered(
+            ids_remembered(batch_size, eta) if remembered is None else remembered
+        )
         self._drops: list[Drop] = []
 
     def __len__(self) -> int:
@@ -157,13 +158,13 @@ class SampleBuffer:
             del self._taken[record.rollout_id]
             self._prompts.discard(record.prompt_id)
             self.used.add(record.prompt_id)
-            self._finished.add(record.rollout_id)
+            self._finished.put(record.rollout_id, True)
             self.trained += 1
 
     def know_trained(self, rollout_ids: Iterable[str]) -> None:
         """These were trained before this buffer was made: what is received of them is a second copy."""
         for rollout_id in rollout_ids:
-            self._finished.add(rollout_id)
+            self._finished.put(rollout_id, True)
 
     def pop_drops(self) -> list[Drop]:
         """The drops since the last call; each is returned exactly once."""
@@ -210,7 +211,7 @@ class SampleBuffer:
     def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:
         self.dropped[reason] += 1
         self._drops.append(Drop(record, reason, return_prompt))
-        self._finished.add(record.rollout_id)
+        self._finished.put(record.rollout_id, True)
 
 
 def _oldest_first(record: RolloutRecord) -> tuple[int, int, str]:

@@ -18,7 +18,7 @@ connection is lost: 1 and 3 wait, and go to B. Had A stayed silent instead, they
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -162,24 +162,3 @@ class Outbox(Generic[T]):
     def _land(self, entry: OutboxEntry[T]) -> None:
         if self._in_flight.pop(entry.seq, None) is not None and entry.peer in self._in_flight_at:
             self._in_flight_at[entry.peer] -= 1
-
-
-class RecentIds:
-    """The last `capacity` ids seen: what a receiver needs to drop duplicates in bounded memory.
-
-    A duplicate comes within a few `resend_after_s` of the original, so a capacity far above the ids received in that
-    time misses none.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._ids: OrderedDict[str, None] = OrderedDict()
-
-    def __contains__(self, item: str) -> bool:
-        return item in self._ids
-
-    def add(self, item: str) -> None:
-        """Remember `item`, forgetting the oldest if there is no room."""
-        self._ids[item] = None
-        if len(self._ids) > self._capacity:
-            self._ids.popitem(last=False)

@@ -15,8 +15,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.push_pull.outbox import RecentIds
-from asyncrl.comm.remembered import AT_LEAST
+from asyncrl.comm.remembered import AT_LEAST, Remembered
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
@@ -81,7 +80,7 @@ class TrajectoryPuller:
         self._sender = b""  # of the message in hand
         self._unacknowledged: list[int] = []  # what of it is accepted
         self._counters = PullerCounters()
-        self._seen = RecentIds(remembered)
+        self._seen: Remembered[bool] = Remembered(remembered)
         self._log = SourceLog("trajectory")
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()
@@ -177,7 +176,7 @@ class TrajectoryPuller:
             self._counters.refused += 1
             _log.exception("trajectory %r was not accepted, it will come again", trajectory.rollout_id)
             return False
-        self._seen.add(trajectory.rollout_id)
+        self._seen.put(trajectory.rollout_id, True)
         self._counters.received += 1
         return True
 

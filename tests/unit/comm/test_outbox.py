@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncrl.comm.push_pull.outbox import Outbox, OutboxFull, RecentIds
+from asyncrl.comm.push_pull.outbox import Outbox, OutboxFull
 
 
 def make_outbox(*peers: str, high_water: int = 100, resend_after_s: float = 5.0) -> Outbox[None]:
@@ -111,13 +111,6 @@ def test_an_entry_acknowledged_while_it_waits_is_not_sent_again() -> None:
     outbox.expire(5.0)
     outbox.acked(0)
     assert outbox.take({"a"}, 5.0) is None
-
-
-def test_recent_ids_forget_the_oldest() -> None:
-    recent = RecentIds(2)
-    for item in "abc":
-        recent.add(item)
-    assert ["a" in recent, "b" in recent, "c" in recent] == [False, True, True]
 
 
 class OutboxMachine(RuleBasedStateMachine):

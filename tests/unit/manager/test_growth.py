@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.comm.push_pull.outbox import Outbox, RecentIds
+from asyncrl.comm.push_pull.outbox import Outbox
 from asyncrl.datasets import order
 from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
@@ -194,10 +194,3 @@ def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypat
     grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
     assert not grown
     assert {"PromptStream._attempts", "Router._placements", "StalenessGate._retired"} <= after.keys()
-
-
-def test_recent_ids_are_bounded() -> None:
-    recent = RecentIds(100)
-    for number in range(10_000):
-        recent.add(str(number))
-    assert dict(sizes("", recent))["RecentIds._ids"] == 100
