@@ -11,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.observability.audit import others
 from asyncrl.observability.audit.history import read_ledger, surviving
-from asyncrl.observability.audit.rules import Outcome, Replay
+from asyncrl.observability.audit.outcome import Outcome
+from asyncrl.observability.audit.rules import Replay
 from asyncrl.runtime.run_dir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,

@@ -14,7 +14,7 @@ import xxhash
 from omegaconf import OmegaConf
 
 from asyncrl.observability.audit.history import Report
-from asyncrl.observability.audit.rules import Outcome, StepTotals
+from asyncrl.observability.audit.outcome import Outcome, StepTotals
 
 _READ_BYTES = 1 << 20
 _TOLERANCE = 1e-6
