@@ -11,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.observability.audit import others
 from asyncrl.observability.audit.history import read_ledger, surviving
-from asyncrl.observability.audit.rules import Outcome, Replay
+from asyncrl.observability.audit.outcome import Outcome
+from asyncrl.observability.audit.rules import Replay
 from asyncrl.runtime.run_dir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -48,7 +49,8 @@ def audit(run_dir: Path) -> Audit:
         report(LEDGER_DIR, "has no line")
     outcome = Replay(rows, report).run(surviving(entries, report))
     others.check_settings(run_dir / CONFIG_FILE, outcome, report)
-    others.check_metrics(run_dir / METRICS_FILE, outcome, report)
+    held = others.held_rows(run_dir / SUMMARY_FILE, run_dir / CHECKPOINTS_DIR, outcome)
+    others.check_metrics(run_dir / METRICS_FILE, held, outcome, report)
     others.check_summary(run_dir / SUMMARY_FILE, outcome, report)
     others.check_checkpoints(run_dir / CHECKPOINTS_DIR, outcome, report)
     others.check_weights(run_dir / WEIGHTS_DIR, outcome, report)

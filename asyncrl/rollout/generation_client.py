@@ -2,7 +2,7 @@
 
 Mechanism
 ---------
-`RolloutClient.generate` keeps one `_Draft` per sample and repeats *rounds* until every draft is complete. A round
+`RolloutClient.generate` keeps one `Draft` per sample and repeats *rounds* until every draft is complete. A round
 asks the manager for a server and sends all incomplete drafts there in one HTTP call, each as the prompt plus the
 exact token ids it has so far. What comes back is appended, with the version and log-probability of every token:
 
@@ -50,17 +50,15 @@ import logging
 import math
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
-from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.architectures.routers import RoutingShape
-from asyncrl.chat.stop_strings import Decode, check_stop_strings, kept_tokens
+from asyncrl.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
@@ -74,6 +72,7 @@ from asyncrl.inference.client import (
 )
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
+from asyncrl.rollout.drafts import Draft, Work
 
 SCHEDULE_HOLD_S = 5.0
 """How long one call waits at the manager for a server before it is made again."""
@@ -98,93 +97,6 @@ class GenerationFailed(RuntimeError):
 
 class ServerLost(HttpError):
     """The manager says that the server is not to be waited for."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """One sample so far: three lists of one length."""
-
-    seed: int | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    routing: list[NDArray[Any]] = field(default_factory=list)
-    """The experts told so far, of the request's tokens and of these, in parts that follow one another."""
-
-    @property
-    def routed(self) -> int:
-        """Tokens whose experts were told."""
-        return sum(map(len, self.routing))
-
-    def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
-        """Append what a round brought; `budget` is the sample's `max_new_tokens`, `stop` what ends it."""
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.versions += part.versions
-        kept = kept_tokens(self.token_ids, stop, decode) if stop and decode else None
-        if kept is not None:
-            for column in (self.token_ids, self.logprobs, self.versions):
-                del column[kept:]
-            self.finish = FinishReason.stop
-        elif part.finish_reason == FinishReason.stop:
-            self.finish = FinishReason.stop
-        elif len(self.token_ids) >= budget:
-            self.finish = FinishReason.length
-
-    def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
-        """Append of the experts told from position `start` on those that were not told before.
-
-        So a token's experts are those of the round in which the token after it was drawn, whatever a later round, under
-        other weights, computes it with again.
-        """
-        if told is not None:
-            self.routing.append(told[self.routed - start :])
-
-    def completion(self, prompt_tokens: int) -> Completion:
-        """The whole answer, once it is complete."""
-        assert self.finish is not None, "a draft was left open"
-        routing = None
-        if self.routing:  # less what belongs to tokens that were cut off behind a stop string
-            routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
-        return Completion(self.token_ids, self.logprobs, self.versions, self.finish, routing)
-
-
-@dataclass(slots=True)
-class _Work:
-    """A request under way: the id by which the manager knows it, what it asks for, a draft per sample, and the most
-    tokens that a round asks for, now and where all goes well.
-    """
-
-    own_id: str
-    request: GenerationRequest
-    rollout_id: str | None
-    min_version: int | None
-    drafts: list[_Draft]
-    most: int
-    chunk: int
-
-    @property
-    def open_drafts(self) -> dict[int, _Draft]:
-        """The drafts that are not complete yet, by sample."""
-        return {index: draft for index, draft in enumerate(self.drafts) if draft.finish is None}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens generated so far."""
-        return sum(len(draft.token_ids) for draft in self.drafts)
-
-    def wanted(self, draft: _Draft) -> int:
-        """How many tokens the next round asks for, for `draft`."""
-        return min(self.request.sampling.max_new_tokens - len(draft.token_ids), self.most)
-
-    def ask_for_less(self) -> None:
-        """Half of what the last round asked for, as it was not answered."""
-        self.most = max(1, max(map(self.wanted, self.open_drafts.values())) // 2)
-
-    def ask_for_more(self) -> None:
-        """Twice as much as before, as the last round was answered quickly."""
-        self.most = min(2 * self.most, self.chunk)
 
 
 class RolloutClient:
@@ -276,7 +188,7 @@ class RolloutClient:
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
         seed = request.sampling.seed
-        drafts = [_Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
+        drafts = [Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         stop = request.sampling.stop
         check_stop_strings(stop)
@@ -287,13 +199,13 @@ class RolloutClient:
             most = min(most, STOP_CHUNK)
         async with self._slots:
             try:
-                await self._complete(_Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
+                await self._complete(Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
             finally:
                 self._manager.release(own_id)
         prompt_tokens = len(request.input_ids)
         return GenerationResult(request.request_id, tuple(draft.completion(prompt_tokens) for draft in drafts))
 
-    async def _complete(self, work: _Work, route: Route | None) -> None:
+    async def _complete(self, work: Work, route: Route | None) -> None:
         """Rounds until every draft is complete; the first goes to `route` where it is given."""
         failures = idle = 0
         name, now = work.request.request_id, asyncio.get_running_loop().time
@@ -329,7 +241,7 @@ class RolloutClient:
             if idle > 1:  # aborted in the queue again and again: the servers are busy with something else
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
-    async def _route(self, work: _Work) -> Route:
+    async def _route(self, work: Work) -> Route:
         """A server for the next round; waits while there is none."""
         request = work.request
         drafts = work.open_drafts.values()
@@ -346,7 +258,7 @@ class RolloutClient:
             pass
         return route
 
-    async def _round(self, work: _Work, attempt: int, route: Route) -> None:
+    async def _round(self, work: Work, attempt: int, route: Route) -> None:
         """Send the open drafts to one server and append what it generates."""
         request, open_drafts = work.request, work.open_drafts
         items = [

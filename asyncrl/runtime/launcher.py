@@ -37,7 +37,8 @@ from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -65,8 +66,6 @@ CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
 """After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 READY_LIMIT_S = 600.0
 """So long it is looked whether what was started again is ready; a big model takes its time."""
-GAVE_UP = 1
-"""Exit code of a process that says that it cannot go on (`Worker.start`)."""
 
 
 class Launcher:
@@ -146,7 +145,7 @@ class Launcher:
             self._terminate_leader()
         self._display.note(f"started {len(self._workers)} processes, logs in {self.run_dir / LOGS_DIR}")
         ended, after = await self._end_of_run()
-        if ended is None or (_leads(ended) and self._ended_as_asked(ended)):
+        if ended is None or (leads(ended) and self._ended_as_asked(ended)):
             await self._stop_all()
             return EXIT_FAILED if self._claim_lost else EXIT_INTERRUPTED if self._interrupts else EXIT_OK
         whole_run = after is AfterDeath.whole_run
@@ -154,7 +153,7 @@ class Launcher:
         await self._fail(ended, outcome)
         if not whole_run or self._interrupts or self._claim_lost:
             return EXIT_FAILED
-        note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {_how(ended)}")
+        note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {how(ended)}")
         return None
 
     def _ended_as_asked(self, leader: WorkerHandle) -> bool:
@@ -221,11 +220,11 @@ class Launcher:
             ends = [await self._ends.get()]
             while not self._ends.empty():
                 ends.append(self._ends.get_nowait())
-            if None not in ends and any(map(_may_follow_another, ends)) and not self._interrupts:
+            if None not in ends and any(map(may_follow_another, ends)) and not self._interrupts:
                 await self._await_cause(ends)
             if None in ends:
                 return None, AfterDeath.nothing
-            died = sorted((worker for worker in ends if worker is not None), key=_gave_up)
+            died = sorted((worker for worker in ends if worker is not None), key=gave_up)
             final = [
                 (worker, after)
                 for worker in died
@@ -249,19 +248,19 @@ class Launcher:
         outcome = "it is started again" if replaced else "the run goes on without it"
         if replaced and together:
             outcome += " with all of the trainer's side, which goes on from the last step"
-        self._display.note(f"{name} ({ended.description}) {_how(ended)}; {outcome}; its log: {ended.log}")
+        self._display.note(f"{name} ({ended.description}) {how(ended)}; {outcome}; its log: {ended.log}")
         if not replaced:
             self._workers.remove(ended)
         elif together:
-            await self._restart([worker for worker in self._workers if _trains(worker)], TRAINER, _how(ended))
+            await self._restart([worker for worker in self._workers if trains(worker)], TRAINER, how(ended))
         else:
-            await self._restart([ended], name, _how(ended))
+            await self._restart([ended], name, how(ended))
         return AfterDeath.alone
 
     async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
-        while not any(worker is not None and _trains(worker) and not _gave_up(worker) for worker in ends):
+        while not any(worker is not None and trains(worker) and not gave_up(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
             except TimeoutError:
@@ -280,9 +279,9 @@ class Launcher:
         note_restart(self.run_dir, what, reason)
         for worker in workers:
             worker.kill_process()
-        for worker in await _wait_for(workers, STOP_LIMIT_S):
+        for worker in await wait_for(workers, STOP_LIMIT_S):
             worker.kill()
-        await _wait_for(workers, STOP_LIMIT_S)
+        await wait_for(workers, STOP_LIMIT_S)
         for worker in workers:
             self._workers.remove(worker)
         plans = [worker.plan for worker in workers]
@@ -330,21 +329,21 @@ class Launcher:
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Say what ended and what comes of it, have the rest saved and stopped."""
-        what = f"{ended.plan.name} ({ended.description}) {_how(ended)}"
+        what = f"{ended.plan.name} ({ended.description}) {how(ended)}"
         if outcome:
             self._display.note(f"{what}, {outcome}; the end of {ended.log}:")
         else:
             self._display.note(f"FAILED: {what}; the end of {ended.log}:")
         for line in ended.last_lines():
             self._display.note(f"    {line}")
-        if not _leads(ended):
+        if not leads(ended):
             self._terminate_leader()
-            await _wait_for([worker for worker in self._workers if _leads(worker)], FAILED_SAVE_LIMIT_S)
+            await wait_for([worker for worker in self._workers if leads(worker)], FAILED_SAVE_LIMIT_S)
         await self._stop_all()
 
     def _terminate_leader(self) -> None:
         for worker in self._workers:
-            if _leads(worker):
+            if leads(worker):
                 worker.terminate()
 
     async def _stop_all(self) -> None:
@@ -353,10 +352,10 @@ class Launcher:
             workers = [worker for worker in self._workers if KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
                 worker.terminate()
-            for worker in await _wait_for(workers, STOP_LIMIT_S):
+            for worker in await wait_for(workers, STOP_LIMIT_S):
                 self._display.note(f"{worker.plan.name} did not stop within {STOP_LIMIT_S:.0f} s; killed")
                 worker.kill()
-        await _wait_for(self._workers, STOP_LIMIT_S)
+        await wait_for(self._workers, STOP_LIMIT_S)
 
     async def _show_metrics(self) -> None:
         while True:
@@ -371,47 +370,3 @@ class Launcher:
     def _show_new_rows(self) -> None:
         for row in self._tail.read():
             self._display.row(row)
-
-
-def _trains(worker: WorkerHandle) -> bool:
-    """Whether it is of the trainer's side."""
-    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
-
-
-def _gave_up(worker: WorkerHandle) -> bool:
-    return worker.exit_code == GAVE_UP
-
-
-def _may_follow_another(worker: WorkerHandle | None) -> bool:
-    """Whether it ended because another one of its side died, as far as one can tell."""
-    return worker is not None and _trains(worker) and _gave_up(worker)
-
-
-def _leads(worker: WorkerHandle) -> bool:
-    return KINDS[worker.plan.kind].leads
-
-
-def _how(ended: WorkerHandle) -> str:
-    """How a process ended, in words."""
-    code = ended.exit_code
-    if code is not None and code < 0:
-        return f"was killed by signal {_signal_name(-code)}"
-    told = {EXIT_TOGETHER: "found the ranks in a step", EXIT_LOST: "was lost with the connection to its host"}
-    return f"exited with {code}" if code is None else told.get(code, f"exited with {code}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return str(number)
-
-
-async def _wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:
-    """Wait for the ends of `workers`, `limit_s` at most; returns those that still run."""
-    waits = [asyncio.create_task(worker.wait()) for worker in workers if worker.exit_code is None]
-    if waits:
-        await asyncio.wait(waits, timeout=limit_s)
-        for task in waits:
-            task.cancel()
-    return [worker for worker in workers if worker.exit_code is None]

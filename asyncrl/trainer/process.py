@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.api.trajectory import Trajectory
 from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
@@ -44,8 +41,7 @@ from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.inbox import Inbox, InboxFull
-from asyncrl.trainer.kept_inbox import KeptInbox
+from asyncrl.trainer.intake import Intake
 from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -63,7 +59,6 @@ from asyncrl.trainer.messages import (
     LookIntoStep,
     MoveColumns,
     PollBuffer,
-    PolledBuffer,
     Publish,
     PublishedWeights,
     RunCall,
@@ -84,7 +79,6 @@ from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import training_world
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
-_ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
 _CLOSE_S = 1.0  # how long the end waits for weights on their way
 
 
@@ -150,25 +144,15 @@ class ModelWorker(Worker):
 
     def _take_connections(self) -> None:
         system = self.config.system
-        self._arrival: asyncio.Event | None = None
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        trainer, actor = self.config.trainer, self._rank.engines.get(ACTOR)
-        self._inbox = Inbox(
-            head,
-            trainer.buffer_capacity,
-            self._on_arrival,
-            memory_bytes=trainer.buffer_memory * 2**30,
-            spilled=self._spilling_to(self.run_dir / SPILLED_DIR / str(self.index)),
-            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
-        )
-        self._kept_inbox = self._open_kept_inbox(head)
+        self._intake = self._open_intake(head)
         self._server = RequestServer(
             system.host,
             self.security,
             immediate={
                 LookIntoStep: self._look_into_step,
-                PollBuffer: self._poll_buffer,
+                PollBuffer: self._intake.poll,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
                 FinishShare: self._finish_share,
@@ -191,13 +175,12 @@ class ModelWorker(Worker):
         self._versions = Versions(self.config, self.run_dir, self._world, self._rank, self.http_security, self._device)
         if self._world.publishes:
             self._open.callback(self._close_connections)
-        model = json.loads((Path(str(self.config.model.path)) / "config.json").read_text())
-        routing = routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None
-        self._arrivals = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
-        self._puller = TrajectoryPuller(system.host, self.security, on_message=self._receive, remembered=remembered)
+        self._puller = TrajectoryPuller(
+            system.host, self.security, on_message=self._intake.receive, remembered=remembered
+        )
         self._open.callback(self._puller.close)
-        self._open.callback(self._inbox.close)  # first: its thread may wait for room there
+        self._open.callback(self._intake.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
@@ -205,54 +188,25 @@ class ModelWorker(Worker):
             puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
-    def _spilling_to(self, folder: Path) -> KeptInbox:
-        """What a process before this one spilled was in its hand; what of it is to be trained is kept elsewhere too."""
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        self._open.callback(shutil.rmtree, folder, ignore_errors=True)
-        return KeptInbox(folder)
-
-    def _open_kept_inbox(self, head: int) -> KeptInbox | None:
-        """The inbox's files, with what the process before this one left in them taken in; None where none are kept."""
-        self._in_step: list[str] = []
-        if not keeps_last_step(self.config):
-            return None
-        try:
-            self._last_step.join()
-            if not self._world.takes_trajectories:
-                return None
-            kept = KeptInbox(self._last_step.inbox(head), durable=self._last_step.spread)
-        except OSError as error:
-            self._cannot_keep(error)
-            return None
-        for trajectory in kept.read():
-            self._inbox.restore(trajectory)
-        return kept
-
-    def _cannot_keep(self, error: OSError) -> None:
-        """Others may go on without; but nobody may go on from what is kept."""
-        self.log.warning("a death of this process would now cost the steps since the last checkpoint: %s", error)
-        self._last_step.tear()
-
-    # The puller's thread.
-
-    def _receive(self, trajectory: Trajectory) -> None:
-        self._arrivals.check(trajectory)
-        if self._kept_inbox is not None:
-            try:
-                self._kept_inbox.write(trajectory)
-            except OSError as error:
-                self._kept_inbox = None
-                self._cannot_keep(error)
-        try:
-            self._inbox.put(trajectory, timeout_s=_ROOM_S)
-        except InboxFull:
-            self._forget([trajectory.rollout_id])
-            raise
-
-    def _forget(self, rollout_ids: Sequence[str]) -> None:
-        if self._kept_inbox is not None:
-            self._kept_inbox.remove(rollout_ids)
+    def _open_intake(self, head: int) -> Intake:
+        config, folder = self.config, str(self.config.model.path)
+        model = json.loads((Path(folder) / "config.json").read_text())
+        routing = routing_shape_of(folder) if config.moe.replay_routing else None
+        check = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing).check
+        actor = self._rank.engines.get(ACTOR)
+        intake = Intake(
+            config.trainer,
+            head,
+            check,
+            lambda: self._server.loop,
+            self._last_step,
+            self.run_dir / SPILLED_DIR / str(self.index),
+            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
+        )
+        self._open.callback(intake.remove_spilled)
+        if keeps_last_step(config):
+            intake.keep(receives=self._world.takes_trajectories)
+        return intake
 
     def _announced_version(self) -> int:
         """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
@@ -261,38 +215,13 @@ class ModelWorker(Worker):
         except NameEntryNotFound:
             return 0
 
-    def _on_arrival(self) -> None:
-        if self._arrival is not None:  # else nobody waits, and waking the loop costs the main thread its turn
-            self._server.loop.call_soon_threadsafe(self._wake_polls)
-
     # The request server's loop.
-
-    def _wake_polls(self) -> None:
-        if self._arrival is not None:
-            self._arrival.set()
-            self._arrival = None
 
     async def _look_into_step(self, request: LookIntoStep) -> InStep:
         return InStep(self._standing.in_step)
 
-    async def _poll_buffer(self, request: PollBuffer) -> PolledBuffer:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(request.timeout_s):
-                await self._arrived(request.cursor, 1)
-            async with asyncio.timeout(request.gather_s):
-                await self._arrived(request.cursor, request.at_least)
-        return self._inbox.poll(request.cursor)
-
-    async def _arrived(self, cursor: int, count: int) -> None:
-        while True:
-            arrival = self._arrival = self._arrival or asyncio.Event()  # before looking: later arrivals set it
-            if self._inbox.arrived_after(cursor) >= count:
-                return
-            await arrival.wait()
-
     async def _discard(self, request: Discard) -> Done:
-        self._inbox.remove(request.rollout_ids)
-        self._forget(request.rollout_ids)
+        self._intake.discard(request.rollout_ids)
         return Done()
 
     async def _send_weights(self, request: SendWeights) -> Done:
@@ -325,7 +254,7 @@ class ModelWorker(Worker):
 
     def _take_up(self, request: TakeUp) -> Standing:
         self._master = request.incarnation
-        self._inbox.tell_again()
+        self._intake.inbox.tell_again()
         return self._standing
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
@@ -338,7 +267,7 @@ class ModelWorker(Worker):
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
         self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
-        held = self._inbox.get(step.leaving)
+        held = self._intake.inbox.get(step.leaving)
         self._shares = {}
         for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
             place = self._world.places.get(grid)
@@ -361,9 +290,7 @@ class ModelWorker(Worker):
             )
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
-        self._inbox.remove(step.leaving)
-        self._forget(self._in_step)  # of the step before, whose state is kept by now
-        self._in_step = list(step.leaving)
+        self._intake.left(step.leaving)
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:

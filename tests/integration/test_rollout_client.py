@@ -25,7 +25,8 @@ from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout import generation_client
-from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient, _Draft
+from asyncrl.rollout.drafts import Draft
+from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
 
 
 class FixedManager:
@@ -508,7 +509,7 @@ class SecondRound(FixedManager):
 
 def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have() -> None:
     """A round tells all samples from where the one with the least has to be told."""
-    draft = _Draft(seed=1)
+    draft = Draft(seed=1)
     for told, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
         draft.extend_routing(np.array(told, np.uint8)[:, None, None], start)
     draft.token_ids, draft.finish = [7, 7, 7, 7], FinishReason.length

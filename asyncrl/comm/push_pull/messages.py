@@ -1,6 +1,6 @@
 """The messages of push-pull.
 
-    pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of trajectory_codec.py and their numbers
+    pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of `trajectory_codec` and their numbers
     puller ─▶ pusher    [ Accepted | Refused ]
 
 A number is the pusher's own of a trajectory. Trajectories that are pushed at about the same time share a message,

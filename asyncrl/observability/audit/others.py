@@ -6,37 +6,36 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 from omegaconf import OmegaConf
 
 from asyncrl.observability.audit.history import Report
-from asyncrl.observability.audit.rules import Outcome, StepTotals
+from asyncrl.observability.audit.outcome import Outcome, StepTotals
 
 _READ_BYTES = 1 << 20
 _TOLERANCE = 1e-6
 """Relative; sums are in another order."""
+Row: TypeAlias = tuple[str, dict[str, Any]]
+"""Where a row of metrics stands, and itself."""
 
 
-def check_metrics(file: Path, outcome: Outcome, report: Report) -> None:
-    """Rows without a gap, up to the last step, with the means that the ledger's lines give."""
+def check_metrics(file: Path, held: Iterable[Row], outcome: Outcome, report: Report) -> None:
+    """Rows without a gap, up to the last step, with the means that the ledger's lines give; after those of `file` come
+    those that are `held`.
+    """
     if not file.is_file():
         report(file.name, "is not there")
         return
+    rows = [*_written_rows(file, report)]
+    written = rows[-1][1]["step"] if rows else -1
+    rows += [(place, row) for place, row in held if row["step"] > written]  # others were written after the checkpoint
     last: int | None = None
-    for number, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
-        place = f"{file.name}:{number}"
-        if not raw.endswith(b"\n"):
-            break  # cut off by a kill; the next launch cuts it away
-        try:
-            row = json.loads(raw)
-            step, version = row["step"], row["policy_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            report(place, f"no row of metrics: {type(error).__name__}: {error}")
-            continue
+    for place, row in rows:
+        step, version = row["step"], row["policy_version"]
         if step != version:
             report(place, f"the row of step {step} is of policy version {version}")
         if (last is None and step not in (0, 1)) or (last is not None and step != last + 1):
@@ -48,6 +47,37 @@ def check_metrics(file: Path, outcome: Outcome, report: Report) -> None:
         report(file.name, f"has a row of step {last}; the ledger's last step is {outcome.version}")
     if outcome.ended and outcome.version and last != outcome.version:
         report(file.name, f"ends with step {last}; the run ended at {outcome.version}")
+
+
+def held_rows(summary: Path, checkpoints: Path, outcome: Outcome) -> list[Row]:
+    """Rows that a run which was stopped goes on with: of versions that wait for their evaluation, and later ones.
+    A run that is complete has written all of its rows.
+    """
+    folder = checkpoints / f"v{outcome.version}"
+    try:
+        told = json.loads(summary.read_bytes())
+        if told["steps"] >= told["total_steps"]:
+            return []
+        held = json.loads((folder / "state.json").read_bytes())["master_state"]["journal"]["rows"]
+        return [(f"{checkpoints.name}/{folder.name}", _checked({"step": each["step"]} | each["row"])) for each in held]
+    except (OSError, ValueError, KeyError, TypeError):  # said where these files are looked at
+        return []
+
+
+def _written_rows(file: Path, report: Report) -> Iterator[Row]:
+    for number, raw in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        place = f"{file.name}:{number}"
+        if not raw.endswith(b"\n"):
+            return  # cut off by a kill; the next launch cuts it away
+        try:
+            yield place, _checked(json.loads(raw))
+        except (ValueError, KeyError, TypeError) as error:
+            report(place, f"no row of metrics: {type(error).__name__}: {error}")
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """`row`; raises KeyError or TypeError where it has not what each has."""
+    return row | {name: row[name] for name in ("step", "policy_version")}
 
 
 def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: Report) -> None:

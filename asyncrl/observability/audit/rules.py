@@ -5,20 +5,14 @@
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
 - Order: steps are numbered without a gap, have train_batch_size rollouts each, in the data order; a prompt's id is the
-  one that the seed gives its place in the data order; no prompt of a worker's shard was passed over.
+  one that the seed gives its place in the data order; no prompt of a worker's shard was passed over (`data_order`).
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 from asyncrl.comm.ledger_lines import (
     Abandoned,
@@ -36,12 +30,13 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.observability.audit.data_order import DataOrder
 from asyncrl.observability.audit.history import Entry, Report
+from asyncrl.observability.audit.outcome import Outcome, StepTotals
 
 _RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
 _LOST_WORKER = "worker_died"
 _STALE, _DUPLICATE = "stale", "duplicate_prompt"
-_PROMPT_ID = re.compile(r"e(\d+)-(\d+)")
 CLOCKS_S = 60.0
 """So much may the clocks of two hosts, or one that is set anew, differ."""
 
@@ -61,49 +56,6 @@ class _Rollout:
     """Trained when the gate could not be asked: what it knows of the rollout may be told afterwards."""
 
 
-@dataclass(slots=True)
-class StepTotals:
-    """What the trained lines of a step add up to."""
-
-    rollouts: int = 0
-    samples: int = 0
-    episodes: int = 0
-    tokens: int = 0
-    reward: float = 0.0
-    """Sum over episodes."""
-    ages: float = 0.0
-    """Sum over those tokens that are within max_head_offpolicyness, of which there are `young_tokens`."""
-    young_tokens: int = 0
-    oldest_age: int = 0
-    whole_tokens: int | None = 0
-    """Tokens with those of prompts and environments; None where a rollout was trained before it was told finished."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What the history came to."""
-
-    version: int = 0
-    """The last step."""
-    ended: bool = False
-    """Whether the last launch ended by itself."""
-    trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    abandoned: int = 0
-    live: int = 0
-    lost: int = 0
-    """Rollouts that were under way when a launch ended without a word."""
-    lineages: int = 0
-    settings: RunSettings | None = None
-    steps: dict[int, StepTotals] = field(default_factory=dict)
-    used: list[str] = field(default_factory=list)
-    """Prompts trained or dropped for good, in the order in which they were."""
-    used_at: dict[int, int] = field(default_factory=dict)
-    """By the number of a checkpoint's line, how many of `used` there were."""
-    whole: bool = True
-    """Whether the ledger has all of the run's history."""
-
-
 class Replay:
     """See the module's docstring.
 
@@ -114,16 +66,12 @@ class Replay:
 
     def __init__(self, rows: int | None, report: Report) -> None:
         self.outcome = Outcome()
-        self._rows, self._report_to = rows, report
+        self._report_to = report
         self._place = ""
+        self._data_order = DataOrder(rows, self._report)
         self._rollouts: dict[str, _Rollout] = {}
         self._prompts: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
-        self._admitted: set[int] = set()  # orders, in this lineage
-        self._last: dict[int, int] = {}  # by shard the last place that its own worker was admitted at
-        self._lent: dict[int, str] = {}  # by place the worker that joined
-        self._used_before: set[int] = set()  # orders, before this lineage
         self._attempts: Counter[str] = Counter()  # rollouts of a prompt, in this lineage
-        self._orders: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._submitted = 0
@@ -164,7 +112,7 @@ class Replay:
             case Admitted():
                 self._admit(line)
             case Lent():
-                self._lend(line)
+                self._data_order.lend(line)
             case Finished():
                 self._finish(line)
             case Dropped():
@@ -204,8 +152,7 @@ class Replay:
         self._submitted = self._counts[_TRAINED] + self._dropped.total()
         self.outcome.version = line.version
         self._attempts.clear()
-        self._last, self._lent = {}, {}
-        self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in self._prompts}
+        self._data_order.begin(line.settings, line.lineage, self._prompts)
         self._batch, self._totals = [], StepTotals()
 
     def _admit(self, line: Admitted) -> None:
@@ -213,7 +160,7 @@ class Replay:
         if before is not None and not before.late:
             self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
             return
-        self._check_prompt(line.prompt, line.order)
+        self._data_order.check_prompt(line.prompt, line.order)
         if not 0 <= line.version <= self.outcome.version + 1:  # it may be told after the next step was trained
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
@@ -226,8 +173,7 @@ class Replay:
             self._report(
                 f"rollout {line.rollout} was admitted {self._begun_at - line.at:.0f} s before the launch began"
             )
-        self._check_worker(line)
-        self._admitted.add(line.order)
+        self._data_order.admit(line)
         self._submitted += 1
         if before is not None:
             self._unseen -= 1
@@ -235,25 +181,6 @@ class Replay:
         known = _Rollout(line.prompt, line.order, line.version, line.at, self._place, fate="")
         self._rollouts[line.rollout] = known
         self._set_fate(known, _RUNNING)
-
-    def _check_worker(self, line: Admitted) -> None:
-        """A prompt is played by the worker of its shard, or by one without a shard that it was lent to last."""
-        workers = self._settings.workers if self._settings else 0
-        if not re.fullmatch(r"[a-z_]+/\d+", line.worker):
-            self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
-        elif workers and (index := int(line.worker.partition("/")[2])) < workers:
-            if index != line.order % workers:
-                self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
-            self._last[index] = max(line.order, self._last.get(index, -1))
-        elif workers and self._lent.get(line.order) != line.worker:
-            self._report(f"prompt {line.prompt} (order {line.order}) was not lent to {line.worker}, which has no shard")
-
-    def _lend(self, line: Lent) -> None:
-        self._check_prompt(line.prompt, line.order)
-        workers = self._settings.workers if self._settings else 0
-        if not re.fullmatch(r"[a-z_]+/\d+", line.worker) or int(line.worker.partition("/")[2]) < workers:
-            self._report(f"prompt {line.prompt} was lent to {line.worker!r}, which names no worker that joined")
-        self._lent[line.order] = line.worker
 
     def _finish(self, line: Finished) -> None:
         known = self._known(line.rollout)
@@ -308,7 +235,7 @@ class Replay:
 
     def _train(self, line: Trained) -> None:
         known = self._rollouts.get(line.rollout)
-        self._check_prompt(line.prompt, line.order)
+        self._data_order.check_prompt(line.prompt, line.order)
         if known is None:  # the gate told nothing of it, which is right only if it could not be asked
             self._unseen += 1
             known = _Rollout(line.prompt, line.order, 0, 0.0, self._place, fate="", late=True)
@@ -404,19 +331,6 @@ class Replay:
             if (told := getattr(books, name)) != value:
                 self._report(f"the books have {name} {told}, the lines add up to {value}")
 
-    def _check_prompt(self, prompt: str, order: int) -> None:
-        match = _PROMPT_ID.fullmatch(prompt)
-        known = self._orders.setdefault(prompt, order)
-        if known != order or order < 0:
-            self._report(f"prompt {prompt} is at place {order} of the data order, and was at {known}")
-        if match is None:
-            self._report(f"prompt {prompt!r}: ids are e<epoch>-<row>")
-        elif self._rows and self._settings and self._settings.workers and min(order, self._settings.seed) >= 0:
-            epoch, position = divmod(order, self._rows)
-            row = int(_permutation(self._rows, self._settings.seed, epoch)[position])
-            if (epoch, row) != (int(match[1]), int(match[2])):
-                self._report(f"place {order} of the data order is of prompt e{epoch}-{row}, not of {prompt}")
-
     def _use(self, prompt: str, order: int, how: str) -> None:
         if prompt in self._prompts:
             self._report(f"prompt {prompt} is {how}, and was {self._prompts[prompt]}")
@@ -437,30 +351,8 @@ class Replay:
             self._report(f"rollout {rollout_id} ended {known.at - at:.0f} s before it was admitted ({known.place})")
 
     def _check_shards(self) -> None:
-        """No prompt of a shard was passed over in this lineage: all before its worker's last are admitted or lent, or
-        were used.
-        """
-        workers = self._settings.workers if self._settings else 0
-        if workers < 1 or not self.outcome.whole:
-            return
-        last = self._last
-        seen = Counter(
-            order % workers
-            for order in self._admitted | self._used_before | self._lent.keys()
-            if 0 <= order < last.get(order % workers, 0)  # counted: a doctored place may be beyond all bounds
-        )
-        for worker, newest in sorted(last.items()):
-            before_it = max(0, -((worker - newest) // workers))
-            if (missing := before_it - seen[worker]) > 0:
-                places = (order for order in range(worker, newest, workers) if not self._is_seen(order))
-                some = f"{list(islice(places, 5))}{' ...' if missing > 5 else ''}"
-                self._report(
-                    f"places {some} of the data order ({missing}) were passed over in lineage {self._lineage}: "
-                    "their prompts were neither run nor used before"
-                )
-
-    def _is_seen(self, order: int) -> bool:
-        return order in self._admitted or order in self._used_before or order in self._lent
+        if self.outcome.whole:
+            self._data_order.check_shards()
 
     def _known(self, rollout_id: str) -> _Rollout | None:
         known = self._rollouts.get(rollout_id)
@@ -478,9 +370,3 @@ class Replay:
             self._dropped[reason] += 1
         elif fate:
             self._counts[fate] += 1
-
-
-@lru_cache(maxsize=8)
-def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch's rows, as `docs/ledger.md` states it."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)

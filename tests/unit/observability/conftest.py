@@ -44,6 +44,7 @@ class Launch:
         self.seen = self.events.last_seq
         self.number = 0
         self.finished: list[tuple[Ticket, int]] = []
+        self.held: list[dict[str, Any]] = []
 
     def admit(self, worker: int) -> Ticket | None:
         if not self.gate.capacity:
@@ -72,8 +73,8 @@ class Launch:
         elif goes is PromptGoes.given_up:
             self.used.append(ticket.prompt_id)
 
-    def step(self, *, reported: bool = True) -> None:
-        """Fill the gate's room, drop one for a filter, and train the oldest."""
+    def step(self, *, reported: bool = True, evaluated: bool = True) -> None:
+        """Fill the gate's room, drop one for a filter, and train the oldest; a row waits for its evaluation."""
         running = []
         for worker in range(100):
             if (ticket := self.admit(worker % WORKERS)) is None:
@@ -101,7 +102,11 @@ class Launch:
         if reported:
             self._report()
         self.ledger.step(batch, self.gate.books() if reported else None)
-        row = {"step": self.version, "policy_version": self.version, **batch_statistics(batch)}
+        row = {"policy_version": self.version, **batch_statistics(batch)}
+        if not evaluated:
+            self.held.append({"step": self.version, "row": row})
+            return
+        row = {"step": self.version} | row
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -122,6 +127,7 @@ class Launch:
             "version": self.version,
             "ledger": state["ledger"],
             "buffer": {"used_prompts": packed(self.used)},
+            "journal": {"rows": self.held},
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()
         write_folder(self.folder / "checkpoints" / f"v{self.version}", self.version, {"state.json": text})
@@ -129,7 +135,7 @@ class Launch:
         write_folder(self.folder / "weights" / "actor" / f"v{self.version}", self.version, weights)
         return state
 
-    def end(self) -> None:
+    def end(self, total_steps: int = 0) -> None:
         for rollout_id in self.gate.abandon():
             self.events.abandoned(rollout_id)
         self._report()
@@ -137,7 +143,8 @@ class Launch:
         self.ledger.end(self.version, books)
         self.ledger.close()
         told = {"trained": books.trained, "dropped": books.dropped, "abandoned": books.abandoned}
-        (self.folder / "summary.json").write_text(json.dumps({"steps": self.version, "books": told}))
+        summary = {"steps": self.version, "total_steps": total_steps or self.version, "books": told}
+        (self.folder / "summary.json").write_text(json.dumps(summary))
 
     def _report(self) -> None:
         self.events.forget(self.seen)

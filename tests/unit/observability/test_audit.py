@@ -175,6 +175,38 @@ def test_a_missing_row_of_metrics_is_found(recorded_run: Path) -> None:
         assert any(says in finding for finding in audit(recorded_run).findings)
 
 
+def test_a_row_that_waits_for_its_evaluation_is_in_the_checkpoint_that_a_stop_leaves(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step()
+    launch.step(evaluated=False)
+    launch.save()
+    launch.end(total_steps=9)
+    assert audit(run).findings == ()
+    summary, told = run / "summary.json", json.loads((run / "summary.json").read_text())
+    summary.write_text(json.dumps(told | {"total_steps": 2}))
+    assert audit(run).findings == ("metrics.jsonl: ends with step 1; the run ended at 2",), "complete, it wrote all"
+    summary.write_text(json.dumps(told))
+    file = run / "metrics.jsonl"
+    with file.open("a") as rows:  # its evaluation was given up at the end, when the checkpoint was there
+        rows.write(json.dumps({"step": 2} | launch.held[0]["row"]) + "\n")
+    assert audit(run).findings == ()
+    file.write_text("")
+    assert audit(run).findings == ("checkpoints/v2: the row of step 2 comes after nothing",)
+
+
+def test_a_held_row_that_is_not_the_ledgers_is_found(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step(evaluated=False)
+    launch.held[0]["row"]["reward/mean"] = 0.9
+    launch.save()
+    launch.end(total_steps=9)
+    (run / "metrics.jsonl").touch()
+    (finding,) = audit(run).findings
+    assert finding.startswith("checkpoints/v1: step 1 has reward/mean 0.9")
+
+
 @pytest.mark.parametrize("name", ["weights/actor/v5/model.safetensors", "checkpoints/v2/state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_weights_and_checkpoints_are_found(recorded_run: Path, name: str, damage: str) -> None:

@@ -1,0 +1,46 @@
+"""Trajectories as messages: all arrays joined end to end, so that the cost follows tokens, not trajectories or samples.
+
+One message carries one trajectory or many: what numpy and msgpack cost per call is paid once for all of them. For the
+same reason everything is in columns, of which types and bounds are checked whole.
+
+A trajectory's prompt, the longest run of tokens that all its samples begin with and that no policy generated (loss_mask
+0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
+
+Arrays; R are the trajectories of the message, S their samples, P the tokens of their prompts and T those that follow a
+prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in order:
+
+    prompts          int32    [P]  at least 0
+    tokens           int32    [T]  at least 0
+    loss_mask        uint8    [T]  0 or 1
+    behave_logprobs  float32  [T]  finite
+    versions         int32    [T]  at least -1
+    lengths          int64    [S]  tokens of each sample after the prompt, at least 0; at least 1 with the prompt's
+    rewards          float64  [S]  finite
+    truncated        uint8    [S]  0 or 1
+    episodes         int32    [S]  at least 0
+    token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
+    rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
+    routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
+                                   among the token's, little-endian: of its prompt, then of what follows
+    routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
+    sizes            int64    [R]  samples of each trajectory, at least 1
+    prompt_lengths   int64    [R]  tokens of each prompt, at least 0
+
+Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
+
+The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
+the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message, and
+samples are made of them, and prompts repeated, only for who asks for samples.
+"""
+
+from asyncrl.comm.trajectory_codec.decode import decode_each, decode_trajectories
+from asyncrl.comm.trajectory_codec.encode import Prepared, encode_prepared, encode_trajectories, prepare
+
+__all__ = [
+    "Prepared",
+    "decode_each",
+    "decode_trajectories",
+    "encode_prepared",
+    "encode_trajectories",
+    "prepare",
+]

@@ -1,0 +1,196 @@
+"""Frames to trajectories: everything that they may hold is checked, each trajectory refused by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.comm.codec import (
+    DEFAULT_MAX_BYTES,
+    Array,
+    CodecError,
+    Frame,
+    Header,
+    decode_as,
+    decode_typed,
+)
+from asyncrl.comm.trajectory_codec.layout import (
+    BY_TOKEN,
+    DTYPES,
+    KIND,
+    ROUTING_DTYPES,
+    RoutingHeader,
+    TrajectoryHeader,
+)
+
+_ENTRY = msgspec.msgpack.Decoder(TrajectoryHeader)
+_HEADER = msgspec.msgpack.Decoder(Header[list[msgspec.Raw]])  # raw, so that a faulty entry refuses itself alone
+
+
+def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory]:
+    """The trajectories in `frames`.
+
+    Raises:
+        CodecError: the frames are malformed or larger than `max_bytes`, or a value is out of its bounds.
+    """
+    decoded = decode_each(frames, max_bytes=max_bytes)
+    for trajectory in decoded:
+        if isinstance(trajectory, CodecError):
+            raise trajectory
+    return [trajectory for trajectory in decoded if isinstance(trajectory, Trajectory)]
+
+
+def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory | CodecError]:
+    """For every trajectory in `frames`: itself, or what is wrong with it.
+
+    Raises:
+        CodecError: the frames are malformed or larger than `max_bytes` as a whole.
+    """
+    header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
+    if header.kind != KIND:
+        raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
+    if arrays.keys() != DTYPES.keys():
+        raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
+    sizes = _counts(arrays, "sizes", len(header.meta), least=1)
+    prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
+    lengths = _counts(arrays, "lengths", sum(sizes), least=0)
+    prompts = _array(arrays, "prompts", sum(prompt_lengths))
+    columns: list[Any] = [_array(arrays, name, sum(lengths)) for name in BY_TOKEN]
+    by_sample: list[Any] = [
+        _array(arrays, name, len(lengths)) for name in ("lengths", "rewards", "truncated", "episodes")
+    ]
+    sound = _fault(prompts, SampleColumns(*columns, *by_sample)) is None  # only if that finds a fault, look at each
+    token_ends = list(accumulate(lengths))
+    token_rewards = _token_rewards(arrays, sizes, token_ends)
+    routing_sizes = _counts(arrays, "routing_sizes", len(header.meta), least=0)
+    routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
+    decoded: list[Trajectory | CodecError] = []
+    end = last = prompt_end = 0
+    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, strict=True)
+    for raw, size, prompt_length, own_rewards, own_routing in trajectories:
+        start, end = end, end + size
+        first, last = last, token_ends[end - 1]
+        prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
+        prompt = prompts[prompt_start:prompt_end]
+        rest = SampleColumns(*(array[first:last] for array in columns), *(array[start:end] for array in by_sample))
+        try:
+            entry = decode_typed(_ENTRY, raw, "trajectory's entry")
+            routed = _routing(own_routing, entry.routing, prompt_length + last - first)
+            if not sound and (fault := _fault(prompt, rest)) is not None:
+                raise CodecError(fault)
+            if not all(map(math.isfinite, entry.metrics.values())):
+                raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
+            if own_rewards is not None or entry.reward_parts or entry.sample_metrics:
+                rest = _with_more(rest, own_rewards, entry)
+            if not prompt_length and 0 in lengths[start:end]:
+                raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
+            if routed is not None:
+                rest = replace(rest, routing=routed[prompt_length:])
+        except CodecError as error:
+            decoded.append(error)
+            continue
+        of_prompt = None if routed is None else routed[:prompt_length]
+        samples = SharedPrompt(prompt, rest, of_prompt) if prompt_length else rest
+        decoded.append(Trajectory(entry.rollout_id, entry.prompt_id, entry.order, samples, entry.metrics))
+    return decoded
+
+
+def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
+    """Each trajectory's part of the column, None where it has none; `token_ends` are those of the samples."""
+    rewarded = _array(arrays, "rewarded", len(sizes))
+    if (high := np.maximum.reduce(rewarded, initial=0)) > 1:
+        raise CodecError(f"trajectory.rewarded has {high}: use 0 or 1")
+    ends = [token_ends[end - 1] for end in accumulate(sizes)]
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    flags = rewarded.tolist()
+    column = _array(arrays, "token_rewards", sum(length for length, flag in zip(lengths, flags, strict=True) if flag))
+    parts: list[Array | None] = []
+    end = 0
+    for length, flag in zip(lengths, flags, strict=True):
+        start, end = end, end + length if flag else end
+        parts.append(column[start:end] if flag else None)
+    return parts
+
+
+def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | None:
+    """A trajectory's routing `[tokens, layers, per_token]` of its bytes; None where there is none.
+
+    Raises:
+        CodecError: there are other bytes than its header says.
+    """
+    expected = 0 if header is None else tokens * header.nbytes
+    if len(data) != expected:
+        raise CodecError(
+            f"trajectory.routing has {len(data)} bytes, its header {header} and {tokens} tokens tell of {expected}"
+        )
+    if header is None:
+        return None
+    routing: Array = data.view(ROUTING_DTYPES[header.width]).reshape(tokens, header.layers, header.per_token)
+    return routing
+
+
+def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader) -> SampleColumns:
+    """`rest` with what few trajectories have.
+
+    Raises:
+        CodecError: a value is out of bounds, or a list is not one for each sample.
+    """
+    if token_rewards is not None:
+        if not np.isfinite(token_rewards).all():
+            raise CodecError("trajectory.token_rewards holds a NaN or an infinity")
+        if (token_rewards[rest.loss_mask == 0] != 0).any():
+            raise CodecError("trajectory.token_rewards rewards a token that no policy generated")
+    for name, columns in (("reward_parts", entry.reward_parts), ("sample_metrics", entry.sample_metrics)):
+        for key, column in columns.items():
+            if len(column) != len(rest):
+                raise CodecError(f"trajectory.{name}[{key!r:.80}] has {len(column)} entries, of {len(rest)} samples")
+            if not all(math.isfinite(number) for number in column if number is not None):
+                raise CodecError(f"trajectory.{name}[{key!r:.80}] is {column!r:.80}: use finite numbers")
+    reward_parts, metrics = (
+        {name: np.array(column, np.float64) for name, column in columns.items()}  # None becomes NaN
+        for columns in (entry.reward_parts, entry.sample_metrics)
+    )
+    return replace(rest, token_rewards=token_rewards, reward_parts=reward_parts, metrics=metrics)
+
+
+def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> list[int]:
+    """Such an array as a list."""
+    counts: list[int] = _array(arrays, name, length).tolist()
+    if not counts or min(counts) < least:
+        raise CodecError(f"trajectory.{name} is {counts!r:.80}: use integers of at least {least}")
+    return counts
+
+
+def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
+    """Such an array, of its dtype and this length."""
+    array, dtype = arrays[name], DTYPES[name]
+    if array.dtype != dtype or array.shape != (length,):
+        raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
+    return array
+
+
+def _fault(prompt: Array, samples: SampleColumns) -> str | None:
+    """What is out of bounds in this prompt and what follows it; None if nothing is."""
+    for name, tokens in (("prompts", prompt), ("tokens", samples.tokens)):
+        if (low := np.minimum.reduce(tokens, initial=0)) < 0:
+            return f"trajectory.{name} has {low}: token ids are at least 0"
+    if (high := np.maximum.reduce(samples.loss_mask, initial=0)) > 1:
+        return f"trajectory.loss_mask has {high}: use 0 or 1"
+    if not np.isfinite(samples.behave_logprobs).all():
+        return "trajectory.behave_logprobs holds a NaN or an infinity"
+    if (low := np.minimum.reduce(samples.versions, initial=0)) < -1:
+        return f"trajectory.versions has {low}: versions are at least 0, or -1 where nothing was generated"
+    if not np.isfinite(samples.rewards).all():
+        return f"trajectory.rewards is {samples.rewards.tolist()!r:.80}: use finite numbers"
+    if (high := np.maximum.reduce(samples.truncated, initial=0)) > 1:
+        return f"trajectory.truncated has {high}: use 0 or 1"
+    if (low := np.minimum.reduce(samples.episodes, initial=0)) < 0:
+        return f"trajectory.episodes has {low}: the members of a group are numbered from 0 on"
+    return None

@@ -1,0 +1,49 @@
+"""What a message of trajectories is made of: dtypes of its arrays, and what its header says of each trajectory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+KIND = "trajectories"
+MAX_ID_LENGTH = 256
+DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
+    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing")},
+    **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards")},
+    "rewards": np.dtype(np.float64),
+}
+BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
+MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
+"""Bounds of what a header says of a routing: layers, and experts of a token; no model comes near."""
+ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2")}
+_Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+_Named: TypeAlias = dict[str, list[float | None]]
+
+
+class RoutingHeader(msgspec.Struct, frozen=True):
+    """The shape of a trajectory's routing; `width` bytes an expert's number."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_LAYERS)]
+    per_token: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROUTED_EXPERTS)]
+    width: Literal[1, 2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one token."""
+        return self.layers * self.per_token * self.width
+
+
+class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the header says of a trajectory; by name and sample its samples' reward parts and metrics, None for none."""
+
+    rollout_id: _Id
+    prompt_id: _Id
+    order: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    metrics: dict[str, float]
+    reward_parts: _Named = {}  # msgspec makes a new one for each header
+    sample_metrics: _Named = {}
+    routing: RoutingHeader | None = None

@@ -1,0 +1,60 @@
+"""The ends of a run's processes: what one tells of its cause, and of its side; and the wait for several."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
+from asyncrl.runtime.kinds import KINDS, Restart
+from asyncrl.runtime.launchers import WorkerHandle
+
+GAVE_UP = 1
+"""Exit code of a process that says that it cannot go on (`Worker.start`)."""
+
+
+def trains(worker: WorkerHandle) -> bool:
+    """Whether it is of the trainer's side."""
+    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
+
+
+def gave_up(worker: WorkerHandle) -> bool:
+    """Whether it said that it cannot go on."""
+    return worker.exit_code == GAVE_UP
+
+
+def may_follow_another(worker: WorkerHandle | None) -> bool:
+    """Whether it ended because another one of its side died, as far as one can tell."""
+    return worker is not None and trains(worker) and gave_up(worker)
+
+
+def leads(worker: WorkerHandle) -> bool:
+    """Whether its end is that of the run."""
+    return KINDS[worker.plan.kind].leads
+
+
+def how(ended: WorkerHandle) -> str:
+    """How a process ended, in words."""
+    code = ended.exit_code
+    if code is not None and code < 0:
+        return f"was killed by signal {_signal_name(-code)}"
+    told = {EXIT_TOGETHER: "found the ranks in a step", EXIT_LOST: "was lost with the connection to its host"}
+    return f"exited with {code}" if code is None else told.get(code, f"exited with {code}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
+
+
+async def wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:
+    """Wait for the ends of `workers`, `limit_s` at most; returns those that still run."""
+    waits = [asyncio.create_task(worker.wait()) for worker in workers if worker.exit_code is None]
+    if waits:
+        await asyncio.wait(waits, timeout=limit_s)
+        for task in waits:
+            task.cancel()
+    return [worker for worker in workers if worker.exit_code is None]
