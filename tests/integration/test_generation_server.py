@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, make_resolver
+from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.exit_codes import EXIT_LOST
@@ -197,6 +197,14 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     assert "given up after 3 restarts" in last.reason
 
 
+def await_state(resolver: NameResolver, state: str) -> str:
+    """Wait until it says so of itself; what it says."""
+    told: str | None = None
+    while told is None or names.WorkerStatus.decode(told).state != state:
+        told = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told)
+    return told
+
+
 def give_up(resolver: NameResolver) -> str:
     """As the launcher and a successor on another host do; the successor's registration."""
     entry = names.GenerationServerEntry("https://127.0.0.1:1", 1, "sglang", 0).encode()
@@ -212,14 +220,12 @@ def test_one_that_was_given_up_and_whose_engine_ends_leaves_its_successors_name_
     use_fake_sglang(config, tmp_path)
     config.system.heartbeat_s = 10 * LIMIT_S
     process = start(config)
-    registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), LIMIT_S))
+    await_state(resolver, "ready")
+    registration = names.GenerationServerEntry.decode(resolver.get(names.gen_server_key(0)))
     successor = give_up(resolver)
     psutil.Process(registration.pid).kill()
-    with pytest.raises(NameResolveTimeout):
-        resolver.watch(names.gen_server_key(0), 1.0, last=successor)
     assert process.wait(LIMIT_S) == EXIT_LOST
     assert resolver.get(names.gen_server_key(0)) == successor
-    assert status(resolver).incarnation == 0, "what it said last before it was given up"
 
 
 @pytest.mark.parametrize("state", ["starting", "ready"])
@@ -228,12 +234,10 @@ def test_one_that_is_stopped_and_wakes_after_its_successor_came_ends_and_takes_n
 ) -> None:
     use_fake_sglang(config, tmp_path)
     config.system.heartbeat_s = 2.0
-    process, key = start(config), names.status_key("generation_server", 0)
-    told = None
-    while told is None or names.WorkerStatus.decode(told).state != state:
-        told = resolver.watch(key, LIMIT_S, last=told)
+    process = start(config)
+    told = await_state(resolver, state)
     process.send_signal(signal.SIGSTOP)
-    assert resolver.watch(key, LIMIT_S, last=told) is None, "its lease has run out"
+    assert resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told) is None, "its lease has run out"
     successor = give_up(resolver)
     process.send_signal(signal.SIGCONT)
     assert process.wait(LIMIT_S) == EXIT_LOST

@@ -237,17 +237,22 @@ async def test_a_server_that_wakes_after_its_successor_came_is_asked_for_nothing
     async with RolloutClient(client, security=None, max_concurrent=2, request_timeout_s=600.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q0"), "r0"))
         await old.until(lambda: old.generated_tokens == 2)  # and is stopped in the middle of both answers
+        old.hang = True
         run.register(0, successor)
-        run.publish(1)
-        await run.until(lambda servers: servers[0].url == successor.url and serving(1, 0)(servers))
         answered = (await call).completions
-        asked = old.calls.count("generate")
+        assert [len(request["rid"]) for request in successor.requests] == [2]
+        run.publish(1)
+        await run.until(serving(1, 0))
+        before = len(old.calls)
+        old.hang = False
         await old.release()  # it wakes
         await old.until(lambda: not old.running)
         later = (await rollouts.generate(request_of("q1"), "r1")).completions
-    assert [completion.versions for completion in [*answered, *later]] == [[1] * 6] * 4
-    assert old.calls.count("generate") == asked == 1
-    assert (old.version, run.servers()[0].url) == ("0", successor.url)
+    client.finish([FinishedRollout(f"r{i}", True) for i in range(2)])
+    await client.flush()
+    assert [completion.versions for completion in [*answered, *later]] == [[0] * 6] * 2 + [[1] * 6] * 2
+    assert len(successor.requests) == 2
+    assert (old.version, old.calls[before:], run.servers()[0].url) == ("0", [], successor.url)
     assert run.manager._service.router.placed == 0
 
 
