@@ -18,7 +18,6 @@ from typing import Never
 
 from asyncrl.comm import names
 from asyncrl.comm.http import HttpError
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, Served
@@ -108,10 +107,8 @@ class GenerationServer(AsyncWorker):
         self.log.info("%s serves at %s", self.config.generation.backend, served.url)
 
     def _unregister(self) -> None:
-        try:
-            self.resolver.delete(names.gen_server_key(self.index))
-        except NameEntryNotFound:  # the manager may have removed it first
-            self.log.info("the registration was already gone")
+        if not self.resolver.withdraw(names.gen_server_key(self.index)):
+            self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:
         generation, model_dir = self.config.generation, Path(str(self.config.model.path))

@@ -34,7 +34,7 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, NameOwnerGivenUp, NameResolveError, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -204,9 +204,11 @@ class Worker(ABC):
         ends here: the entry is its successor's.
         """
         value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
-        self.end_if_given_up()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
-        self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
+        try:
+            self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
+        except NameOwnerGivenUp:
+            self._given_up()
 
 
 class AsyncWorker(Worker):

@@ -23,6 +23,7 @@ from asyncrl.comm.name_resolve import (
     EtcdAccess,
     FileResolver,
     NameEntryExists,
+    NameOwnerGivenUp,
     NameEntryNotFound,
     NameResolveError,
     NameResolver,
@@ -65,7 +66,10 @@ class MemoryResolver(NameResolver):
         self._prefix = f"{root}/"
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        fenced = self._fenced()
         with self._store.lock:
+            if fenced:
+                raise NameOwnerGivenUp(name, self.root)
             if not replace and self._living(name) is not None:
                 raise NameEntryExists(name, self.root)
             self._store.entries[self._prefix + name] = _Entry(value, self, lease_s, self._expiry(lease_s))
@@ -334,6 +338,37 @@ def test_what_was_given_up_while_it_was_away_does_not_put_its_entries_back(
     assert away._renew("status/0") is returns
     if not returns:  # one that is there again runs out again
         assert launcher.get_subtree("status") == {}
+
+
+@pytest.mark.parametrize("incarnation", [None, "1", "2"])
+@pytest.mark.parametrize("lease_s", [None, 60.0])
+def test_what_was_given_up_adds_no_entry_in_place_of_its_successors(
+    make: MakeResolver, incarnation: str | None, lease_s: float | None
+) -> None:
+    away, launcher, successor = make(), make(), make()
+    away.fences, successor.fences = {"incarnations/0": "1"}, {"incarnations/0": "2"}
+    if incarnation is not None:
+        launcher.add("incarnations/0", incarnation)
+    if incarnation != "2":
+        away.add("server/0", "old", lease_s=lease_s)
+        assert launcher.get("server/0") == "old"
+        return
+    successor.add("server/0", "new", lease_s=60.0)
+    for name in ("server/0", "server/1"):
+        with pytest.raises(NameOwnerGivenUp, match=name):
+            away.add(name, "old", lease_s=lease_s, replace=True)
+    assert launcher.get_subtree("server") == {"server/0": "new"}
+
+
+def test_who_withdraws_a_name_leaves_that_of_another_owner(make: MakeResolver) -> None:
+    old, new, other = make(), make(), make()
+    old.add("server/0", "old", lease_s=60.0)
+    new.add("server/0", "new", lease_s=60.0, replace=True)
+    assert not old.withdraw("server/0")
+    assert other.get("server/0") == "new"
+    assert new.withdraw("server/0")
+    assert not new.withdraw("server/0")
+    assert other.get_subtree() == {}
 
 
 def test_an_owner_is_told_of_what_it_has_lost(make: MakeResolver) -> None:

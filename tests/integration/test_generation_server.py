@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 LIMIT_S = 120.0
@@ -193,6 +195,54 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     assert last.state == "failed"
     assert "was killed by SIGKILL" in last.reason
     assert "given up after 3 restarts" in last.reason
+
+
+def await_state(resolver: NameResolver, state: str) -> str:
+    """Wait until it says so of itself; what it says."""
+    told: str | None = None
+    while told is None or names.WorkerStatus.decode(told).state != state:
+        told = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told)
+    return told
+
+
+def give_up(resolver: NameResolver) -> str:
+    """As the launcher and a successor on another host do; the successor's registration."""
+    entry = names.GenerationServerEntry("https://127.0.0.1:1", 1, "sglang", 0).encode()
+    resolver.add(names.incarnation_key("generation_server", 0), "1", replace=True)
+    resolver.add(names.gen_server_key(0), entry, replace=True)
+    return entry
+
+
+def test_one_that_was_given_up_and_whose_engine_ends_leaves_its_successors_name_alone(
+    config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    """It starts the engine again before it looks whether its lease still is its own; then it ends without a word."""
+    use_fake_sglang(config, tmp_path)
+    config.system.heartbeat_s = 10 * LIMIT_S
+    process = start(config)
+    await_state(resolver, "ready")
+    registration = names.GenerationServerEntry.decode(resolver.get(names.gen_server_key(0)))
+    successor = give_up(resolver)
+    psutil.Process(registration.pid).kill()
+    assert process.wait(LIMIT_S) == EXIT_LOST
+    assert resolver.get(names.gen_server_key(0)) == successor
+
+
+@pytest.mark.parametrize("state", ["starting", "ready"])
+def test_one_that_is_stopped_and_wakes_after_its_successor_came_ends_and_takes_no_name(
+    state: str, config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
+) -> None:
+    use_fake_sglang(config, tmp_path)
+    config.system.heartbeat_s = 2.0
+    process = start(config)
+    told = await_state(resolver, state)
+    process.send_signal(signal.SIGSTOP)
+    assert resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told) is None, "its lease has run out"
+    successor = give_up(resolver)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(LIMIT_S) == EXIT_LOST
+    assert resolver.get_subtree(names.GENERATION_SERVERS) == {names.gen_server_key(0): successor}
+    assert names.status_key("generation_server", 0) not in resolver.get_subtree()
 
 
 def test_an_engine_that_cannot_start_ends_the_process_with_the_reason(

@@ -223,6 +223,39 @@ async def test_a_restarted_server_gets_the_newest_weights_before_requests(run: R
     assert "generate" not in second.calls
 
 
+async def test_a_server_that_wakes_after_its_successor_came_is_asked_for_nothing_and_nobody_takes_its_answers(
+    run: Run, start_fake_server: Any
+) -> None:
+    """Its process, which ends itself within a third of a heartbeat, is left out here."""
+    old, successor = await start_fake_server(), await start_fake_server()
+    old.hold_after = 1
+    run.register(0, old)
+    await run.until(serving(0, 0))
+    run.begin()
+    client = run.clients[0]
+    await client.allocate([WantedRollout("r0", "p0", 0), WantedRollout("r1", "p1", 1)], timeout_s=10)
+    async with RolloutClient(client, security=None, max_concurrent=2, request_timeout_s=600.0) as rollouts:
+        call = asyncio.create_task(rollouts.generate(request_of("q0"), "r0"))
+        await old.until(lambda: old.generated_tokens == 2)  # and is stopped in the middle of both answers
+        old.hang = True
+        run.register(0, successor)
+        answered = (await call).completions
+        assert [len(request["rid"]) for request in successor.requests] == [2]
+        run.publish(1)
+        await run.until(serving(1, 0))
+        before = len(old.calls)
+        old.hang = False
+        await old.release()  # it wakes
+        await old.until(lambda: not old.running)
+        later = (await rollouts.generate(request_of("q1"), "r1")).completions
+    client.finish([FinishedRollout(f"r{i}", True) for i in range(2)])
+    await client.flush()
+    assert [completion.versions for completion in [*answered, *later]] == [[0] * 6] * 2 + [[1] * 6] * 2
+    assert len(successor.requests) == 2
+    assert (old.version, old.calls[before:], run.servers()[0].url) == ("0", [], successor.url)
+    assert run.manager._service.router.placed == 0
+
+
 @pytest.mark.parametrize("published", [True, False])
 async def test_a_server_that_was_started_again_at_its_address_is_brought_back(
     published: bool, run: Run, start_fake_server: Any

@@ -8,6 +8,7 @@ from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
     NameEntryNotFound,
+    NameOwnerGivenUp,
     NameResolveError,
     NameResolveTimeout,
     NameResolveUnavailable,
@@ -23,6 +24,7 @@ __all__ = [
     "NameBackend",
     "NameEntryExists",
     "NameEntryNotFound",
+    "NameOwnerGivenUp",
     "NameResolveError",
     "NameResolveTimeout",
     "NameResolveUnavailable",

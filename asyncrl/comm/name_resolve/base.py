@@ -5,9 +5,9 @@ its owner renews it, which the owner's resolver does by itself; when the owner d
 has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
 name. An explicit `delete`, by anybody, is final.
 
-An owner that was given up while it was cut off must not get its entries back, not even before its successor has
-registered: others would meet the wrong one. So an owner may say under which `fences` its entries may return: entries
-without a lease, which whoever gives it up changes first.
+An owner that was given up while it was cut off must not get its entries back, nor add others, not even before its
+successor has registered: others would meet the wrong one. So an owner may say under which `fences` its entries may be
+added and return: entries without a lease, which whoever gives it up changes first.
 
 A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
 raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
@@ -94,7 +94,8 @@ class NameResolver(ABC):
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
         self.fences: dict[str, str] = {}
-        """An entry whose lease has run out is put back only while each of these names has this value, or none."""
+        """Entries are added, and put back once their lease has run out, only while each of these names has this value,
+        or none."""
         self._closing = threading.Event()
         self._renewal_limit_s = STOP_LIMIT_S
         self._followed: dict[str, Subtree] = {}
@@ -105,6 +106,7 @@ class NameResolver(ABC):
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
+            NameOwnerGivenUp: this owner was given up, as its `fences` say.
             NameResolveUnavailable: the back end is away for too long; every method below may raise it too.
             ValueError: the name or the lease is not valid.
         """
@@ -197,6 +199,11 @@ class NameResolver(ABC):
         self._keeper.forget(check_name(name))
         if not self._patiently("delete", self._remove, name):
             raise NameEntryNotFound(name, self.root)
+
+    def withdraw(self, name: str) -> bool:
+        """Remove the entry if it is this resolver's own; whether it was, and lived."""
+        self._keeper.forget(check_name(name))
+        return self._patiently("delete", self._remove, name, only_own=True)
 
     def delete_value(self, name: str, value: str) -> bool:
         """Remove the entry if it has this very value, whoever owns it; whether this call did."""
@@ -331,7 +338,7 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        """Store the entry as this resolver's own; raises NameEntryExists."""
+        """Store the entry as this resolver's own unless it is `_fenced`; raises NameEntryExists, NameOwnerGivenUp."""
 
     @abstractmethod
     def _read(self, name: str) -> str | None:

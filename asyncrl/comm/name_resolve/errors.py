@@ -18,6 +18,13 @@ class NameEntryExists(NameResolveError):
         super().__init__(f"name {name!r} under {root!r} is taken: delete it or add with replace=True")
 
 
+class NameOwnerGivenUp(NameResolveError):
+    """An entry was to be added by an owner that was given up, as its `fences` say."""
+
+    def __init__(self, name: str, root: str) -> None:
+        super().__init__(f"name {name!r} under {root!r} is not for this process any more: another is in its place")
+
+
 class NameEntryNotFound(NameResolveError):
     """No living entry under the name."""
 

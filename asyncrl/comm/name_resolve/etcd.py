@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveUnavailable
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameOwnerGivenUp, NameResolveUnavailable
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
 from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, Stubs, etcdrpc, grpc
 from asyncrl.comm.name_resolve.subtree import Subtree
@@ -100,9 +100,11 @@ class EtcdResolver(NameResolver):
         self._link.close()
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        if (unfenced := self._unfenced()) is None:
+            raise NameOwnerGivenUp(name, self.root)
         lease = None if lease_s is None else self._lease(max(MIN_TTL_S, math.ceil(lease_s)))
         try:
-            self._put(name, value, lease, replace)
+            self._put(name, value, lease, replace, unfenced)
         except LeaseGone:
             self._forget(lease)
             raise
@@ -115,18 +117,16 @@ class EtcdResolver(NameResolver):
     def _put(
         self, name: str, value: str, lease: _Lease | None, replace: bool, conditions: Collection[Any] = ()
     ) -> None:
-        """Store the entry, under further `conditions` unless it may `replace`; raises NameEntryExists, LeaseGone."""
+        """Store the entry, under further `conditions`; raises NameEntryExists unless it may `replace`, LeaseGone."""
         key, lease_id = (self._prefix + name).encode(), 0 if lease is None else lease.id
         put = etcdrpc.PutRequest(key=key, value=value.encode(), lease=lease_id)
-        if replace:
-            self._link.call(lambda to: to.kv.Put(put, **to.options))
-            return
         absent = etcdrpc.Compare(result="EQUAL", target="CREATE", key=key, create_revision=0)
         look = etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key))
-        reply = self._transact([absent, *conditions], etcdrpc.RequestOp(request_put=put), look)
+        wanted = [*conditions] if replace else [absent, *conditions]
+        reply = self._transact(wanted, etcdrpc.RequestOp(request_put=put), look)
         if reply.succeeded:
             return
-        if not reply.responses[0].response_range.kvs:
+        if replace or not reply.responses[0].response_range.kvs:
             raise NameResolveUnavailable(f"the conditions for {name!r} in etcd have just changed")
         found = reply.responses[0].response_range.kvs[0]
         is_own = lease is not None and found.lease == lease_id and found.value == value.encode()
@@ -208,7 +208,7 @@ class EtcdResolver(NameResolver):
         return True
 
     def _unfenced(self) -> list[Any] | None:
-        """The conditions under which the fences are as they are now, where entries may be put back; else None."""
+        """The conditions under which the fences are as they are now, where entries may be added; else None."""
         conditions = []
         for name, value in self.fences.items():
             key, found = (self._prefix + name).encode(), self._read(name)

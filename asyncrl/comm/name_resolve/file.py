@@ -34,7 +34,12 @@ from typing import BinaryIO
 import msgspec
 
 from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.errors import (
+    NameEntryExists,
+    NameOwnerGivenUp,
+    NameResolveError,
+    NameResolveUnavailable,
+)
 from asyncrl.comm.name_resolve.subtree import Subtree
 from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_private_file
 
@@ -75,7 +80,9 @@ class FileResolver(NameResolver):
         self._clock = _FileSystemClock(self._dir)
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._translated(), self._locked():
+        with self._translated(), self._locked():  # who changes a fence has the lock too
+            if self._fenced():
+                raise NameOwnerGivenUp(name, self.root)
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
@@ -149,7 +156,7 @@ class FileResolver(NameResolver):
                 return False
 
     def _put_back(self, file: BinaryIO) -> bool:
-        with self._locked():  # who changes a fence has the lock too
+        with self._locked():
             if self._fenced():
                 return False
             os.utime(file.fileno())
