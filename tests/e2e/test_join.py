@@ -148,8 +148,8 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
 def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
 ) -> None:
-    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies. Then the run is
-    stopped, and goes on from its checkpoint.
+    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies. At last the
+    run is stopped, and goes on from its checkpoint.
     """
     held, first = gate(1), "rollout_worker/0"  # while they start the machine is theirs
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
