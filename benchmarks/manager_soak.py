@@ -3,10 +3,10 @@
     python benchmarks/manager_soak.py [--rollouts 100000] [--minutes 10] [--mean 40] [--json PATH]
 
 The manager is `ManagerService` behind its HTTP server in a process of its own, with TLS, the token, the log of its
-inputs and the allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may be under way, and then the
-servers have the next version. RolloutWorkers are simulated, in real time: a rollout lasts as long as a log-normal
-number says, `--mean` seconds on average; each worker calls once eight have ended, or after half a second, tells which
-ended, and asks for as many new ones. The second process is this script.
+inputs and the allocator's settings as in a run, and with its gate in force: η = 7, a step trains an eighth of what may
+be under way, and then the servers have the next version. RolloutWorkers are simulated, in real time: a rollout lasts as
+long as a log-normal number says, `--mean` seconds on average; each worker calls once eight have ended, or after half a
+second, tells which ended, and asks for as many new ones. The second process is this script.
 
 The table has a line for each tenth of the time. At the end: `no growth` where the manager's resident memory is at most
 5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `Remembered`), and `no

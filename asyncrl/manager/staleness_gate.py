@@ -147,7 +147,7 @@ class StalenessGate:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
         retired_kept: rollouts remembered after they left the count, so that a late or repeated message about them
-            changes nothing; about 200 bytes each. A message about one forgotten since is ignored like any of an unknown
+            changes nothing; about 100 bytes each. A message about one forgotten since is ignored like any of an unknown
             one. None: `ids_remembered`.
     """
 
@@ -391,7 +391,8 @@ class StalenessGate:
             self._part(rollout_id)
         for row in memory.live:
             self._join(_live(row))
-        known, lost = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}, {row[0]: _live(row) for row in memory.lost}
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}
+        lost = {row[0]: _live(row) for row in memory.lost}
         self._retired.clear()
         for outcome, rollout_ids in memory.retired:
             for rollout_id in rollout_ids:

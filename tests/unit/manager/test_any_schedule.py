@@ -663,5 +663,46 @@ def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> N
     schedule.teardown()
 
 
+def test_a_run_that_goes_on_from_its_checkpoint_plays_each_prompt_that_was_lent_once() -> None:
+    """At the checkpoint one of them is trained, one is played and one waits at its borrower; two are lent after it."""
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=2, on_stale=OnStale.drop, stops_early=False)
+    lent = join_and_lend(schedule, 0, 3)
+    schedule.allocate(SHARDS, 2, "answered")
+    schedule.push(0)
+    schedule.arrive(0, 0, True)
+    schedule.collect()
+    schedule.train(dies=False)
+    schedule.report_step()
+    schedule.save()
+    assert (schedule.trainer.version, len(schedule.workers[SHARDS].running), len(owed_to(schedule, 0))) == (1, 1, 1)
+    later = join_and_lend(schedule, 1, 2)
+    schedule.the_run_dies()
+    assert not schedule.service.returned.workers, "this launch has lent nothing yet"
+    again = join_and_lend(schedule, 0, 2)
+    assert again < lent
+    schedule.go_on()
+    trained = [prompt for step in schedule.trainer.trained for prompt in step]
+    assert [trained.count(prompt) for prompt in lent | later] == [1] * 5
+    schedule.teardown()
+
+
+def join_and_lend(schedule: Schedule, number: int, count: int) -> set[str]:
+    """Another worker joins and is lent prompts of the shard of this `number`; returns these."""
+    schedule.a_worker_joins(SHARDS + number)
+    for pick in range(len(schedule.workers)):
+        schedule.take_over(pick)
+        schedule.read_used_prompts(pick)
+    schedule.lend(number, number, count, count, "answered", True)
+    lent = owed_to(schedule, number)
+    assert len(lent) == count
+    return lent
+
+
+def owed_to(schedule: Schedule, number: int) -> set[str]:
+    """What the worker that joined has been lent and does not play yet."""
+    return {prompt.prompt_id for prompt in schedule.service.returned.owed(f"rollout_worker/{SHARDS + number}")}
+
+
 Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)
 test_any_schedule = Schedule.TestCase
