@@ -48,7 +48,7 @@ def over(launcher: str, first: str, second: str, *arguments: str) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "box", ["box2", "box3"]) as config:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "box", ["box2", "box3", "box4"]) as config:
         yield over("ssh", "box2", "box3", "-F", str(config))
 
 
@@ -281,39 +281,55 @@ def assert_gone(run: Any) -> None:
 
 
 @pytest.mark.etcd
-def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
+def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
     start_run: Any, ctrl_c: Any, ssh: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two other hosts with a disk each, of which nobody tells them the launcher's: what they read is on their own."""
+    """Three other hosts with a disk each, of which nobody tells them the launcher's: what they read is on their own,
+    also where data and code are gone from the launcher's disk by then. Two serve, and one plays.
+    """
     needs_etcd()
     etcd = EtcdCluster(tmp_path / "etcd")
     etcd.start()
-    disks = {name: tmp_path / name for name in ("box2", "box3")}
+    disks = {name: tmp_path / name for name in ("box2", "box3", "box4")}
     hosts = (
-        "[{address: 127.0.0.1, runs: [master_worker, model_worker, gserver_manager, rollout_worker]},"
+        "[{address: 127.0.0.1, runs: [master_worker, model_worker, gserver_manager]},"
         "{name: box2, address: 127.0.0.2, runs: [generation_server], fileroot: '%s'},"
-        "{name: box3, address: 127.0.0.3, runs: [generation_server], fileroot: '%s'}]"
+        "{name: box3, address: 127.0.0.3, runs: [generation_server], fileroot: '%s'},"
+        "{name: box4, address: 127.0.0.4, runs: [rollout_worker], fileroot: '%s'}]"
     )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{row}+{row + 1}="}}\n' for row in range(2000)))
     settings = {
         "trial_name": "own_disks",
         "system__shared": False,
         "eval__interval": 0,
+        "dataset__path": data,
         "system__hosts": hosts % tuple(disks.values()),
         "generation__servers": 2,
+        "rollout__workers": 2,
     }
     settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
     try:
         run = start_run(total_train_steps=100_000, **ssh | settings)
         run.wait_for_step(3)
         folders = {name: disk / run.run_dir.relative_to(tmp_path) for name, disk in disks.items()}
-        for server in [process for process in processes_of(run) if "generation_server" in titled(process)]:
+
+        def elsewhere(kind: str) -> list[psutil.Process]:
+            return [process for process in processes_of(run) if f" {kind}/" in titled(process)]
+
+        def assert_reads_its_own_disk(process: psutil.Process) -> None:
             environment = {  # the mark of its place names the run, by its folder
-                name: value for name, value in server.environ().items() if name != PLACE_VARIABLE
+                name: value for name, value in process.environ().items() if name != PLACE_VARIABLE
             }
-            told = " ".join(environment.values()) + (Path(server.cwd()) / "config.yaml").read_text()
-            assert Path(server.cwd()) in folders.values()
+            told = " ".join(environment.values()) + (Path(process.cwd()) / "config.yaml").read_text()
+            assert Path(process.cwd()) in folders.values()
             assert str(run.run_dir) not in told
-            assert not [file.path for file in server.open_files() if Path(file.path).is_relative_to(run.run_dir)]
+            assert not [file.path for file in process.open_files() if Path(file.path).is_relative_to(run.run_dir)]
+
+        started = [*elsewhere("generation_server"), *elsewhere("rollout_worker")]
+        assert len(started) == 4
+        for process in started:
+            assert_reads_its_own_disk(process)
         log = run.run_dir / "logs" / "gserver_manager-0.log"
 
         def served(server: int) -> list[int]:
@@ -322,18 +338,32 @@ def test_hosts_without_a_shared_folder_get_model_and_versions_over_http(
         await_that(lambda: min(len(served(0)), len(served(1))) >= 2, f"two versions on both: {log}")
         for server in range(2):  # the model of the launcher's is called otherwise
             assert "serving model on https://" in (log.parent / f"generation_server-{server}.log").read_text()
-        came = re.findall(r" (v\d+|model) came to host (\d) from (host \d|its own disk)", log.read_text())
+        came = re.findall(r" (v\d+|model|inputs) came to host (\d) from (host \d|its own disk)", log.read_text())
         assert len({(folder, host) for folder, host, _ in came}) == len(came)  # once for each host
         assert {(folder, host) for folder, host, source in came if source == "its own disk"} == {
             (folder, host) for folder, host, _ in came if host == "0"
         }
-        for folder in folders.values():
-            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
+        assert {host for folder, host, _ in came if folder == "inputs"} == {"0", "3"}
+        assert {host for folder, host, _ in came if folder != "inputs"} == {"0", "1", "2"}
+        for folder in (folders["box2"], folders["box3"]):
             versions = folder / "staged"
             await_that(lambda at=versions: 1 <= len([*at.glob("*/v*")]) <= 3, f"removal of those before: {versions}")  # type: ignore[misc]
+        for folder in folders.values():
+            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
             assert (folder / "secret").stat().st_mode & 0o077 == 0
+
+        data.unlink()  # from now on there is no other copy than those that were brought
+        (tmp_path / "rewards.py").unlink()
+        (before,) = [process for process in elsewhere("rollout_worker") if "rollout_worker/1 " in titled(process)]
+        before.kill()
+        run.wait_for_line("rollout_worker/1 (on box4) was killed by signal SIGKILL; it is started again")
+        run.wait_for_line("rollout_worker/1 went on after")
+        for process in elsewhere("rollout_worker"):
+            assert_reads_its_own_disk(process)
+        run.wait_for_step(int(run.rows()[-1]["step"]) + 3)
         ctrl_c(run)
         assert run.wait() == 130, run.output + run.logs()
+        assert run.summary()["restarts"] == {"rollout_worker/1": 1}
         assert audit(run.run_dir).findings == ()
         await_that(lambda: not processes_of(run), f"the end of {processes_of(run)}")
     finally:
