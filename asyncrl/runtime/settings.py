@@ -102,7 +102,7 @@ class SystemConfig:
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
-        "see the run folder, the model and the data under the same paths, unless system.shared=false",
+        "see the run folder, the model and the data under the same paths, unless system.shared=false; docs/hosts.md",
         factory=list,
     )
     shared: bool = setting(
