@@ -40,18 +40,31 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
     return found
 
 
-def differences(sums: Mapping[str, str]) -> dict[str, str]:
-    """Of modules with these checksums on another host, those that are not the same here, each with why."""
-    found = {}
-    for name, sum_there in sorted(sums.items()):
-        source = locate(name)
-        if source is not None and source.is_dir():
-            source /= "__init__.py"
-        if source is None or not source.is_file():
-            found[name] = "is not there"
-        elif _sum(source) != sum_there:
-            found[name] = f"differs from {source}"
-    return found
+class KnownSources:
+    """The sources of this host, each as it was when it was first asked for: what is changed during a run is noticed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Path, str] | None] = {}
+
+    def differences(self, sums: Mapping[str, str]) -> dict[str, str]:
+        """Of modules with these checksums on another host, those that are not the same here, each with why."""
+        found = {}
+        for name, sum_there in sorted(sums.items()):
+            if name not in self._known:
+                self._known[name] = _here(name)
+            here = self._known[name]
+            if here is None:
+                found[name] = "is not there"
+            elif here[1] != sum_there:
+                found[name] = f"differs from {here[0]}"
+        return found
+
+
+def _here(module: str) -> tuple[Path, str] | None:
+    source = locate(module)
+    if source is not None and source.is_dir():
+        source /= "__init__.py"
+    return None if source is None or not source.is_file() else (source, _sum(source))
 
 
 def _top(module: str) -> str:

@@ -130,13 +130,13 @@ def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
         )
 
 
-def import_named(config: ExperimentConfig) -> set[str]:
+def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]:
     """Import the modules that settings name; the top-level packages of all of them.
 
     Raises:
         ConfigError: one cannot be imported.
     """
-    named = [each for each in named_inputs(config) if each.module]
+    named = [each for each in named_inputs(config, training=training) if each.module]
     for each in named:
         if each.may_hold_more:
             continue

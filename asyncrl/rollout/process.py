@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
@@ -38,6 +41,7 @@ from asyncrl.staging.messages import INPUTS, LAUNCHER_HOST
 MEMBERSHIP_INTERVAL_S = 1.0
 """How often it is looked whether there are other training ranks."""
 _SHOWN_MODULES = 5
+_BACKOFF = Backoff(0.2, 5.0)
 CLOSE_LIMIT_S = 1.0
 """So long the last trajectories may take to be acknowledged after a stop request."""
 
@@ -60,10 +64,10 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
-        self._inputs = await self._have_inputs()
+        inputs = await self._have_inputs()
         self._plugins = self._load_plugins()
-        if self._inputs is not None:
-            await self._check_same_inputs(self._inputs)
+        if inputs is not None:
+            await self._check_same_inputs(inputs)
         self._loop_of_main = asyncio.get_running_loop()
         if self._plugins.chat_format is not None:
             for line in self._plugins.chat_format.findings.lines():
@@ -123,19 +127,38 @@ class RolloutWorker(AsyncWorker):
             await asyncio.to_thread(check_rows, inputs, "dataset", data.path, plugins.train_set)
         for each, rows in plugins.eval_sets.values():
             await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
-        sums = loaded_sources(import_named(self.config))
-        url = await self.registered(names.staging_server_key(LAUNCHER_HOST))
-        http = JsonHttp(self.http_security)
-        try:
-            differences = await StagingClient(http, url).code_differences(sums)
-        finally:
-            await http.close()
-        if differences:
+        sums = loaded_sources(import_named(self.config, training=self.trains))
+        if differences := await self._code_differences(sums):
             told = "; ".join(f"{module} {why}" for module, why in list(differences.items())[:_SHOWN_MODULES])
             raise ConfigError(
                 f"system.shared=false: {len(differences)} module(s) of this host ({self.config.system.host}) are not "
                 f"those of the launcher's: {told}; install the same here, or name code by its file, which is brought"
             )
+
+    async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
+        """What the staging server on the launcher's host says of this host's code; one that died has a successor.
+
+        Raises:
+            HttpError: none answers within `system.start_timeout_s`.
+            StopRequested: a stop was requested.
+        """
+        http, clock = JsonHttp(self.http_security), asyncio.get_running_loop().time
+        deadline, failures = clock() + self.config.system.start_timeout_s, 0
+        try:
+            while True:
+                url = await self.registered(names.staging_server_key(LAUNCHER_HOST))
+                try:
+                    return await StagingClient(http, url).code_differences(sums)
+                except HttpError as error:
+                    if clock() > deadline:
+                        raise
+                    self.log.warning("this host's code is not compared yet: %s", error)
+                failures += 1
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), _BACKOFF.delay(failures))
+                    raise StopRequested
+        finally:
+            await http.close()
 
     def _check_same_data(self, plugins: Plugins) -> None:
         """Rows are named by their number: all processes need to have read the same.

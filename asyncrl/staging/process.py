@@ -27,7 +27,7 @@ from asyncrl.comm import names
 from asyncrl.comm.http import PIECE_BYTES, JsonHttp
 from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.config.same_code import differences
+from asyncrl.config.same_code import KnownSources
 from asyncrl.runtime.run_dir import STAGED_DIR
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.staging.client import HOLD_S, SOURCE_FAILED
@@ -79,6 +79,7 @@ class StagingService:
     ) -> None:
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         self._peers = JsonHttp(security)
+        self._sources = KnownSources()
         self.store = Store(root, self._peers, on_launch_folder)
         routes = {
             "/stage": Route(self._stage, "POST"),
@@ -128,7 +129,7 @@ class StagingService:
 
     async def _same_code(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         asked = _decoded(body, SameCodeRequest)
-        return json_response(SameCodeReply(await asyncio.to_thread(differences, asked.sums)))
+        return json_response(SameCodeReply(await asyncio.to_thread(self._sources.differences, asked.sums)))
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

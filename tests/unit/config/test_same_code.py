@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.config.same_code import differences, loaded_sources
+from asyncrl.config.same_code import KnownSources, loaded_sources
 
 
 @pytest.fixture
@@ -50,17 +50,20 @@ def test_compared_is_asyncrl_what_is_installed_nowhere_and_what_settings_name(co
 
 def test_what_is_the_same_there_makes_no_difference_and_what_is_not_is_named(code: Path) -> None:
     sums = loaded_sources(["same_code_installed"])
-    assert differences(sums) == {}
+    known = KnownSources()
+    assert known.differences(sums) == {}
     helper = code / "mine" / "same_code_mine" / "helper.py"
     helper.write_text("VALUE = 2\n")
     (code / "site-packages" / "same_code_installed" / "helper.py").unlink()
-    assert differences(sums) == {
+    assert KnownSources().differences(sums) == {
         "same_code_installed.helper": "is not there",
         "same_code_mine.helper": f"differs from {helper}",
     }
+    assert known.differences(sums) == {}  # as they were
+    assert known.differences(loaded_sources()) == {"same_code_mine.helper": f"differs from {helper}"}
     shutil.rmtree(code / "mine" / "same_code_mine")
     sys.modules.pop("same_code_mine")
-    assert differences({"same_code_mine": sums["same_code_mine"]}) == {"same_code_mine": "is not there"}
+    assert KnownSources().differences({"same_code_mine": "0"}) == {"same_code_mine": "is not there"}
 
 
 def test_what_was_loaded_by_its_file_is_not_compared(tmp_path: Path) -> None:
