@@ -342,9 +342,11 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
     """Three other hosts with a disk each, of which nobody tells them the launcher's: what they read is on their own,
     also where data and code are gone from the launcher's disk by then.
     """
-    data = tmp_path / "data.jsonl"
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
     data.write_text("".join(f'{{"prompt": "{row}+{row + 1}="}}\n' for row in range(2000)))
-    run = start_run(**own_disks.settings | {"dataset__path": data})
+    held_out.write_text("".join(f'{{"prompt": "{row}+{row}="}}\n' for row in range(8)))
+    read = {"dataset__path": data, "eval__path": held_out, "eval__interval": 3}
+    run = start_run(**own_disks.settings | read)
     run.wait_for_step(3)
     folders = {name: disk / run.run_dir.relative_to(tmp_path) for name, disk in own_disks.disks.items()}
 
@@ -386,8 +388,8 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
         assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
         assert (folder / "secret").stat().st_mode & 0o077 == 0
 
-    data.unlink()  # from now on there is no other copy than those that were brought
-    (tmp_path / "rewards.py").unlink()
+    for file in (data, held_out, tmp_path / "rewards.py"):  # there are only those that were brought from now on
+        file.unlink()
     (before,) = [process for process in elsewhere("rollout_worker") if "rollout_worker/1 " in titled(process)]
     before.kill()
     run.wait_for_line("rollout_worker/1 (on box4) was killed by signal SIGKILL; it is started again")
@@ -404,10 +406,12 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
         joining.terminate()
         joining.wait(LIMIT_S)
     assert "rollout_worker/2 left" in joined.read_text()
-    run.wait_for_step(int(run.rows()[-1]["step"]) + 3)
+    gone_at = int(run.rows()[-1]["step"])
+    run.wait_for_step(gone_at + 6)  # an evaluation later
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
     assert run.summary()["restarts"] == {"rollout_worker/1": 1}
+    assert [row for row in run.rows() if row["step"] > gone_at and "eval/held_out/reward_mean" in row]
     assert audit(run.run_dir).findings == ()
     await_that(lambda: not processes_of(run), f"the end of {processes_of(run)}")
 

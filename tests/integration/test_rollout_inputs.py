@@ -38,7 +38,8 @@ def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
 
 async def test_a_staging_server_that_died_is_waited_for(worker: RolloutWorker, tmp_path: Path) -> None:
     worker.stop = asyncio.Event()
-    sums = loaded_sources() | {"asyncrl.nowhere": "0" * 16}
+    sums = {name: sum_ for name, sum_ in loaded_sources().items() if name.startswith("asyncrl.rollout.")}
+    sums |= {"asyncrl.nowhere": "0" * 16}
     failed = asyncio.Event()
     worker.log = logging.getLogger(f"{__name__}.{tmp_path.name}")
     worker.log.addFilter(lambda record: failed.set() or "not compared yet" in record.getMessage())
