@@ -12,7 +12,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     generation_servers/<index>      a generation server: `GenerationServerEntry`
     joined/<kind>/<index>           who added a worker to the run that goes on
     staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
-    model_copies/<host>             folder of the initial model on the host of that address
+    staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
@@ -178,9 +178,9 @@ def staging_server_key(index: int) -> str:
     return f"{STAGING_SERVERS}/{index}"
 
 
-def model_copy_key(host: str) -> str:
-    """Folder of the initial model on the host at this address."""
-    return f"model_copies/{host}"
+def staged_key(folder: str, host: str) -> str:
+    """Where `folder`, one that stays as it is for the whole launch, is on the host at this address."""
+    return f"staged/{folder}/{host}"
 
 
 def joined_key(kind: str, index: int) -> str:

@@ -9,9 +9,11 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from asyncrl.config.load import Config
+from asyncrl.rollout.named_inputs import named_inputs
 from asyncrl.runtime.manifests import manifests
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.settings import brings_inputs
 from asyncrl.trainer.supervised.base_model import base_model_dir
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -43,6 +45,11 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
         console.print(
             f"{comment}    " + " ".join(f"{name}={value}" for name, value in sorted(plan.environment().items()))
         )
+    for named in named_inputs(config) if brings_inputs(config) else ():
+        if named.path is not None:
+            console.print(f"  {named.setting}={named.value}: its files are brought to the hosts of the RolloutWorkers")
+        elif named.module:
+            console.print(f"  {named.setting}={named.value}: has to be the same on the hosts of the RolloutWorkers")
     if in_pods:
         console.print(yaml.safe_dump_all(manifests(config, plans, again), sort_keys=False).rstrip("\n"))
     return 0

@@ -25,6 +25,7 @@ from rich.table import Table
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.input_checks import check_prompts
+from asyncrl.commands.same_data import keep_inputs
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -91,6 +92,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
             console.print(f"{group}: {line}")
     launcher = Launcher(config, _Progress(console), Run.evaluate)
     launcher.prepare()
+    keep_inputs(config, training=False)
     code = launcher.run()
     rows = read_rows(run_dir_of(config) / METRICS_FILE)
     console.print(_table(named, rows))

@@ -21,6 +21,7 @@ from asyncrl.datasets.survey import Survey, survey
 from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.rollout import named_inputs
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.tools import check_format
@@ -32,6 +33,7 @@ from asyncrl.rollout.user_code import (
     offered_tools,
     offers_tools,
 )
+from asyncrl.runtime.settings import brings_inputs
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
@@ -80,6 +82,8 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     Raises:
         ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
     """
+    if messages := list(_not_found_elsewhere(config)):
+        raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source if prompt_format.chat else None)
     prompt_format = replace(prompt_format, tools=offered_tools(config))
@@ -141,6 +145,7 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
             except ConfigError as error:
                 yield str(error)
         yield from _no_verdict(config)
+        yield from _not_found_elsewhere(config)
         if config.model.path is not None:
             return
         base = base_model_config(config, folder)
@@ -161,6 +166,11 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
             _check_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
         except ValueError as error:
             yield f"{prefix}eval.path={error}"
+
+
+def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
+    if brings_inputs(config):
+        yield from named_inputs.check(config)
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`python -m asyncrl.launch join RUN`: one more process for a run that goes on, until Ctrl-C, or its end.
 
-Give it on any machine that has the run's folder, model and names under the same paths, a preemptible one for example.
+Give it on any machine that has the run's folder, model and names under the same paths, a preemptible one for example;
+where hosts share no folder, on the launcher's host.
 
 generation_server   The GserverManager finds it by name resolution as it does the run's own, brings it the newest
                     weights, and sends it requests. What it had in hand when it leaves, its clients resubmit, with all
@@ -67,16 +68,16 @@ def main(argv: Sequence[str], program: str) -> int:
     try:
         if args.count < 1:
             raise JoinError(f"--count={args.count}: give 1 or more")
-        config = joinable(run_dir, args.kind, args.host)
+        config, host = joinable(run_dir, args.kind, args.host)
         with open_resolver(config, run_dir) as resolver:
-            return asyncio.run(_Joined(config, run_dir, resolver).run(args.kind, args.count, args.host))
+            return asyncio.run(_Joined(config, run_dir, resolver).run(args.kind, args.count, host))
     except (JoinError, NameResolveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
 
-def joinable(run_dir: Path, kind: str, host: str) -> ExperimentConfig:
-    """The config of the run in `run_dir`, to which a process of `kind` on `host` can be added.
+def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str]:
+    """The config of the run in `run_dir`, to which a process of `kind` on `host` can be added, and that host's address.
 
     Raises:
         JoinError: it cannot.
@@ -92,14 +93,19 @@ def joinable(run_dir: Path, kind: str, host: str) -> ExperimentConfig:
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
         raise JoinError(f"--host={host}: this run has system.encrypt=false, so its processes stay on 127.0.0.1")
     if not config.system.shared:
-        what = "weights" if serves else "model and data"
-        raise JoinError(f"system.shared=false: nothing brings {what} to this host's disk; name it in system.hosts")
+        (here,) = (each.address for each in config.system.hosts if not each.name)
+        if host not in ("", here):
+            raise JoinError(
+                f"--host={host}: with system.shared=false what processes read is brought to the hosts that the run "
+                f"began with; join on the launcher's host ({here}), or name this one in system.hosts before the start"
+            )
+        host = here
     if not serves:
-        return config
+        return config, host
     transport = config.manager.weight_transport
     if transport != "disk" and host not in {"", config.system.host, *LOOPBACK}:
         raise JoinError(f"--host={host}: manager.weight_transport={transport!r} sends to servers of the trainer's host")
-    return config
+    return config, host
 
 
 class _Joined:

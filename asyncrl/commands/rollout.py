@@ -17,6 +17,7 @@ from rich.console import Console
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
 from asyncrl.commands.input_checks import check_prompts
+from asyncrl.commands.same_data import keep_inputs
 from asyncrl.commands.train import with_model
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
@@ -67,6 +68,7 @@ def _run(config: ExperimentConfig, console: Console) -> int:
     launcher = Launcher(config, display)
     try:
         launcher.prepare()
+        keep_inputs(config)
         code = launcher.run()
     finally:
         display.close()

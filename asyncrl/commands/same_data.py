@@ -1,12 +1,14 @@
-"""A trial goes on with the data that it began with, or not at all."""
+"""A trial goes on with the data that it began with, or not at all; and all hosts read the same."""
 
 from __future__ import annotations
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.record import DataRecord
+from asyncrl.rollout.inputs import bring_inputs
 from asyncrl.rollout.user_code import load_train_set
 from asyncrl.runtime.resume import ADVICE, TrialError, newest_progress
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
+from asyncrl.runtime.settings import brings_inputs
 
 
 def check_same_data(config: ExperimentConfig) -> None:
@@ -32,3 +34,9 @@ def keep_data_record(config: ExperimentConfig) -> None:
     file = run_dir / DATA_RECORD_FILE
     if newest_progress(run_dir) is None or not file.is_file():
         DataRecord.of(load_train_set(config)).write(file)
+
+
+def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:
+    """Keep what RolloutWorkers read as it is now, where it is brought to hosts that share no folder."""
+    if brings_inputs(config):
+        bring_inputs(config, run_dir_of(config), training=training)

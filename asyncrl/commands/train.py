@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
 from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
-from asyncrl.commands.same_data import check_same_data, keep_data_record
+from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
@@ -78,6 +78,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             check_same_data(config)
         launcher.prepare()
         keep_data_record(config)
+        keep_inputs(config)
         _show_prompts(config, surveys, run_dir, console)
         code = launcher.run()
     finally:

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+FILE_MODULES = "asyncrl_plugin_"
+"""What the names of modules begin with that were loaded by the path of their file."""
 _EVERYTHING = "*"
 """What `from module import *` defines: a name that nobody can look up."""
 
@@ -139,7 +141,7 @@ def load_plugin(path: str) -> Any:
 
 def _load_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
-    module_name = f"asyncrl_plugin_{file.stem}_{crc32(str(file).encode()):x}"
+    module_name = f"{FILE_MODULES}{file.stem}_{crc32(str(file).encode()):x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     if not file.is_file():

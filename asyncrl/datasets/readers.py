@@ -40,6 +40,18 @@ def is_data_path(path: str) -> bool:
     return path.endswith((JSONL, PARQUET)) or Path(path).expanduser().is_dir()
 
 
+def files_of(path: Path, files: str = "") -> list[Path]:
+    """The files that `read` reads: of a folder that `datasets` saved, also the one that names the others.
+
+    Raises:
+        ValueError: as of `read`.
+    """
+    if path.suffix in (JSONL, PARQUET) or not path.is_dir():
+        return [path]
+    named = [path / _STATE] if not files and (path / _STATE).is_file() else []
+    return named + _files_of(path, files)
+
+
 def read(path: Path, files: str = "") -> list[Record]:
     """The records of a file, or of a folder: those that `files`, a glob pattern, names; by default all data files.
 

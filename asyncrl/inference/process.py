@@ -28,6 +28,7 @@ from asyncrl.runtime.hardware import count_gpus
 from asyncrl.runtime.restart_budget import RestartBudget
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.staging.messages import MODEL
 
 
 class EngineFailed(RuntimeError):
@@ -56,7 +57,7 @@ class GenerationServer(AsyncWorker):
         Raises:
             NameResolveTimeout: it has not within `generation.start_timeout_s`.
         """
-        key, limit_s = names.model_copy_key(self.config.system.host), self.config.generation.start_timeout_s
+        key, limit_s = names.staged_key(MODEL, self.config.system.host), self.config.generation.start_timeout_s
         return await await_name(self.resolver, key, limit_s, self.stop)
 
     async def _keep_up(self, host: EngineHost) -> Never:

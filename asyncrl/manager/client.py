@@ -22,6 +22,7 @@ from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager import messages as m
 
 CALL_TIMEOUT_S = 10.0
@@ -116,6 +117,15 @@ class ManagerClient:
         """
         request = m.TakeOverRequest(worker=self._worker)
         return await self._call_as_worker("/take_over", request, m.TakeOverReply)
+
+    async def used_prompts(self) -> UsedPrompts:
+        """The prompts that were trained or dropped for good as of the master's last report, once it made one.
+
+        Raises:
+            ManagerGone, HttpRefused: see there.
+            ValueError: what the master wrote is damaged.
+        """
+        return UsedPrompts.from_json((await self._call("/used_prompts", None, m.UsedPromptsReply)).used_prompts)
 
     async def allocate(
         self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0, room: int = 0

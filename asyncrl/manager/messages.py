@@ -12,6 +12,7 @@
     POST /abandon            Empty                 Books
     GET  /books              Empty                 Books
     GET  /status             Empty                 StatusReply
+    GET  /used_prompts       Empty                 UsedPromptsReply
 
 Both ends use these types. What arrives and is not of its type is refused with 400, with the field's path and what was
 expected of it, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
@@ -146,6 +147,12 @@ class TakeOverReply(Message, frozen=True):
 
     out: list[OutPrompt]
     given_up: list[str]
+
+
+class UsedPromptsReply(Message, frozen=True):
+    """The prompts that were trained or dropped for good as of the master's last report; see `UsedPrompts.from_json`."""
+
+    used_prompts: dict[str, Any]
 
 
 class WantedRollout(Message, frozen=True):

@@ -21,13 +21,15 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.datasets.curriculum import Curriculum
+from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
+from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.http_server import ManagerHttp
-from asyncrl.manager.messages import Empty, StatusReply
+from asyncrl.manager.messages import BadRequest, Empty, StatusReply, UsedPromptsReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
@@ -36,8 +38,10 @@ from asyncrl.manager.shards import Shards
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.run_dir import MANAGER_LOG_FILE
+from asyncrl.runtime.run_dir import INPUTS_DIR, MANAGER_LOG_FILE
+from asyncrl.runtime.settings import brings_inputs, staging_hosts
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+from asyncrl.staging.messages import INPUTS, MODEL
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.settings import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
@@ -96,7 +100,10 @@ class GserverManager(AsyncWorker):
         )
         self._staging = None if self.config.system.shared else self._make_staging(servers_http)
         registry = manager_registry(self._service, self._decisions, self._canary)
-        verbs = self._service.verbs() | {"/status": (Empty, self._answer_status)}
+        verbs = self._service.verbs() | {
+            "/status": (Empty, self._answer_status),
+            "/used_prompts": (Empty, self._answer_used_prompts),
+        }
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
             if recovered := self._service.begin_again():  # before anyone can ask
@@ -127,11 +134,19 @@ class GserverManager(AsyncWorker):
             self._service.log.close()
 
     def _make_staging(self, http: JsonHttp) -> Staging:
+        hosts, inputs = staging_hosts(self.config), str(self.run_dir / INPUTS_DIR)
+
+        def needs(host: int, folder: str) -> bool:
+            kind = names.ROLLOUT_WORKER if folder == INPUTS else names.GENERATION_SERVER
+            return host == ORIGIN or kind in hosts[host].runs
+
+        folders = {INPUTS: inputs} if brings_inputs(self.config) else {}
         return Staging(
             http,
-            str(self.config.model.path),
+            {**folders, MODEL: str(self.config.model.path)},
             self._decisions,
             self._fleet_runner.arrived,
+            needs=needs,
             log=self.log,
             clock=self._clock,
         )
@@ -144,6 +159,14 @@ class GserverManager(AsyncWorker):
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
+
+    async def _answer_used_prompts(self, request: Empty) -> UsedPromptsReply:
+        state = names.DataState.decode(await asyncio.to_thread(self.resolver.get, names.DATA_STATE_KEY))
+        try:
+            used = await asyncio.to_thread(UsedPrompts.read, Path(state.path))
+        except (OSError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+        return UsedPromptsReply(used.to_json())
 
     async def _begin(self) -> None:
         """Open the gate once the master says where the run stands.

@@ -5,14 +5,12 @@ from __future__ import annotations
 from asyncrl.manager.client import ManagerClient
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.process import RolloutWorker
-from asyncrl.rollout.user_code import Plugins
 
 
 class EvaluationWorker(RolloutWorker):
     """Answers its share of the evaluation sets; it has no training prompts and nobody to hand trajectories to."""
 
-    def _load_plugins(self) -> Plugins:
-        return Plugins(self.config, training=False)
+    trains = False
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
         self._evaluator = self._make_evaluator(client)

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
+from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.same_code import loaded_sources
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import LentPrompts, PromptStream
 from asyncrl.datasets.record import DataRecord
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import least_episodes
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.inputs import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE
+from asyncrl.runtime.settings import brings_inputs
 from asyncrl.runtime.waiting import StopRequested, cancel
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+from asyncrl.staging.client import StagingClient
+from asyncrl.staging.messages import INPUTS, LAUNCHER_HOST
 
 MEMBERSHIP_INTERVAL_S = 1.0
 """How often it is looked whether there are other training ranks."""
+_SHOWN_MODULES = 5
+_BACKOFF = Backoff(0.2, 5.0)
 CLOSE_LIMIT_S = 1.0
 """So long the last trajectories may take to be acknowledged after a stop request."""
 
 
 class RolloutWorker(AsyncWorker):
     """Agents, environments and rewards on one shard of the prompts; one that joined is lent prompts of all shards."""
+
+    trains: ClassVar[bool] = True
+    """Whether it has training prompts; else it evaluates alone."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._data_record = self.run_dir / DATA_RECORD_FILE
 
     async def main(self) -> None:
         """Find the others, then roll out until a stop is requested."""
@@ -46,7 +64,10 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
+        inputs = await self._have_inputs()
         self._plugins = self._load_plugins()
+        if inputs is not None:
+            await self._check_same_inputs(inputs)
         self._loop_of_main = asyncio.get_running_loop()
         if self._plugins.chat_format is not None:
             for line in self._plugins.chat_format.findings.lines():
@@ -78,9 +99,66 @@ class RolloutWorker(AsyncWorker):
             await manager.close()
 
     def _load_plugins(self) -> Plugins:
-        plugins = Plugins(self.config)
-        self._check_same_data(plugins)
+        plugins = Plugins(self.config, training=self.trains)
+        if self.trains:
+            self._check_same_data(plugins)
         return plugins
+
+    async def _have_inputs(self) -> Inputs | None:
+        """What this worker reads, once the host's staging server has it; None where it is read from where it lies.
+
+        Raises:
+            ConfigError: a file is another one on this host.
+        """
+        if not brings_inputs(self.config):
+            return None
+        folder = Path(await self.registered(names.staged_key(INPUTS, self.config.system.host)))
+        self._data_record = folder / DATA_RECORD_FILE
+        return await asyncio.to_thread(read_from, folder, self.config, training=self.trains)
+
+    async def _check_same_inputs(self, inputs: Inputs) -> None:
+        """Check that data and code are those of the launcher's host.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        plugins, data = self._plugins, self.config.dataset
+        if self.trains:
+            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, plugins.train_set)
+        for each, rows in plugins.eval_sets.values():
+            await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
+        sums = loaded_sources(import_named(self.config, training=self.trains))
+        if differences := await self._code_differences(sums):
+            told = "; ".join(f"{module} {why}" for module, why in list(differences.items())[:_SHOWN_MODULES])
+            raise ConfigError(
+                f"system.shared=false: {len(differences)} module(s) of this host ({self.config.system.host}) are not "
+                f"those of the launcher's: {told}; install the same here, or name code by its file, which is brought"
+            )
+
+    async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
+        """What the staging server on the launcher's host says of this host's code; one that died has a successor.
+
+        Raises:
+            HttpError: none answers within `system.start_timeout_s`.
+            StopRequested: a stop was requested.
+        """
+        http, clock = JsonHttp(self.http_security), asyncio.get_running_loop().time
+        deadline, failures = clock() + self.config.system.start_timeout_s, 0
+        try:
+            while True:
+                url = await self.registered(names.staging_server_key(LAUNCHER_HOST))
+                try:
+                    return await StagingClient(http, url).code_differences(sums)
+                except HttpError as error:
+                    if clock() > deadline:
+                        raise
+                    self.log.warning("this host's code is not compared yet: %s", error)
+                failures += 1
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), _BACKOFF.delay(failures))
+                    raise StopRequested
+        finally:
+            await http.close()
 
     def _check_same_data(self, plugins: Plugins) -> None:
         """Rows are named by their number: all processes need to have read the same.
@@ -88,11 +166,10 @@ class RolloutWorker(AsyncWorker):
         Raises:
             ConfigError: the data changed since the launcher read it.
         """
-        record = self.run_dir / DATA_RECORD_FILE
-        if not record.is_file():
+        if not self._data_record.is_file():
             return
         path = self.config.dataset.path
-        if (difference := DataRecord.read(record).difference(plugins.train_set, path)) is not None:
+        if (difference := DataRecord.read(self._data_record).difference(plugins.train_set, path)) is not None:
             raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
@@ -167,9 +244,9 @@ class RolloutWorker(AsyncWorker):
         former = await manager.take_over()
         if self._has_joined:
             return LentPrompts(len(self._plugins.train_set), self.config.seed)
-        state = names.DataState.decode(await self.registered(names.DATA_STATE_KEY))
+        await self.registered(names.DATA_STATE_KEY)
         rows, workers = len(self._plugins.train_set), self.config.rollout.workers
-        used = [*UsedPrompts.read(Path(state.path)), *former.given_up]
+        used = [*await manager.used_prompts(), *former.given_up]
         out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
         if out:
             self.log.info("%d prompts of the process before this one are at the trainer or come back", len(out))

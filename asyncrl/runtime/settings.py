@@ -27,6 +27,8 @@ _LAUNCHERS = Path(__file__).parent / "launchers"
 _LOCAL, _RAY, _KUBERNETES = "local", "ray", "kubernetes"
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that a host of several may run."""
+_STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
+"""Those that may be on hosts that share no folder."""
 
 
 class Resume(StrEnum):
@@ -100,14 +102,14 @@ class SystemConfig:
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
-        "see the run folder, the model and the data under the same paths, unless system.shared=false",
+        "see the run folder, the model and the data under the same paths, unless system.shared=false; docs/hosts.md",
         factory=list,
     )
     shared: bool = setting(
         True,
-        "the hosts see one folder; false: each has a disk of its own. Generation servers alone are on other hosts than "
-        "the launcher's then, names are in etcd, and model and versions reach each host once, over HTTP, from those "
-        "that have them",
+        "the hosts see one folder; false: each has a disk of its own. Generation servers and RolloutWorkers alone are "
+        "on other hosts than the launcher's then, names are in etcd, and model, versions, data and your files of code "
+        "reach each host once, over HTTP, from those that have them",
     )
     launcher_args: list[str] = setting(
         help="further arguments of ssh, srun or kubectl, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
@@ -190,7 +192,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
     """The hosts with a staging server, the launcher's own first: none where all see one folder."""
     hosts = [] if config.system.shared else config.system.hosts
-    return sorted((host for host in hosts if not host.name or GENERATION_SERVER in host.runs), key=lambda h: h.name)
+    return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
+
+
+def brings_inputs(config: ExperimentConfig) -> bool:
+    """Whether RolloutWorkers read from what staging servers bring: some run on hosts that share no folder."""
+    return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))
 
 
 def _own_disks(config: ExperimentConfig) -> Iterator[str]:
@@ -210,7 +217,7 @@ def _own_disks(config: ExperimentConfig) -> Iterator[str]:
         yield f"{off}: system.hosts has no entry without a name: the launcher's own host, where the run's folder is"
     for number, host in enumerate(system.hosts):
         for kind in host.runs if host.name else ():
-            if kind != GENERATION_SERVER and kind in PLACED:
+            if kind in _NEEDS_FOLDER:
                 yield (
                     f"{off}: system.hosts[{number}].runs: {kind} {_NEEDS_FOLDER[kind]} in the run's folder, on the "
                     "launcher's host; move it to the entry without a name"
@@ -240,7 +247,6 @@ _NEEDS_FOLDER = {
     MASTER_WORKER: "keeps checkpoints' states, books, ledger and metrics",
     MODEL_WORKER: "writes checkpoints and weights",
     GSERVER_MANAGER: "keeps its log, and reads what is published,",
-    ROLLOUT_WORKER: "reads which prompts are used, and what the data was,",
 }
 
 

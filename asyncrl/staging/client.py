@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from asyncrl.comm.http import HttpRefused, JsonHttp
-from asyncrl.staging.messages import StageReply, StageRequest
+from asyncrl.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
 
 HOLD_S = 10.0
 """So long a server holds a request for what is on its way."""
 _MARGIN_S = 10.0
+_COMPARING_S = 60.0
 SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
 """The status of an answer that it was not this host's fault."""
 
@@ -32,6 +34,18 @@ class StagingClient:
             )
             if reply.done:
                 return reply
+
+    async def code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
+        """Of modules with these checksums of their sources, those that are not the same on that host, with why.
+
+        Raises:
+            HttpError: it does not say.
+        """
+        request = SameCodeRequest(dict(sums))
+        reply = await self._http.call(
+            "POST", f"{self._url}/same_code", request, timeout_s=_COMPARING_S, reply=SameCodeReply
+        )
+        return reply.differences
 
 
 def source_failed(error: Exception) -> bool:

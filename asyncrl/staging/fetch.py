@@ -47,6 +47,7 @@ async def fetch_folder(http: JsonHttp, source: str, folder: str, manifest_sum: s
         (directory / MANIFEST_FILE).write_bytes(manifest)
         for name, entry in read_manifest(directory).files.items():
             query = urlencode({"folder": folder, "name": name})
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             await _fetch_file(http, f"{source}/file?{query}", directory / name, entry)
     except (HttpError, ManifestError) as error:
         raise SourceFailed(str(error)) from error

@@ -1,6 +1,7 @@
 """What is asked of a staging server, and what it answers.
 
-Folders are called by the same name on every host: `model`, the initial one, and `v<N>`, a version of the actor.
+Folders are called by the same name on every host: `model`, the initial one, `v<N>`, a version of the actor, and
+`inputs`, what RolloutWorkers read from files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from msgspec import Struct
 
 MODEL = "model"
 """Name of the initial model."""
-_FOLDER = re.compile(r"model|v\d{1,18}")
+INPUTS = "inputs"
+"""Name of what RolloutWorkers read from files (`asyncrl.rollout.inputs`)."""
+LAUNCHER_HOST = 0
+"""Index of the staging server on the launcher's host, the publisher's."""
+OF_THE_LAUNCH = frozenset({MODEL, INPUTS})
+"""Folders that stay as they are for the whole launch."""
+_FOLDER = re.compile(r"model|inputs|v\d{1,18}")
 
 
 def version_folder(version: int) -> str:
@@ -40,6 +47,22 @@ class StageRequest(Struct, frozen=True, forbid_unknown_fields=True):
     source: str = ""
     manifest_sum: str = ""
     keep: tuple[str, ...] = ()
+
+
+class SameCodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /same_code`: compare the caller's code with that on this host (`asyncrl.config.same_code`).
+
+    Attributes:
+        sums: checksums of sources, by the names of their modules.
+    """
+
+    sums: dict[str, str]
+
+
+class SameCodeReply(Struct, frozen=True):
+    """The modules that are not the same on the host that was asked, each with why."""
+
+    differences: dict[str, str]
 
 
 class StageReply(Struct, frozen=True):

@@ -1,11 +1,13 @@
-"""StagingServer: one on each host that has generation servers, where hosts share no folder (`system.shared=false`).
+"""StagingServer: one on each host with generation servers or RolloutWorkers, where hosts share no folder.
 
-It has the initial model and the versions of the actor, fetched once for all servers of its host, and gives them to
-other hosts. The GserverManager says what is fetched from whom (`asyncrl.manager.fleet.fan_out`).
+It has the initial model and the versions of the actor for servers, and what RolloutWorkers read from files: each
+fetched once for all processes of its host, and given to other hosts. The GserverManager says what is fetched from whom
+(`asyncrl.manager.fleet.fan_out`). That on the launcher's host also says whether another host has the same code.
 
     POST /stage       have a folder here; see `asyncrl.staging.messages`
     GET  /manifest    ?folder=v7                           of a folder that is here
     GET  /file        ?folder=v7&name=model.safetensors    one of its files
+    POST /same_code   compare the code of another host with that of this one
 
 It is a process of its own, so that what it sends delays neither training nor generation.
 """
@@ -16,6 +18,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,13 +27,19 @@ from asyncrl.comm import names
 from asyncrl.comm.http import PIECE_BYTES, JsonHttp
 from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.same_code import KnownSources
 from asyncrl.runtime.run_dir import STAGED_DIR
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.staging.client import HOLD_S, SOURCE_FAILED
 from asyncrl.staging.fetch import SourceFailed
-from asyncrl.staging.messages import StageReply, StageRequest, is_folder
+from asyncrl.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest, is_folder
 from asyncrl.staging.store import Copy, Store
 from asyncrl.weights.manifest import ManifestError
+
+T = TypeVar("T")
+
+_MAX_SUMS_BYTES: Final = 4 << 20
+"""Checksums of some fifty thousand modules."""
 
 
 class StagingServer(AsyncWorker):
@@ -40,7 +49,7 @@ class StagingServer(AsyncWorker):
         """Serve until a stop is requested."""
         # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's
         folder = self.run_dir / STAGED_DIR / str(self.index)
-        service = StagingService(folder, self.http_security, self._has_model)
+        service = StagingService(folder, self.http_security, self._has)
         lease_s = self.config.system.heartbeat_s
         try:
             url = await service.http.start(self.config.system.host)
@@ -50,29 +59,33 @@ class StagingServer(AsyncWorker):
         finally:
             await service.close()
 
-    def _has_model(self, folder: Path) -> None:
-        """Let the servers of this host begin."""
-        key, lease_s = names.model_copy_key(self.config.system.host), self.config.system.heartbeat_s
-        self.resolver.add(key, str(folder), lease_s=lease_s, replace=True)
-        self.log.info("the initial model is at %s", folder)
+    def _has(self, name: str, path: Path) -> None:
+        """Let those of this host begin that wait for a folder of the launch."""
+        key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.heartbeat_s
+        self.resolver.add(key, str(path), lease_s=lease_s, replace=True)
+        self.log.info("%s is at %s", name, path)
 
 
 class StagingService:
     """A store behind HTTP, for one running loop.
 
     Args:
-        root, on_model: see `Store`.
+        root, on_launch_folder: see `Store`.
         security: the run's token and certificate; None where it has no secret.
     """
 
-    def __init__(self, root: Path, security: HttpSecurity | None, on_model: Callable[[Path], None]) -> None:
+    def __init__(
+        self, root: Path, security: HttpSecurity | None, on_launch_folder: Callable[[str, Path], None]
+    ) -> None:
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         self._peers = JsonHttp(security)
-        self.store = Store(root, self._peers, on_model)
+        self._sources = KnownSources()
+        self.store = Store(root, self._peers, on_launch_folder)
         routes = {
             "/stage": Route(self._stage, "POST"),
             "/manifest": Route(_of_copy(self._manifest, self.store), "GET"),
             "/file": Route(_of_copy(self._file, self.store), "GET"),
+            "/same_code": Route(self._same_code, "POST", _MAX_SUMS_BYTES),
         }
         self.http = HttpServer(routes, token=token, tls=tls)
 
@@ -83,10 +96,7 @@ class StagingService:
         await self._peers.close()
 
     async def _stage(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        try:
-            order = msgspec.json.decode(body, type=StageRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Refused(400, {"error": str(error)}, "malformed") from error
+        order = _decoded(body, StageRequest)
         if not is_folder(order.folder) or not all(map(is_folder, order.keep)):
             raise Refused(400, {"error": f"no name of a folder: {(order.folder, *order.keep)}"}, "malformed")
         coming = self.store.stage(order)
@@ -116,6 +126,17 @@ class StagingService:
                 await response.write(piece)
         await response.write_eof()
         return response
+
+    async def _same_code(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        asked = _decoded(body, SameCodeRequest)
+        return json_response(SameCodeReply(await asyncio.to_thread(self._sources.differences, asked.sums)))
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, {"error": str(error)}, "malformed") from error
 
 
 def _of_copy(handler: Callable[[web.BaseRequest, Copy], Awaitable[web.StreamResponse]], store: Store) -> Handler:

@@ -1,10 +1,12 @@
 """The folders that a host has: where each is, and one task for each that is on its way, however many ask for it.
 
 On the publisher's host a version is linked, file by file, so that it stays whole for those who fetch it when the
-publisher removes its own; the initial model is served from where it lies. Elsewhere both are fetched (`fetch`).
+publisher removes its own; the folders of the launch are served from where they lie. Elsewhere all are fetched
+(`fetch`).
 
     <root>/v7/      a copy
     <root>/model/   the initial model, on other hosts than the publisher's
+    <root>/inputs/  what RolloutWorkers read, likewise; it outlives a server that dies, as they may read it at any time
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import os
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,9 @@ import msgspec
 
 from asyncrl.comm.http import JsonHttp
 from asyncrl.staging.fetch import fetch_folder, sum_of
-from asyncrl.staging.messages import MODEL, StageRequest
+from asyncrl.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, StageRequest
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, file_entry, read_manifest, verify
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 
 Key: TypeAlias = tuple[str, str]
 """A folder's name, and which of that name: the path that it is at, or the checksum of its manifest."""
@@ -49,15 +51,17 @@ class Store:
     """See the module's docstring. Its methods belong to one event loop.
 
     Args:
-        root: of the copies; what is there is removed.
+        root: of the copies; versions and model that are there are removed.
         http: connections to other hosts.
-        on_model: told the folder of the initial model once it is there.
+        on_launch_folder: told the name and the path of each of `OF_THE_LAUNCH` once it is there.
     """
 
-    def __init__(self, root: Path, http: JsonHttp, on_model: Callable[[Path], None]) -> None:
-        shutil.rmtree(root, ignore_errors=True)  # of servers before this one; who still reads holds the files
-        root.mkdir(parents=True)
-        self._root, self._http, self._on_model = root, http, on_model
+    def __init__(self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None]) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        for former in root.iterdir():  # of servers before this one; who still reads holds the files
+            if former.name != INPUTS:
+                shutil.rmtree(former, ignore_errors=True)
+        self._root, self._http, self._on_launch_folder = root, http, on_launch_folder
         self._copies: dict[str, Copy] = {}
         self._coming: dict[Key, asyncio.Task[Copy]] = {}
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -99,15 +103,17 @@ class Store:
         folder = request.folder
         async with self._writing[folder]:
             copy = self._copies[folder] = await self._copy(request, self._copies.get(folder))
-        if folder == MODEL:
-            self._on_model(copy.path)
-        await self._remove_others({folder, MODEL, *request.keep})
+        if folder in OF_THE_LAUNCH:
+            self._on_launch_folder(folder, copy.path)
+        await self._remove_others({folder, *OF_THE_LAUNCH, *request.keep})
         return copy
 
     async def _copy(self, request: StageRequest, present: Copy | None) -> Copy:
         folder = request.folder
         if request.path:
             return await asyncio.to_thread(self._take_in, folder, Path(request.path), present)
+        if folder == INPUTS and present is None:
+            present = await asyncio.to_thread(_whole_copy_at, self._root / folder)
         if present is not None and present.manifest_sum == request.manifest_sum:
             return present
         await fetch_folder(self._http, request.source, folder, request.manifest_sum, self._root / folder)
@@ -115,8 +121,8 @@ class Store:
 
     def _take_in(self, folder: str, path: Path, present: Copy | None) -> Copy:
         """Have what lies at `path` on this disk."""
-        if folder == MODEL:
-            return present or _described(path)
+        if folder in OF_THE_LAUNCH:
+            return present or _described(folder, path, path.iterdir() if folder == MODEL else path.rglob("*"))
         verify(path, checksums=False)
         if present is not None and present.manifest == (path / MANIFEST_FILE).read_bytes():
             return present
@@ -146,8 +152,17 @@ def _copy_at(path: Path) -> Copy:
     return Copy(path, (path / MANIFEST_FILE).read_bytes(), frozenset(read_manifest(path).files))
 
 
-def _described(path: Path) -> Copy:
-    """The model in the folder `path`, with a manifest that is made here: servers read its files, no folders in it."""
-    files = {file.name: file_entry(file) for file in sorted(path.iterdir()) if file.is_file()}
+def _whole_copy_at(path: Path) -> Copy | None:
+    """What a server before this one fetched; None where that is not whole."""
+    try:
+        verify(path)
+    except ManifestError:
+        return None
+    return _copy_at(path)
+
+
+def _described(folder: str, path: Path, content: Iterable[Path]) -> Copy:
+    """The files of `content`, which are below `path`, with a manifest that is made here."""
+    files = {str(file.relative_to(path)): file_entry(file) for file in sorted(content) if file.is_file()}
     files.pop(MANIFEST_FILE, None)
-    return Copy(path, msgspec.json.encode(Manifest(MODEL, 0, files)), frozenset(files))
+    return Copy(path, msgspec.json.encode(Manifest(folder, 0, files)), frozenset(files))

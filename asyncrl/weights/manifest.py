@@ -114,8 +114,8 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory}"
         ) from error
     for name in manifest.files:
-        if "/" in name or name in (".", "..", MANIFEST_FILE):
-            raise ManifestError(f"{path} lists the file {name!r}: files lie directly in {directory}")
+        if name == MANIFEST_FILE or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise ManifestError(f"{path} lists the file {name!r}: files lie in {directory}")
     return manifest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
+from asyncrl.comm.http import HttpRefused
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
@@ -637,6 +640,20 @@ async def until_generated(engines: list[GenerationEngine], tokens: int) -> None:
             if sum(s.generated_tokens for s in stats) >= tokens or not any(s.running or s.waiting for s in stats):
                 return
             await asyncio.sleep(0.001)
+
+
+async def test_workers_are_told_which_prompts_are_used_and_a_damaged_record_is_named(tmp_path: Path) -> None:
+    state, run = tmp_path / "data_state.json", Run(tmp_path, config_of())
+    try:
+        client = await run.client()
+        state.write_text(json.dumps({"used_prompts": UsedPrompts(["e0-3", "e1-70000"]).to_json()}))
+        run.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
+        assert list(await client.used_prompts()) == ["e0-3", "e1-70000"]
+        state.write_text("{}")
+        with pytest.raises(HttpRefused, match=r"data_state\.json does not say which prompts are used; it is damaged"):
+            await client.used_prompts()
+    finally:
+        await run.close()
 
 
 async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_did(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.staging.messages import INPUTS, MODEL
 from asyncrl.staging.process import StagingService
 from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
@@ -34,8 +35,14 @@ class Hosts:
         self.has: dict[str, Target] = {}
         self._arrival = asyncio.Event()
         log = logging.getLogger("test")
-        self.staging = Staging(self.http, str(root / "model"), self.decisions, self._arrived, log=log)
+        folders = {INPUTS: str(root / "inputs"), MODEL: str(root / "model")}
+        self.plays: set[int] = set()
+        self.had: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.staging = Staging(self.http, folders, self.decisions, self._arrived, needs=self._needs, log=log)
         self._task = asyncio.create_task(self.staging.run())
+
+    def _needs(self, host: int, folder: str) -> bool:
+        return host == 0 or (folder == INPUTS) == (host in self.plays)
 
     def _arrived(self, host: str, target: Target) -> None:
         self.decisions.arrived(host, target)
@@ -43,7 +50,12 @@ class Hosts:
         self._arrival.set()
 
     async def start(self, host: int) -> None:
-        service = StagingService(self.root / f"disk{host}", self.security, lambda _: None)
+        had = self.had
+
+        def note(name: str, path: Path) -> None:
+            had.put_nowait((host, name))
+
+        service = StagingService(self.root / f"disk{host}", self.security, note)
         self.services[host], self.urls[host] = service, await service.http.start(f"127.0.0.{host + 1}")
         self.staging.registered(dict(self.urls))
 
@@ -66,9 +78,8 @@ class Hosts:
 
     async def all_have(self, version: int) -> None:
         async with asyncio.timeout(LIMIT_S):
-            while {host: self.has[host].version for host in map(host_of, self.urls.values()) if host in self.has} != {
-                host_of(url): version for url in self.urls.values()
-            }:
+            serving = [host_of(url) for host, url in self.urls.items() if host not in self.plays]
+            while any(host not in self.has or self.has[host].version != version for host in serving):
                 await self._arrival.wait()
                 self._arrival.clear()
 
@@ -83,6 +94,8 @@ class Hosts:
 @pytest.fixture
 async def hosts(tmp_path: Path, http_security: HttpSecurity) -> AsyncIterator[Hosts]:
     (tmp_path / "model").mkdir()
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / "inputs.json").write_text("{}")
     (tmp_path / "model" / "config.json").write_text("{}")
     hosts = Hosts(tmp_path, http_security)
     for host in range(HOSTS):
@@ -102,7 +115,7 @@ async def test_each_host_gets_the_model_and_each_version_once_and_verified(
     published = hosts.publish(1)
     await hosts.all_have(1)
     came = [record.args for record in caplog.records if "came to host" in record.msg]
-    assert len(came) == 2 * HOSTS
+    assert len(came) == 2 * HOSTS + 1  # what RolloutWorkers read is on the origin's disk alone
     for host, target in hosts.has.items():
         assert verify(Path(target.copy)) == verify(published), host
     assert len({target.copy for target in hosts.has.values()}) == HOSTS
@@ -113,6 +126,21 @@ async def test_each_host_gets_the_model_and_each_version_once_and_verified(
     hosts.publish(3)
     await hosts.all_have(3)
     assert folders(hosts, 3) == ["model", "v2", "v3"]  # v2 was what its servers were about to read when v3 came
+
+
+async def test_a_host_that_serves_nothing_gets_what_rollout_workers_read_and_no_weights(hosts: Hosts) -> None:
+    hosts.plays.add(HOSTS)
+    await hosts.start(HOSTS)
+    async with asyncio.timeout(LIMIT_S):
+        while await hosts.had.get() != (HOSTS, INPUTS):
+            pass
+    hosts.publish(1)
+    await hosts.all_have(1)
+    hosts.publish(2)
+    await hosts.all_have(2)
+    assert folders(hosts, HOSTS) == ["inputs"]
+    assert folders(hosts, 1) == ["model", "v1", "v2"]  # v1 was what its servers were about to read
+    assert host_of(hosts.urls[HOSTS]) not in hosts.has
 
 
 async def test_a_dead_host_keeps_none_of_the_others_from_it_and_gets_it_when_it_is_back(hosts: Hosts) -> None:

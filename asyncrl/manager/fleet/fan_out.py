@@ -15,23 +15,25 @@ asked, the origin last.
 A source that fails is left alone for a while, longer each time, and who asked it is sent to the next; a host that
 cannot keep what it is sent is asked again after a while. One that is new, or began again, has nothing.
 
-What is wanted is the initial model first, then the newest version alone: one that is under way when a newer one is
-published is seen to its end, since a host whose fetch takes longer than a step of training would otherwise never have
-any; later ones that are not under way are skipped.
+What is wanted is what stays for the launch first, then the newest version alone; a host may need a part of that, and
+is then a source of that part. A version that is under way when a newer one is published is seen to its end, since a
+host whose fetch takes longer than a step of training would otherwise never have any; later ones that are not under way
+are skipped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.comm.backoff import Backoff
+from asyncrl.staging.messages import LAUNCHER_HOST
 
 UPLOADS = 2
 """Of a folder of 100 GB over 100 Gbit/s one takes 8 s alone and 16 s beside another; more at a time make no host sooner
 a source."""
-ORIGIN = 0
+ORIGIN = LAUNCHER_HOST
 """The host of the publisher."""
 _BACKOFF = Backoff(0.5, 30.0)
 
@@ -59,14 +61,19 @@ class _Host:
 
 
 class FanOut:
-    """See the module's docstring. The caller reports events, then does what `poll` orders; times are its clock's."""
+    """See the module's docstring. The caller reports events, then does what `poll` orders; times are its clock's.
 
-    def __init__(self) -> None:
+    Args:
+        needs: whether a host needs a folder; the origin has to need all.
+    """
+
+    def __init__(self, needs: Callable[[int, str], bool] = lambda host, folder: True) -> None:
+        self._needs = needs
         self._hosts: dict[int, _Host] = {}
         self._wanted: list[str] = []
 
     def want(self, *folders: str) -> None:
-        """These are wanted on every host, in this order; others not any more."""
+        """These are wanted on every host that needs them, in this order; others not any more."""
         self._wanted = list(folders)
         for host in self._hosts.values():
             host.has &= set(folders)
@@ -144,9 +151,11 @@ class FanOut:
 
     def _waiting(self, folder: str) -> Iterator[tuple[int, _Host]]:
         """The hosts of which `folder` is the first that they lack, and that fetch nothing."""
-        before = set(self._wanted[: self._wanted.index(folder)])
+        before = self._wanted[: self._wanted.index(folder)]
         for number, host in self._hosts.items():
-            if host.fetch is None and folder not in host.has and before <= host.has:
+            if host.fetch is not None or folder in host.has or not self._needs(number, folder):
+                continue
+            if all(earlier in host.has or not self._needs(number, earlier) for earlier in before):
                 yield number, host
 
     def _begin(self, order: Fetch) -> Fetch:

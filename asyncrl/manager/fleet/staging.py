@@ -1,4 +1,5 @@
-"""Has the initial model and every version brought to each host, where hosts share no folder (`system.shared=false`).
+"""Has the initial model, every version and what RolloutWorkers read brought to the hosts, where they share no folder
+(`system.shared=false`).
 
 `FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.staging`), and the fleet is told what
 arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.
@@ -17,7 +18,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.wakeup import Signal
 from asyncrl.staging.client import StagingClient, source_failed
-from asyncrl.staging.messages import MODEL, StageRequest, version_folder
+from asyncrl.staging.messages import StageRequest, version_folder
 
 _LONGEST_IDLE_S = 5.0
 
@@ -37,27 +38,31 @@ class Staging:
 
     Args:
         http: connections to the staging servers.
-        model: folder of the initial model on the publisher's host.
+        launch_folders: what stays as it is, by its name (`asyncrl.staging.messages`): where it is on the publisher's
+            host. It is wanted in this order, before any version.
         decisions: knows which versions are in use.
         arrived: told the address of a host and the weights that it has from now on.
+        needs: see `FanOut`.
         clock: seconds in which this process ran.
     """
 
     def __init__(
         self,
         http: JsonHttp,
-        model: str,
+        launch_folders: Mapping[str, str],
         decisions: FleetDecisions,
         arrived: Callable[[str, Target], None],
         *,
+        needs: Callable[[int, str], bool] = lambda host, folder: True,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._http, self._decisions, self._arrived, self._log, self._clock = http, decisions, arrived, log, clock
-        self._fan_out = FanOut()
-        self._fan_out.want(MODEL)
+        self._launch_folders = {name: _Folder(path) for name, path in launch_folders.items()}
+        self._wanted = dict(self._launch_folders)
+        self._fan_out = FanOut(needs)
+        self._fan_out.want(*self._wanted)
         self._urls: dict[int, str] = {}
-        self._wanted = {MODEL: _Folder(model)}
         self._changed = Signal()
         self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
@@ -77,7 +82,7 @@ class Staging:
     def publish(self, target: Target) -> None:
         """Newer weights are at `target.path` on the publisher's host."""
         name = version_folder(target.version)
-        self._wanted = {MODEL: self._wanted[MODEL], name: _Folder(target.path, target)}
+        self._wanted = {**self._launch_folders, name: _Folder(target.path, target)}
         self._fan_out.want(*self._wanted)
         self._changed.notify()
 

@@ -49,6 +49,21 @@ def test_the_rounds_grow_with_the_logarithm_and_no_host_sends_more_than_its_shar
     assert max(sent.values()) <= UPLOADS * rounds
 
 
+def test_a_host_gets_what_it_needs_alone_and_need_not_have_the_rest_first() -> None:
+    fan = FanOut(lambda host, folder: host == ORIGIN or (folder == "inputs") == (host == 2))
+    for host in range(4):
+        fan.added(host)
+    fan.want("inputs", "model", "v1")
+    fetched = []
+    while orders := fan.poll(0.0):
+        fetched += orders
+        assert all(fan.succeeded(order) for order in orders)
+    of = {host: [order.folder for order in fetched if order.host == host] for host in range(4)}
+    assert of == {ORIGIN: ["inputs", "model", "v1"], 1: ["model", "v1"], 2: ["inputs"], 3: ["model", "v1"]}
+    assert {order.source for order in fetched if order.folder != "inputs"} <= {None, ORIGIN, 1, 3}
+    assert fan.next_due(0.0) is None
+
+
 def test_a_host_that_has_it_is_a_source_at_once_and_the_origin_is_asked_last() -> None:
     fan = staged_at_the_origin(5)
     one, two = fan.poll(0.0)

@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
 from asyncrl.runtime.last_step import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.settings import HostConfig, SystemConfig, check
+from asyncrl.runtime.settings import HostConfig, SystemConfig, brings_inputs, check, staging_hosts
 from asyncrl.runtime.worker_plan import WorkerPlan
 from asyncrl.trainer.settings import RoleRanks
 
@@ -164,6 +164,18 @@ def test_hosts_with_disks_of_their_own_have_a_staging_server_each_the_launchers_
     assert not [name for name in plans_of(several_hosts(b=["generation_server"]), 0) if name.startswith("staging")]
 
 
+def test_rollout_workers_may_be_on_hosts_with_disks_of_their_own_and_what_they_read_is_brought_there() -> None:
+    config = own_disks()
+    assert not brings_inputs(config)
+    config.system.hosts.append(HostConfig(name="d", address="10.0.0.4", runs=["rollout_worker"], fileroot="/d"))
+    assert list(check(config)) == []
+    assert brings_inputs(config)
+    assert [host.name for host in staging_hosts(config)] == ["", "b", "c", "d"]
+    assert plans_of(config, gpus=2)["staging_server/3"].host.run_dir.startswith("/d/")
+    config.system.shared = True
+    assert not brings_inputs(config)
+
+
 def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
     def change(config: ExperimentConfig) -> None:
         *parents, name = path.split(".")
@@ -185,7 +197,6 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
                 ("master_worker", "keeps checkpoints' states"),
                 ("model_worker", "writes checkpoints and weights in the run's folder"),
                 ("gserver_manager", "keeps its log"),
-                ("rollout_worker", "reads which prompts"),
             ]
         ),
         (lambda config: setattr(config.system.hosts[0], "fileroot", "/here"), "is fileroot on the launcher's host"),

@@ -14,9 +14,10 @@ from aiohttp import web
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.http_server import HttpServer, Route
 from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.config.same_code import loaded_sources
 from asyncrl.staging import fetch
 from asyncrl.staging.client import StagingClient, source_failed
-from asyncrl.staging.messages import MODEL, StageReply, StageRequest
+from asyncrl.staging.messages import INPUTS, MODEL, StageReply, StageRequest
 from asyncrl.staging.process import StagingService
 from asyncrl.weights.manifest import Manifest, file_entry, read_manifest, verify, write_manifest
 
@@ -28,9 +29,9 @@ class Host:
     """A staging server with a disk of its own."""
 
     def __init__(self, disk: Path, security: HttpSecurity) -> None:
-        self.models: list[Path] = []
+        self.for_the_launch: list[tuple[str, Path]] = []
         self.disk = disk
-        self.service = StagingService(disk / "staged", security, self.models.append)
+        self.service = StagingService(disk / "staged", security, lambda *had: self.for_the_launch.append(had))
         self.url = ""
 
     async def stage(self, folder: str, source: str = "", path: str = "", **how: Any) -> StageReply:
@@ -155,12 +156,84 @@ async def test_the_initial_model_is_served_from_where_it_lies_and_stays(
     origin, host = await start_host("one"), await start_host("two")
     first = await origin.stage(MODEL, path=str(model))
     copy = Path((await host.stage(MODEL, origin.url, manifest_sum=first.manifest_sum)).path)
-    assert (origin.models, host.models) == ([model], [copy])
+    assert (origin.for_the_launch, host.for_the_launch) == ([(MODEL, model)], [(MODEL, copy)])
     assert listed(copy) == ["link", "manifest.json", "model.safetensors"]
     assert verify(copy).version == 0
     await host.stage("v1", origin.url, manifest_sum=(await origin.stage("v1", path=str(published))).manifest_sum)
     assert listed(host.disk / "staged") == ["model", "v1"]
     assert "model.safetensors" in listed(model)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """As the launcher leaves them."""
+    folder = tmp_path / "run" / "inputs"
+    for name in ("inputs.json", "0/rewards.py", "1/main/train-0.jsonl", "empty"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name * (name != "empty"))
+    return folder
+
+
+async def test_what_rollout_workers_read_comes_with_its_folders_and_stays_beside_the_versions(
+    start_host: Any, inputs: Path, published: Path
+) -> None:
+    origin, host = await start_host("one"), await start_host("two")
+    first = await origin.stage(INPUTS, path=str(inputs))
+    copy = Path((await host.stage(INPUTS, origin.url, manifest_sum=first.manifest_sum)).path)
+    assert (origin.for_the_launch, host.for_the_launch) == ([(INPUTS, inputs)], [(INPUTS, copy)])
+    assert (copy / "1" / "main" / "train-0.jsonl").read_text() == "1/main/train-0.jsonl"
+    assert verify(copy).files.keys() == {"inputs.json", "0/rewards.py", "1/main/train-0.jsonl", "empty"}
+    await host.stage("v1", origin.url, manifest_sum=(await origin.stage("v1", path=str(published))).manifest_sum)
+    assert listed(host.disk / "staged") == ["inputs", "v1"]
+
+
+async def test_what_rollout_workers_read_outlives_a_server_that_dies_unless_it_is_damaged_or_of_another_launch(
+    start_host: Any, inputs: Path, http_security: HttpSecurity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, dead = await start_host("one"), await start_host("two")
+    first = await origin.stage(INPUTS, path=str(inputs))
+    copy = Path((await dead.stage(INPUTS, origin.url, manifest_sum=first.manifest_sum)).path)
+    fetched: list[str] = []
+    really = fetch._fetch_file
+
+    async def counted(http: JsonHttp, url: str, *others: Any) -> None:
+        fetched.append(url)
+        await really(http, url, *others)
+
+    monkeypatch.setattr(fetch, "_fetch_file", counted)
+    successor = await start_host("two")
+    assert (copy / "inputs.json").is_file()
+    await successor.stage(INPUTS, origin.url, manifest_sum=first.manifest_sum)
+    assert fetched == []
+    (copy / "0" / "rewards.py").write_text("else")
+    await (await start_host("two")).stage(INPUTS, origin.url, manifest_sum=first.manifest_sum)
+    assert len(fetched) == 4
+    assert (copy / "0" / "rewards.py").read_text() == "0/rewards.py"
+    (inputs / "0" / "rewards.py").write_text("of another launch")
+    other = await (await start_host("three")).stage(INPUTS, path=str(inputs))
+    another = await start_host("one again")
+    assert (await another.stage(INPUTS, path=str(inputs))).manifest_sum == other.manifest_sum
+    await (await start_host("two")).stage(INPUTS, another.url, manifest_sum=other.manifest_sum)
+    assert (copy / "0" / "rewards.py").read_text() == "of another launch"
+
+
+async def test_code_of_another_host_is_compared_with_that_of_this_one(
+    start_host: Any, http_security: HttpSecurity
+) -> None:
+    host, http = await start_host("one"), JsonHttp(http_security)
+    try:
+        client = StagingClient(http, host.url)
+        sums = {name: sum_ for name, sum_ in loaded_sources().items() if name.startswith("asyncrl.staging.")}
+        assert "asyncrl.staging.store" in sums
+        assert await client.code_differences(sums) == {}
+        other = sums | {"asyncrl.staging.store": "0" * 16, "asyncrl.nowhere": "0" * 16}
+        told = await client.code_differences(other)
+        assert told.keys() == {"asyncrl.staging.store", "asyncrl.nowhere"}
+        with pytest.raises(HttpRefused) as refused:
+            await http.call("POST", f"{host.url}/same_code", {"sums": 1}, timeout_s=5)
+        assert refused.value.status == 400
+    finally:
+        await http.close()
 
 
 async def test_another_version_of_the_same_number_replaces_the_former(

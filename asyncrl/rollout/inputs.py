@@ -1,0 +1,173 @@
+"""What RolloutWorkers read from files, where some run on hosts that share no folder with the launcher's.
+
+The launcher copies it into one folder, as it is when the run begins. Staging servers bring that to every host, checked
+byte by byte as the model is, and all RolloutWorkers of the run read it there, those on the launcher's host too:
+
+    <run_dir>/inputs/
+        inputs.json          `Inputs`: where the settings' files are, and what is to be compared
+        data_record.json     what the training data was when the trial began
+        model/               the files of the model's folder that are no weights
+        0/my_rewards.py      files that settings name: code, data, a chat template
+        1/train-0.parquet, 1/train-1.parquet
+
+What is not brought is compared when a worker starts, and a difference ends it with the setting:
+
+- The rows of every dataset: their number, and the content of some (`content_sum`).
+- Files that are values of `args`: they are to be the same under the same path.
+- Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.same_code`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.catalog import resolve
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.datasets import Dataset
+from asyncrl.datasets.readers import files_of
+from asyncrl.datasets.record import content_sum
+from asyncrl.rollout.named_inputs import files_in_args, named_inputs
+from asyncrl.rollout.settings import evaluation_sets
+from asyncrl.rollout.user_code import load_eval_set, load_train_set
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR
+from asyncrl.weights.manifest import FileEntry, file_entry
+
+_INDEX, _MODEL = "inputs.json", "model"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}
+
+
+class SameFile(msgspec.Struct, frozen=True):
+    """A file that is to be the same under the same path on every host."""
+
+    path: str
+    content: FileEntry
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """What the folder holds, and what is to be compared.
+
+    Attributes:
+        brought: by setting, where in the folder is what it names.
+        rows: by group of settings, the `content_sum` of its dataset.
+        same: by setting, what is to be on each host already.
+    """
+
+    brought: dict[str, str]
+    rows: dict[str, str]
+    same: dict[str, SameFile]
+
+    @classmethod
+    def read(cls, folder: Path) -> Inputs:
+        """What `bring_inputs` wrote into `folder`."""
+        return msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+
+
+def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = True) -> None:
+    """Copy what RolloutWorkers read into `run_dir`, from where it is brought to the hosts.
+
+    Args:
+        config: its `model.path` is a folder.
+        training: whether they train; else evaluation sets alone are read.
+
+    Raises:
+        ConfigError: a dataset cannot be loaded.
+    """
+    folder = run_dir / INPUTS_DIR
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in Path(str(config.model.path)).expanduser().iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS:
+            _copy(file, folder / _MODEL / file.name)
+    if training and (run_dir / DATA_RECORD_FILE).is_file():
+        _copy(run_dir / DATA_RECORD_FILE, folder / DATA_RECORD_FILE)
+    brought: dict[str, str] = {}
+    places: dict[tuple[Path, str], str] = {}
+    for named in named_inputs(config, training=training):
+        if named.path is None:
+            continue
+        source = named.path.resolve()
+        is_new = (source, named.pattern) not in places
+        place = places.setdefault((source, named.pattern), str(len(places)))
+        for file in files_of(source, named.pattern) if is_new else ():
+            _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
+        brought[named.setting] = place if source.is_dir() else f"{place}/{source.name}"
+    rows = {group: content_sum(dataset) for group, dataset in _datasets(config, training)}
+    same = {name: SameFile(path, file_entry(Path(path))) for name, path in files_in_args(config, training=training)}
+    (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
+
+
+def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) -> Inputs:
+    """Have `config` name what is in `folder`, and check what is to be on this host already.
+
+    Raises:
+        ConfigError: with every file that is missing, or another one.
+    """
+    inputs = Inputs.read(folder)
+    if wrong := list(_other_files(inputs.same)):
+        raise ConfigError("\n".join(wrong))
+    for named in list(named_inputs(config, training=training)):
+        if (place := inputs.brought.get(named.setting)) is not None:
+            named.put(named.with_path(folder / place))
+    config.model.path = str(folder / _MODEL)
+    return inputs
+
+
+def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
+    """Check that the dataset of the setting `<group>.path` has the rows that the launcher found.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    if content_sum(dataset) != inputs.rows[group]:
+        raise ConfigError(
+            f"{group}.path={path!r}: makes other rows on this host than on the launcher's; have it read the same data "
+            "here, with the same versions of the packages that it uses"
+        )
+
+
+def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]:
+    """Import the modules that settings name; the top-level packages of all of them.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    named = [each for each in named_inputs(config, training=training) if each.module]
+    for each in named:
+        if each.may_hold_more:
+            continue
+        try:
+            importlib.import_module(each.module)
+        except Exception as error:  # a user's module may raise anything
+            raise ConfigError(
+                f"{each.setting}={each.value!r}: module {each.module!r} cannot be imported on this host "
+                f"({type(error).__name__}: {error}); install it here, or name its file, which is brought to every host"
+            ) from error
+    for kind, choices in (("filter", config.rollout.filters), ("shaping", config.rollout.shaping)):
+        for choice in choices:
+            resolve(kind, choice.name, choice.params, config.algorithm.plugins)
+    return {each.module.partition(".")[0] for each in named}
+
+
+def _other_files(same: Mapping[str, SameFile]) -> Iterator[str]:
+    for name, file in same.items():
+        path = Path(file.path)
+        if not path.is_file():
+            yield f"{name}={file.path!r}: this host has no such file; put a copy of the launcher's there"
+        elif file_entry(path) != file.content:
+            yield f"{name}={file.path!r}: is another file on this host than on the launcher's; copy that one here"
+
+
+def _datasets(config: ExperimentConfig, training: bool) -> Iterator[tuple[str, Dataset]]:
+    if training:
+        yield "dataset", load_train_set(config)
+    yield from ((each.group, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)

@@ -1,0 +1,174 @@
+"""The settings that name what a RolloutWorker reads: data, code, and files as values of `args`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import split_path
+from asyncrl.datasets.chat import AUTO, OFF
+from asyncrl.datasets.readers import is_data_path
+from asyncrl.rollout.settings import GYMNASIUM, evaluation_sets
+
+_REGISTERED_IN = "algorithm.plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedInput:
+    """A setting whose value names a file, a folder of data, or a module.
+
+    Attributes:
+        setting, value: as in the settings.
+        put: sets another value.
+        path: the file or folder; None where a module is named.
+        module: the module; empty where a file or folder is named, or what comes with asyncrl.
+        pattern: of a folder of data, the files of it that are read; empty: all.
+    """
+
+    setting: str
+    value: str
+    put: Callable[[str], None]
+    path: Path | None = None
+    module: str = ""
+    pattern: str = ""
+
+    def with_path(self, path: Path) -> str:
+        """The value that names `path` in place of this one's."""
+        _, _, name = self.value.rpartition(".py:")
+        return f"{path}:{name}" if path.suffix == ".py" and name != self.value else str(path)
+
+    @property
+    def may_hold_more(self) -> bool:
+        """Whether the module may be one for other processes, so that a RolloutWorker loads it only where it has to."""
+        return self.setting.startswith(_REGISTERED_IN)
+
+
+def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator[NamedInput]:
+    """What `config` names; without `training` what an evaluation reads."""
+    yield from _data(config, training)
+    if config.dataset.chat_template not in (AUTO, OFF):
+        template = config.dataset.chat_template
+        put = _putter(config.dataset, "chat_template")
+        yield NamedInput("dataset.chat_template", template, put, Path(template).expanduser())
+    for group, owner in _plugins(config):
+        yield _code(f"{group}.path", owner.path, _putter(owner, "path"))
+    for group, choice in _choices(config):
+        if ":" in choice.name:
+            yield _code(f"{group}.name", choice.name, _putter(choice, "name"))
+    for number, named in enumerate(config.algorithm.plugins):
+        yield _code(f"{_REGISTERED_IN}[{number}]", named, _item_putter(config.algorithm.plugins, number))
+
+
+def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[tuple[str, str]]:
+    """By setting, values of `args` and `params` that read as the path of a file and are one here.
+
+    Not the paths of data, which `named_inputs` has.
+    """
+    for group, owner in _data_owners(config, training):
+        rest = {key: value for key, value in owner.args.items() if key != "path" or not _is_data(value)}
+        yield from _files_in(f"{group}.args", rest)
+    for group, owner in _plugins(config):
+        yield from _files_in(f"{group}.args", owner.args)
+    for group, choice in _choices(config):
+        yield from _files_in(f"{group}.params", choice.params)
+    for number, server in enumerate(config.mcp):
+        yield from _files_in(f"mcp[{number}].args", server.args)
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What other hosts cannot find, each as `setting=value: what is wrong; what to do`."""
+    commands = [(f"mcp[{number}].command", server.command) for number, server in enumerate(config.mcp)]
+    relative = [found for command in commands for found in _files_in(*command)] + list(files_in_args(config))
+    for name, path in relative:
+        if not Path(path).is_absolute():
+            yield (
+                f"{name}={path!r}: is relative to the current folder, which RolloutWorkers on other hosts do not have "
+                "(system.shared=false); give a whole path, and put the same file there on each host"
+            )
+
+
+def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
+    for group, owner in _data_owners(config, training):
+        of_training = config.dataset.args if owner is config.eval and owner.path is None else {}
+        pattern = str({**of_training, **owner.args}.get("files") or "")
+        if _is_data(in_args := owner.args.get("path")):  # which is read in place of the setting `path`
+            put = _item_putter(owner.args, "path")
+            yield NamedInput(f"{group}.args.path", in_args, put, Path(in_args).expanduser(), pattern=pattern)
+        if owner.path is None:
+            continue
+        put = _source_putter(owner) if group.startswith("dataset.sources") else _putter(owner, "path")
+        if is_data_path(owner.path):
+            path = Path(owner.path).expanduser()
+            yield NamedInput(f"{group}.path", owner.path, put, path, pattern=pattern)
+        else:
+            yield _code(f"{group}.path", owner.path, put)
+
+
+def _is_data(path: Any) -> bool:
+    return bool(path) and is_data_path(str(path))
+
+
+def _data_owners(config: ExperimentConfig, training: bool) -> list[tuple[str, Any]]:
+    """The groups of settings of the datasets that are read."""
+    due = {each.group: each for each in evaluation_sets(config) if each.interval}
+    owners: list[tuple[str, Any]] = []
+    if training or any(each.path is None for each in due.values()):
+        sources = [(f"dataset.sources[{number}]", source) for number, source in enumerate(config.dataset.sources)]
+        owners += sources or [("dataset", config.dataset)]
+    sets: list[tuple[str, Any]] = [(f"eval.sets[{number}]", each) for number, each in enumerate(config.eval.sets)]
+    return owners + [(group, owner) for group, owner in sets or [("eval", config.eval)] if group in due]
+
+
+def _plugins(config: ExperimentConfig) -> list[tuple[str, Any]]:
+    rewards: list[tuple[str, Any]] = [(f"rewards[{number}]", part) for number, part in enumerate(config.rewards)]
+    tools = [(f"tools[{number}]", tool) for number, tool in enumerate(config.tools)]
+    return [("agent", config.agent), ("env", config.env), *(rewards or [("reward", config.reward)]), *tools]
+
+
+def _choices(config: ExperimentConfig) -> Iterator[tuple[str, Any]]:
+    for kind in ("filters", "shaping"):
+        for number, choice in enumerate(getattr(config.rollout, kind)):
+            yield f"rollout.{kind}[{number}]", choice
+
+
+def _code(setting: str, value: str, put: Callable[[str], None]) -> NamedInput:
+    if value.startswith(GYMNASIUM):  # a registered environment, or module:name of one
+        module, colon, _ = value.removeprefix(GYMNASIUM).partition(":")
+        return NamedInput(setting, value, put, module=module if colon else "")
+    module = split_path(value)[0] if ":" in value else value
+    if module.endswith(".py"):
+        return NamedInput(setting, value, put, Path(module).expanduser())
+    return NamedInput(setting, value, put, module="" if module.partition(".")[0] == "asyncrl" else module)
+
+
+def _putter(owner: Any, field: str) -> Callable[[str], None]:
+    return lambda value: setattr(owner, field, value)
+
+
+def _item_putter(values: Any, key: Any) -> Callable[[str], None]:
+    return lambda value: values.__setitem__(key, value)
+
+
+def _source_putter(source: Any) -> Callable[[str], None]:
+    """For one of several datasets, whose rows are called by its path unless it has a name."""
+
+    def put(value: str) -> None:
+        source.name = source.name or source.path
+        source.path = value
+
+    return put
+
+
+def _files_in(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    match value:
+        case str() if ("/" in value or value.endswith(".py")) and Path(value).is_file():
+            yield name, value
+        case Mapping():
+            for key, inner in value.items():
+                yield from _files_in(f"{name}.{key}", inner)
+        case list() | tuple():
+            for number, inner in enumerate(value):
+                yield from _files_in(f"{name}[{number}]", inner)

@@ -1,0 +1,32 @@
+"""What can be added to a run that goes on, and on which host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.commands import join
+from asyncrl.commands.join import JoinError, joinable
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.settings import HostConfig
+
+
+@pytest.mark.parametrize("kind", ["generation_server", "rollout_worker"])
+def test_where_hosts_share_no_folder_processes_join_on_the_launchers_host_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(join, "read_holder", lambda run_dir: object())
+    config = ExperimentConfig()
+    config.system.shared = False
+    config.system.hosts = [
+        HostConfig(name="b", address="10.0.0.2", runs=["generation_server", "rollout_worker"]),
+        HostConfig(address="10.0.0.1", runs=["master_worker", "model_worker", "gserver_manager"]),
+    ]
+    write_run_config(config, tmp_path)
+    assert joinable(tmp_path, kind, "")[1] == "10.0.0.1"
+    assert joinable(tmp_path, kind, "10.0.0.1")[1] == "10.0.0.1"
+    for host in ("10.0.0.2", "10.0.0.3"):
+        with pytest.raises(JoinError, match=rf"--host={host}: with system.shared=false .* \(10.0.0.1\)"):
+            joinable(tmp_path, kind, host)

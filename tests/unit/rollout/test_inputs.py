@@ -1,0 +1,275 @@
+"""What RolloutWorkers read is brought to other hosts as it is at the launch, or compared there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.commands.same_data import keep_inputs
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.setting import ChoiceConfig, ConfigError
+from asyncrl.datasets.record import DataRecord
+from asyncrl.rollout.inputs import Inputs, bring_inputs, check_rows, import_named, read_from
+from asyncrl.rollout.named_inputs import check, files_in_args, named_inputs
+from asyncrl.rollout.settings import EvalSetConfig, NamedRewardConfig, SourceConfig, evaluation_sets
+from asyncrl.rollout.user_code import load_eval_set, load_train_set
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.tools.settings import McpServerConfig, ToolConfig
+
+
+def rows_of(file: Path, count: int) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"prompt": f"{file.stem} {row}"}) + "\n" for row in range(count)))
+    return file
+
+
+def code_of(file: Path, content: str = "def made(*args): return 1.0\n") -> Path:
+    file.write_text(content)
+    return file
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The launcher's disk."""
+    folder = tmp_path / "here"
+    (folder / "model").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / "model" / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def config(here: Path) -> ExperimentConfig:
+    config = ExperimentConfig()
+    config.model.path = str(here / "model")
+    config.dataset.path = str(rows_of(here / "train.jsonl", 5))
+    config.reward.path = f"{code_of(here / 'rewards.py')}:made"
+    config.eval.interval = 0
+    return config
+
+
+@pytest.fixture
+def brought(here: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Bring the inputs of a config to another host, and remove the launcher's disk."""
+
+    def bring(config: ExperimentConfig, **how: Any) -> Path:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        bring_inputs(config, run_dir, **how)
+        there = tmp_path / "there"
+        (run_dir / "inputs").rename(there)
+        here.rename(tmp_path / "away")
+        return there
+
+    return bring
+
+
+def test_data_code_and_the_models_other_files_are_read_where_they_were_brought_to(
+    config: ExperimentConfig, brought: Callable[..., Path]
+) -> None:
+    there = brought(config)
+    inputs = read_from(there, config)
+    assert config.model.path == str(there / "model")
+    assert sorted(file.name for file in (there / "model").iterdir()) == ["config.json", "tokenizer.json"]
+    train = load_train_set(config)
+    assert [train.row(row)["prompt"] for row in (0, 4)] == ["train 0", "train 4"]
+    check_rows(inputs, "dataset", config.dataset.path, train)
+    assert Path(load_plugin(config.reward.path).__code__.co_filename).is_relative_to(there)
+    assert config.agent.path == ExperimentConfig().agent.path  # what comes with asyncrl stays as it is
+
+
+def test_of_a_folder_come_the_files_that_are_read_and_of_a_file_that_is_named_twice_one_copy(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    for name in ("main/train-1.jsonl", "main/train-0.jsonl", "other/test-0.jsonl"):
+        rows_of(here / "folder" / name, 2)
+    config.dataset.path, config.dataset.args = str(here / "folder"), {"files": "main/train-*"}
+    config.tools = [ToolConfig(path=config.reward.path, name="again")]
+    config.rewards = [NamedRewardConfig(name="one", path=config.reward.path)]
+    expected = [dict(load_train_set(config).row(row)) for row in range(4)]
+    there = brought(config)
+    read_from(there, config)
+    assert [load_train_set(config).row(row) for row in range(4)] == expected
+    assert not list(there.rglob("test-0.jsonl"))
+    assert load_plugin(config.tools[0].path) is load_plugin(config.rewards[0].path)
+    assert len(list(there.rglob("rewards.py"))) == 1
+
+
+def test_sources_keep_the_names_of_their_rows_and_evaluation_sets_their_own_files(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    paths = [str(rows_of(here / f"{name}.jsonl", 3)) for name in ("a", "b")]
+    config.dataset.sources = [SourceConfig(path=path) for path in paths]
+    config.eval.interval = 1
+    config.eval.sets = [
+        EvalSetConfig(name="held", path=str(rows_of(here / "held.jsonl", 2))),
+        EvalSetConfig(name="never", path=str(here / "nowhere.jsonl"), interval=0),
+    ]
+    config.dataset.chat_template = str(code_of(here / "chat.txt", "{{ messages }}"))
+    there = brought(config)
+    inputs = read_from(there, config)
+    mixed = load_train_set(config)
+    assert {mixed.row(row)["source"] for row in range(len(mixed))} == set(paths)
+    check_rows(inputs, "dataset", "", mixed)
+    (each, _) = evaluation_sets(config)
+    check_rows(inputs, "eval.sets[0]", each.path or "", load_eval_set(config, each))
+    assert Path(config.dataset.chat_template).read_text() == "{{ messages }}"
+    assert config.eval.sets[1].path == str(here / "nowhere.jsonl")
+
+
+def test_an_evaluation_brings_nothing_that_it_does_not_read(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    (here / "train.jsonl").unlink()
+    config.eval.interval, config.eval.path = 1, str(rows_of(here / "held.jsonl", 2))
+    there = brought(config, training=False)
+    inputs = read_from(there, config, training=False)
+    assert inputs.rows.keys() == {"eval"}
+    assert len(load_eval_set(config, evaluation_sets(config)[0])) == 2
+
+
+def test_a_path_in_args_replaces_the_settings_there_too(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    config.eval.interval, config.eval.args = 1, {"path": str(rows_of(here / "held.jsonl", 2))}
+    there = brought(config)
+    inputs = read_from(there, config)
+    held_out = load_eval_set(config, evaluation_sets(config)[0])
+    assert held_out.row(1)["prompt"] == "held 1"
+    check_rows(inputs, "eval", "", held_out)
+
+
+def test_what_the_data_was_when_the_trial_began_comes_along(
+    config: ExperimentConfig, tmp_path: Path, here: Path
+) -> None:
+    record = DataRecord.of(load_train_set(config))
+    record.write(tmp_path / DATA_RECORD_FILE)
+    bring_inputs(config, tmp_path)
+    assert DataRecord.read(tmp_path / "inputs" / DATA_RECORD_FILE) == record
+    (tmp_path / DATA_RECORD_FILE).unlink()
+    bring_inputs(config, tmp_path)  # of the next launch: of the former nothing is left
+    assert not (tmp_path / "inputs" / DATA_RECORD_FILE).exists()
+
+
+def test_nothing_is_copied_where_all_rollout_workers_are_on_the_launchers_host(
+    config: ExperimentConfig, tmp_path: Path
+) -> None:
+    config.fileroot = str(tmp_path)
+    run_dir_of(config).mkdir(parents=True)
+    keep_inputs(config)
+    config.system.shared = False
+    config.system.hosts = [HostConfig(runs=["rollout_worker"]), HostConfig(name="b", runs=["generation_server"])]
+    keep_inputs(config)
+    assert not list(run_dir_of(config).iterdir())
+    config.system.hosts[1].runs.append("rollout_worker")
+    keep_inputs(config)
+    assert [path.name for path in run_dir_of(config).iterdir()] == ["inputs"]
+
+
+MADE_ROWS = """
+from pathlib import Path
+
+class Rows:
+    def __init__(self, *, split, seed, file, later=0):
+        self.text, self.later = Path(file).read_text(), later
+
+    def __len__(self):
+        return 1000
+
+    def row(self, index):
+        return {"prompt": f"{self.text} {index}", "object": self, "late": index >= 900 and self.later}
+"""
+
+
+def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
+    config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
+) -> None:
+    told = tmp_path / "told.txt"
+    told.write_text("one")
+    config.dataset.path = f"{code_of(here / 'rows.py', MADE_ROWS)}:Rows"
+    config.dataset.args = {"file": str(told)}
+    there = brought(config)
+    inputs = read_from(there, config)
+    check_rows(inputs, "dataset", config.dataset.path, load_train_set(config))
+    for args in ({"later": 1}, {"file": str(code_of(tmp_path / "else.txt", "two"))}):
+        config.dataset.args |= args
+        with pytest.raises(ConfigError, match=r"dataset.path='.*rows.py:Rows': makes other rows on this host"):
+            check_rows(inputs, "dataset", config.dataset.path, load_train_set(config))
+
+
+def test_files_in_args_have_to_be_the_same_under_the_same_path(
+    config: ExperimentConfig, tmp_path: Path, brought: Callable[..., Path]
+) -> None:
+    table, script = code_of(tmp_path / "table.json", "[1]"), code_of(tmp_path / "server.py")
+    config.env.args = {"inner": [{"table": str(table)}], "name": "a/b", "folder": str(tmp_path)}
+    config.mcp = [McpServerConfig(name="s", command="python", args=["-u", str(script)])]
+    config.rollout.filters = [ChoiceConfig("accuracy_range", {"file": str(table)})]
+    wanted = {"env.args.inner[0].table", "mcp[0].args[1]", "rollout.filters[0].params.file"}
+    assert {name for name, _ in files_in_args(config)} == wanted
+    there = brought(config)
+    assert read_from(there, config).same.keys() == wanted
+    table.write_text("[2]")
+    script.unlink()
+    with pytest.raises(ConfigError) as error:
+        read_from(there, config)
+    assert f"env.args.inner[0].table={str(table)!r}: is another file on this host" in str(error.value)
+    assert f"mcp[0].args[1]={str(script)!r}: this host has no such file" in str(error.value)
+
+
+def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code_of(tmp_path / "server.py")
+    config.mcp = [McpServerConfig(name="s", command="python", args=["server.py"])]
+    config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py"})]
+    told = [problem.partition(":")[0] for problem in check(config)]
+    assert told == ["tools[0].args.table='./server.py'", "mcp[0].args[0]='server.py'"]
+    config.mcp[0].args, config.tools = [str(tmp_path / "server.py")], []
+    assert list(check(config)) == []
+    config.mcp[0].command, config.mcp[0].args = "./server.py", []
+    assert [problem.partition("=")[0] for problem in check(config)] == ["mcp[0].command"]
+
+
+def test_modules_that_settings_name_are_known_and_one_that_is_not_installed_is_named(
+    config: ExperimentConfig,
+) -> None:
+    config.agent.path, config.env.path = "nowhere_agents.one:Agent", "gymnasium:FrozenLake-v1"
+    config.algorithm.plugins = ["json"]
+    config.reward.path = "fractions:Fraction"
+    modules = {named.setting: named.module for named in named_inputs(config) if named.module}
+    assert modules == {"agent.path": "nowhere_agents.one", "reward.path": "fractions", "algorithm.plugins[0]": "json"}
+    with pytest.raises(ConfigError, match=r"agent.path='nowhere_agents.one:Agent': module .* cannot be imported"):
+        import_named(config)
+    config.agent.path, config.env.path = "fractions:Fraction", "gymnasium:my_games.lake:Lake-v1"
+    assert [named.module for named in named_inputs(config) if named.setting == "env.path"] == ["my_games.lake"]
+    config.env.path = "gymnasium:FrozenLake-v1"
+    assert import_named(config) == {"fractions", "json"}
+
+
+def test_filters_that_are_registered_in_a_file_of_the_users_come_along(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    content = (
+        "from asyncrl.algorithms.registry import filter_\n\n"
+        '@filter_("my_filter")\ndef mine(group, *, least: float = 0.5):\n    return True\n'
+    )
+    config.algorithm.plugins = [str(code_of(here / "my_filters.py", content))]
+    config.rollout.filters = [ChoiceConfig("my_filter")]
+    there = brought(config)
+    read_from(there, config)
+    assert Path(config.algorithm.plugins[0]).is_relative_to(there)
+    import_named(config)
+
+
+def test_the_index_reads_back(config: ExperimentConfig, brought: Callable[..., Path]) -> None:
+    there = brought(config)
+    inputs = Inputs.read(there)
+    assert inputs.brought == {"dataset.path": "0/train.jsonl", "reward.path": "1/rewards.py"}
+    assert inputs.rows.keys() == {"dataset"}
