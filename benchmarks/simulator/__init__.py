@@ -13,5 +13,5 @@ faults       servers that are slow, die, fall silent or are taken away
 setup        what is simulated, and what comes out
 run          all of it together
 scenarios    which runs the tables of docs/scale.md are made of
-fit          real runs beside their predictions, by a model of this machine: `speed` measures the engine, `real` the runs
+fit          real runs beside what a model of this machine predicts: `speed` measures the engine, `real` the runs
 """
