@@ -12,7 +12,7 @@ from asyncrl.manager.process import WATCH_S
 from simulator.cores import FIRST, Cores, Process
 from simulator.setup import Host
 
-NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Where no host is given: nobody takes another's time, and what is simulated besides engines and trainer takes none."""
 
 

@@ -74,12 +74,14 @@ class RealRun:
         cpu: CPU-seconds a step by kind of process, `<kind>` of main threads and `<kind>+` of all others.
         others: share of the machine that computed something else meanwhile, the kernel's own work included.
         groups: by place in the data order, of each answer its tokens, how many it shares, its reward (`Recorded`).
+        rollouts: in the order in which they ended, CPU-seconds of the RolloutWorker so far, and the answers' tokens.
     """
 
     rows: list[dict[str, float]]
     cpu: dict[str, float]
     others: float
     groups: dict[int, list[tuple[int, int, float]]]
+    rollouts: list[tuple[float, int]]
 
     def mean(self, name: str) -> float:
         """Of `time/<name>_s` over the steps that count."""
@@ -120,16 +122,17 @@ def real_run(run: Run, model_path: Path, steps: int, root: Path) -> RealRun:
     others = (after.busy - before.busy - counted * sum(used.values())) / capacity
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     kept = [{name: row[name] for name in row if KEPT.match(name)} for row in rows]
-    return RealRun(kept, used, others, _groups(groups))
+    return RealRun(kept, used, others, *_groups(groups))
 
 
-def _groups(file: Path) -> dict[int, list[tuple[int, int, float]]]:
-    found = {}
+def _groups(file: Path) -> tuple[dict[int, list[tuple[int, int, float]]], list[tuple[float, int]]]:
+    found, rollouts = {}, []
     for line in file.read_text().splitlines():
-        order, answers = json.loads(line)
+        order, answers, used_s = json.loads(line)
         parts = zip(parting([tokens for tokens, _ in answers]), answers, strict=True)
         found[order] = [(length, own_from, reward) for (length, own_from), (_, reward) in parts]
-    return found
+        rollouts.append((used_s, sum(len(tokens) for tokens, _ in answers)))
+    return found, rollouts
 
 
 def _accounts(process: subprocess.Popen[bytes], metrics: Path, step: int) -> _Accounts:
@@ -152,10 +155,17 @@ def _accounts(process: subprocess.Popen[bytes], metrics: Path, step: int) -> _Ac
 
 def as_json(real: RealRun) -> dict[str, Any]:
     """For a file."""
-    return {"rows": real.rows, "cpu": real.cpu, "others": real.others, "groups": list(real.groups.items())}
+    return {
+        "rows": real.rows,
+        "cpu": real.cpu,
+        "others": real.others,
+        "groups": list(real.groups.items()),
+        "rollouts": real.rollouts,
+    }
 
 
 def from_json(kept: dict[str, Any]) -> RealRun:
     """As `as_json` made it."""
     groups = {order: [(length, own, reward) for length, own, reward in group] for order, group in kept["groups"]}
-    return RealRun(kept["rows"], kept["cpu"], kept["others"], groups)
+    rollouts = [(used_s, tokens) for used_s, tokens in kept["rollouts"]]
+    return RealRun(kept["rows"], kept["cpu"], kept["others"], groups, rollouts)

@@ -92,7 +92,8 @@ class _Rollouts(RolloutClient):
 
     async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:
         found = await super().generate(request, *args, **more)
-        await self._worker.work(self._on.host.rollout_s)
+        tokens = sum(len(each.token_ids) for each in found.completions)
+        await self._worker.work(self._on.host.rollout_s + self._on.host.rollout_token_s * tokens)
         if self._on.host.manager_s:
             self._on.begin(self._on.manager.work(self._on.host.manager_s / 2))
         return found

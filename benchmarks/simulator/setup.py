@@ -22,7 +22,7 @@ class Host:
     Training comes first on its cores, as on the demo's (`cores.FIRST`). Attributes, in CPU-seconds:
         cores: of the host.
         call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
-        rollout_s: of a RolloutWorker, for a rollout, once its answers are there.
+        rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are there.
         receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They come first, too.
         manager_s: of the manager, for a rollout: half as it is admitted, half as it ends; and half for each request
             that it places anew.
@@ -33,6 +33,7 @@ class Host:
     cores: int
     call_s: float
     rollout_s: float
+    rollout_token_s: float
     receive_s: float
     manager_s: float
     master_s: float

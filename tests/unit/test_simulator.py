@@ -424,8 +424,8 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
 
 
 def test_a_run_on_one_host_is_slower_the_fewer_its_cores() -> None:
-    parts = ("call_s", "rollout_s", "receive_s", "manager_s", "master_s", "check_s")
-    host = Host(cores=64, **dict.fromkeys(parts, 0.002))
+    parts = ("call_s", "rollout_s", "rollout_token_s", "receive_s", "manager_s", "master_s", "check_s")
+    host = Host(cores=64, **dict.fromkeys(parts, 0.001))
     setup = replace(
         SETUP, steps=8, shares_prefixes=True, lengths=Recorded((((40, 0, 0.0), (30, 10, 0.0), (50, 40, 1.0)),))
     )

@@ -1,7 +1,8 @@
 """First on PYTHONPATH: the RolloutWorker writes down every group that it has generated (`simulate.py --fit`).
 
 A line of JSON for each, appended to the file that the environment variable RECORDED_GROUPS names: its place in the data
-order, then of each answer its tokens and its reward. `samples.every` keeps them too, but makes training compute more.
+order, of each answer its tokens and its reward, and the CPU-seconds of the process so far. `samples.every` keeps groups
+too, but makes training compute more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -25,7 +27,7 @@ def _recording(module: ModuleType, file: str) -> None:
     async def run_group(self: Any, prompt: Any, *args: Any) -> Any:
         samples = await play(self, prompt, *args)
         answers = [(sample.tokens[sample.loss_mask.astype(bool)].tolist(), sample.total_reward) for sample in samples]
-        lines.write(json.dumps([prompt.order, answers]) + "\n")
+        lines.write(json.dumps([prompt.order, answers, time.process_time()]) + "\n")
         return samples
 
     module.SingleTurnAgent.run_group = run_group
