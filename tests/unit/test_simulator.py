@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from simulator.devices import H100, QWEN_7B, engine_model
 from simulator.engine import Engine
 from simulator.engine_model import EngineModel
 from simulator.faults import Faults
+from simulator.fit import fit_rollouts
 from simulator.host import Announcements
 from simulator.lengths import Answer, LogNormal, Recorded, parting
+from simulator.real import B, RealRun, as_json, from_json
 from simulator.report import Kept, tables
 from simulator.run import Simulation, simulate
 from simulator.scenarios import Cell
@@ -396,6 +399,23 @@ def test_a_run_has_the_groups_of_another_in_their_places_and_trains_those_whose_
     trained = simulate(replace(SETUP, eta=0, lengths=mixed, in_order=True, warm_up=0, shares_prefixes=True))
     tokens = 4 * (10 + 150 + 148 + 160)  # of a step of long groups, which now have a reward
     assert trained.steps[4] - found.steps[4] == pytest.approx(SETUP.trainer.token_s * tokens, rel=0.01)
+
+
+def test_what_a_rollout_costs_is_told_from_what_its_tokens_cost() -> None:
+    rollouts, used_s = [], 3.0
+    for number in range(8 * B):
+        tokens = 100 + 40 * (number // B % 3) + number % 7
+        used_s += 5e-4 + 4e-6 * tokens
+        rollouts.append((used_s, tokens))
+    assert fit_rollouts(rollouts) == pytest.approx((5e-4, 4e-6), rel=1e-3)
+
+
+def test_a_real_run_is_read_as_it_was_kept() -> None:
+    row = {"step": 1, "time/step_s": 0.5}
+    real = RealRun([row] * 10, {"master_worker": 0.1}, 0.01, {3: [(4, 0, 1.0), (5, 2, 0.0)]}, [(0.2, 9)])
+    kept = from_json(json.loads(json.dumps(as_json(real))))
+    assert kept == real
+    assert kept.mean("step") == 0.5
 
 
 def test_a_whole_run_is_accounted_for() -> None:
