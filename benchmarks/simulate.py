@@ -1,12 +1,13 @@
 """What asynchronous training gains on hundreds of devices: the control plane's real code in virtual time.
 
     python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH] [--docs DIR]
-    python benchmarks/simulate.py --fit [--steps 40] [--record PATH]
+    python benchmarks/simulate.py --fit [--measured FILE] [--rounds 1] [--steps 32] [--record PATH]
 
 Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
-row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` measures the embedded engine on
-this machine, fits the model to one real run of the demo, and holds that run and others beside what the simulator says
-of them (`simulator.fit`); `--record` keeps the groups that the first of them generated, for `Recorded.of_file`.
+row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` adds rounds of measurements of
+this machine and of real runs of the demo to a file, fits the model of each round to the first of its runs, and holds
+all of them beside what the simulator says of them (`simulator.fit`); with `--rounds 0` it measures nothing, and needs
+no quiet machine. `--record` keeps the groups that the first run generated, for `Recorded.of_file`.
 The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
 """
 
@@ -29,9 +30,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, its figures mean nothing")
     parser.add_argument("--json", type=Path, default=Path("simulate.json"), help="where finished rows are kept")
     parser.add_argument("--docs", type=Path, help="folder for tables.md and scale.png")
-    parser.add_argument("--fit", action="store_true", help="measure the embedded engine and check one real run")
-    parser.add_argument("--steps", type=int, default=40, help="train steps of each real run of --fit")
-    parser.add_argument("--record", type=Path, help="file for the groups that the first real run of --fit generated")
+    parser.add_argument("--fit", action="store_true", help="hold real runs beside their predictions")
+    parser.add_argument("--measured", type=Path, default=Path("fit.json"), help="where --fit keeps its measurements")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds that --fit adds to them; 0: none")
+    parser.add_argument("--steps", type=int, default=32, help="train steps of each real run of --fit")
+    parser.add_argument("--record", type=Path, help="file for the groups that the first run of --fit had")
     parser.add_argument("--seed", type=int, help="of all rows, in place of 1")
     args = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
@@ -39,7 +42,7 @@ def main() -> None:
     if args.fit:
         from simulator.fit import fit
 
-        fit(args.steps, args.record)
+        fit(args.measured, args.rounds, args.steps, args.record)
         return
     kept = Kept(args.json)
     cells = [cell for name in args.tables for cell in TABLES[name](args.quick)]

@@ -49,7 +49,7 @@ from asyncrl.weights.transports import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
 """How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""
-_WATCH_S = 0.5
+WATCH_S = 0.5
 """How long a thread waits for a new version at a time; at most this long it outlives a stop."""
 
 
@@ -209,7 +209,7 @@ class GserverManager(AsyncWorker):
         """What name resolution has under `key` as soon as it differs from `last`."""
         while True:
             try:
-                return await asyncio.to_thread(self.resolver.watch, key, _WATCH_S, last)
+                return await asyncio.to_thread(self.resolver.watch, key, WATCH_S, last)
             except NameResolveTimeout:
                 continue
 

@@ -3,13 +3,15 @@
 clock        an event loop whose time passes only where everything waits
 wire         calls between the parts, in place of HTTP
 cores        the cores of one host, where processes have not one each
-engine       a generation server: continuous batching by a model of its step time
+host         what computes there beside engines and trainer, and when a version is heard of
+engine       a generation server: continuous batching by a model of its step time (`engine_model`)
 lengths      how long answers are
 trainer      a training step by a model of its time, and what stands in for the ModelWorkers
 devices      the parameters of such models, derived from a model's and a device's figures
 agents       what the RolloutWorkers roll out
 faults       servers that are slow, die, fall silent or are taken away
-run          all of it together; what comes out
+setup        what is simulated, and what comes out
+run          all of it together
 scenarios    which runs the tables of docs/scale.md are made of
-fit          the parameters of the embedded engine on this machine, and a real run beside its prediction
+fit          real runs beside what a model of this machine predicts: `speed` measures the engine, `real` the runs
 """

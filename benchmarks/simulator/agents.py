@@ -104,11 +104,20 @@ class SimulatedCode:
     Args:
         turns: episodes of several turns; None: single answers.
         prompt_tokens: of a prompt; with the rest in the run's units.
+        in_order: a prompt's number is its place in the data order.
     """
 
     def __init__(
-        self, turns: Turns | None, *, run_seed: int, group_size: int, prompt_tokens: int, max_new_tokens: int
+        self,
+        turns: Turns | None,
+        *,
+        run_seed: int,
+        group_size: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        in_order: bool = False,
     ) -> None:
+        self._in_order = in_order
         tokenizer: Any = _NoWords()
         self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
         self.episode_client: Any = _Client
@@ -122,6 +131,7 @@ class SimulatedCode:
     def train_prompt(self, ref: PromptRef) -> Prompt:
         """See `Plugins`."""
         seed = prompt_seed(self._seed, ref.order, ref.attempt)
-        tokens = (seed_from("prompt number", self._seed, ref.row), *[1] * (self._prompt - 1))
+        number = ref.order if self._in_order else seed_from("prompt number", self._seed, ref.row)
+        tokens = (number, *[1] * (self._prompt - 1))
         sampling = replace(self._sampling, seed=seed)
         return Prompt(ref.prompt_id, ref.order, {}, tokens, self._group, sampling)

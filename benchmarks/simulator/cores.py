@@ -1,14 +1,19 @@
-"""The cores of one host, which everything that computes there shares evenly.
+"""The cores of one host, which everything that computes there shares.
 
-On a machine with a core for each process nobody takes another's time. Where there are fewer, n processes that compute
-at once on c cores have c/n of a core each. That changes whenever one of them begins or ends, and those that compute are
-told, so that they set their next event anew: exact, as long as each computes with one thread.
+On a machine with a core for each process nobody takes another's time. Where there are fewer, they are shared by weight,
+and nobody gets more than one core: what one cannot use goes to the others. That changes whenever one of them begins or
+ends, and those whose speed it changes are told, so that they set their next event anew: exact, as long as each computes
+with one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Protocol
+
+FIRST, LATER = 1024.0, 110.0
+"""The kernel's weights of nice 0, which training has where it runs on the CPU, and of nice 10, which all else has."""
 
 
 class Computing(Protocol):
@@ -28,44 +33,46 @@ class Cores:
 
     def __init__(self, count: float) -> None:
         self._count = count
-        self._computing: dict[Computing, None] = {}
-        self.speed = 1.0
-        """Of each that computes, as a share of a core."""
+        self._weights: dict[Computing, float] = {}
+        self._speeds: dict[Computing, float] = {}
 
-    def join(self, computing: Computing) -> None:
+    def speed(self, computing: Computing) -> float:
+        """Of one that computes, as a share of a core."""
+        return self._speeds.get(computing, 1.0)
+
+    def join(self, computing: Computing, weight: float = LATER) -> None:
         """It computes from now on; harmless where it does already."""
-        if computing not in self._computing:
-            self._change({**self._computing, computing: None}, computing)
+        if self._count < math.inf and computing not in self._weights:
+            self._change({**self._weights, computing: weight})
 
     def leave(self, computing: Computing) -> None:
         """It computes no more; harmless where it does not."""
-        if computing in self._computing:
-            self._change({other: None for other in self._computing if other is not computing}, computing)
+        if computing in self._weights:
+            self._change({other: weight for other, weight in self._weights.items() if other is not computing})
 
-    def _change(self, computing: dict[Computing, None], by: Computing) -> None:
-        speed = min(1.0, self._count / max(1, len(computing)))
-        others = [other for other in self._computing if other is not by]
-        if speed == self.speed:
-            self._computing = computing
-            return
-        for other in others:
-            other.advance()
-        self._computing, self.speed = computing, speed
-        for other in others:
-            other.reschedule()
+    def _change(self, weights: dict[Computing, float]) -> None:
+        """Who joins or leaves looks after itself."""
+        speeds = self._shared(weights)
+        changed = [each for each, speed in speeds.items() if self._speeds.get(each, speed) != speed]
+        for each in changed:
+            each.advance()
+        self._weights, self._speeds = weights, speeds
+        for each in changed:
+            each.reschedule()
 
-    async def work(self, seconds: float) -> None:
+    def _shared(self, weights: dict[Computing, float]) -> dict[Computing, float]:
+        if len(weights) <= self._count:
+            return dict.fromkeys(weights, 1.0)
+        speeds, left, of = {}, self._count, sum(weights.values())
+        for each, weight in sorted(weights.items(), key=lambda item: -item[1]):
+            speeds[each] = min(1.0, left * weight / of)
+            left, of = left - speeds[each], of - weight
+        return speeds
+
+    async def work(self, seconds: float, weight: float = LATER) -> None:
         """Compute for so many seconds of a core."""
-        if seconds <= 0:
-            return
-        job = _Job(self, seconds)
-        self.join(job)
-        job.reschedule()
-        try:
-            await job.done.wait()
-        finally:
-            job.cancel()
-            self.leave(job)
+        if seconds > 0:
+            await _Job(self, seconds).run(weight)
 
 
 class _Job:
@@ -76,30 +83,67 @@ class _Job:
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self.done = asyncio.Event()
+        self._done = asyncio.Event()
+
+    async def run(self, weight: float) -> None:
+        """To its end."""
+        self._cores.join(self, weight)
+        self.reschedule()
+        try:
+            await self._done.wait()
+        finally:
+            self._cancel()
+            self._cores.leave(self)
+
+    def lengthen(self, seconds: float) -> None:
+        """It takes so much longer."""
+        self.advance()
+        self._left += seconds
+        self.reschedule()
 
     def advance(self) -> None:
         now = self._loop.time()
-        self._left -= (now - self._at) * self._cores.speed
+        self._left -= (now - self._at) * self._cores.speed(self)
         self._at = now
 
     def reschedule(self) -> None:
-        self.cancel()
-        self._timer = self._loop.call_later(max(0.0, self._left) / self._cores.speed, self.done.set)
+        self._cancel()
+        self._timer = self._loop.call_later(max(0.0, self._left) / self._cores.speed(self), self._done.set)
 
-    def cancel(self) -> None:
-        """It is not woken any more."""
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Process:
-    """A process on the cores: it does one thing after the other."""
+    """A process on the cores: one thing after the other, whatever threads it has, as they share an interpreter's lock.
 
-    def __init__(self, cores: Cores) -> None:
-        self._cores, self._turn = cores, asyncio.Lock()
+    Attributes:
+        used_s: seconds of a core that it has computed.
+    """
+
+    def __init__(self, cores: Cores, weight: float = LATER) -> None:
+        self._cores, self._weight, self._turn = cores, weight, asyncio.Lock()
+        self._job: _Job | None = None
+        self.used_s = 0.0
 
     async def work(self, seconds: float) -> None:
         """Compute for so many seconds of a core, once what came before is done."""
+        if seconds <= 0:
+            return
         async with self._turn:
-            await self._cores.work(seconds)
+            self.used_s += seconds
+            self._job = _Job(self._cores, seconds)
+            try:
+                await self._job.run(self._weight)
+            finally:
+                self._job = None
+
+    async def cut_in(self, seconds: float) -> None:
+        """Compute for so many seconds at once, in another thread: what is under way takes so much longer."""
+        if self._job is None:
+            await self.work(seconds)
+            return
+        self.used_s += seconds
+        self._job.lengthen(seconds)
+        await asyncio.sleep(seconds)

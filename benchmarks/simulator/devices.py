@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simulator.engine import EngineModel
+from simulator.engine_model import EngineModel
 from simulator.trainer import TrainerModel
 
 READ_SHARE = 0.8

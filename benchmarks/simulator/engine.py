@@ -10,6 +10,10 @@ and values. A sequence is a row of its own; only where the engine computes sampl
 and `admission_s` for what is prefilled together; a call costs `call_s` of the server's HTTP. In these nothing is
 decoded: chunked or not, it is the device's time.
 
+With `change_share` what queues starts, and the row of what ended is left out, as in the embedded engine: not while
+something is prefilled, and only once that changes one sequence in so many, or after `idle_steps`. So what comes in a
+burst is prefilled together. Else, as on GPUs' servers, at once.
+
 At most `max_running` sequences run, of at most `kv_tokens` tokens; further ones queue, and where the running ones grow
 out of the memory the youngest goes back into the queue, to be prefilled again.
 
@@ -31,9 +35,8 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.inference.client import RID_DELIMITER
@@ -47,118 +50,12 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.manager.messages import BadRequest
 from simulator.cores import Cores
+from simulator.engine_model import GROUPS_TOKEN, ROUNDING, EngineCounts, EngineModel, PrefixCache, Running
 from simulator.lengths import Lengths
 
+_INSTANT_S = 1e-9
 ADMITTED_TO = 0.9
 """Share of the memory up to which sequences start: the rest is for the running ones to grow into."""
-GROUPS_TOKEN = 1
-"""Stands for all tokens that samples of a group have alike."""
-_ROUNDING = 1e-6
-"""Tokens that a sequence may lack at its end, by rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    """How fast a server is; see the module's docstring. `update_s`: from its pause to its new weights.
-
-    `kv_tokens`: what its memory holds of context, in tokens.
-    """
-
-    step_s: float
-    sequence_s: float
-    context_s: float
-    prefill_s: float
-    prefill_token_s: float
-    max_running: int
-    kv_tokens: float
-    update_s: float
-    row_s: float = 0.0
-    admission_s: float = 0.0
-    call_s: float = 0.0
-
-    def decode_step_s(self, running: int, context: float, rows: int | None = None) -> float:
-        """One token of each of `running` sequences with `context` tokens of context in all; `rows` None: as many."""
-        rows = running if rows is None else rows
-        return self.step_s + self.sequence_s * running + self.row_s * rows + self.context_s * context
-
-    def coarse(self, grain: int) -> EngineModel:
-        """The same server, in units of `grain` tokens: a unit of an answer takes `grain` steps."""
-        return replace(
-            self,
-            step_s=self.step_s * grain,
-            sequence_s=self.sequence_s * grain,
-            row_s=self.row_s * grain,
-            context_s=self.context_s * grain * grain,
-            prefill_token_s=self.prefill_token_s * grain,
-            kv_tokens=self.kv_tokens / grain,
-        )
-
-    def slower(self, factor: float) -> EngineModel:
-        """All takes `factor` times as long."""
-        times = [each.name for each in fields(self) if each.name.endswith("_s")]
-        return replace(self, **{name: getattr(self, name) * factor for name in times})
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """An answer under way. `done`: units generated, as of the last time it stopped running; `own_from`: units that are
-    another's of its group, too; `began_at`: in the engine's count of steps while it runs; `own`: it runs in a row of
-    its own; `marks`: (units, version) where the version changed."""
-
-    rid: str
-    input_ids: Sequence[int]
-    token: int
-    most: float
-    own_from: float
-    finish: str
-    answer: asyncio.Future[_Sequence]
-    done: float = 0.0
-    began_at: float = 0.0
-    running: bool = False
-    own: bool = False
-    place: int = -1
-    """Number of its entry in the heap, which holds those of earlier starts too."""
-    aborted: bool = False
-    marks: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def context(self) -> float:
-        """Units of context when it begins to run."""
-        return len(self.input_ids) + self.done
-
-    @property
-    def units(self) -> int:
-        """Whole units generated."""
-        return int(self.done + _ROUNDING)
-
-    @property
-    def generated(self) -> list[int]:
-        """What it has generated: first what is its group's, then its own."""
-        shared = min(self.units, int(self.own_from))
-        return [GROUPS_TOKEN] * shared + [self.token] * (self.units - shared)
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """What a server did. Seconds in which it decoded or prefilled, and in which it was paused; the integral of the
-    sequences that ran over time; units."""
-
-    busy_s: float = 0.0
-    prefilling_s: float = 0.0
-    paused_s: float = 0.0
-    running_s: float = 0.0
-    generated: float = 0.0
-    prefilled: float = 0.0
-    cached: float = 0.0
-    interrupted: float = 0.0
-    """Of answers that a weight update ended: what has to be prefilled again."""
-    retracted: int = 0
-    updates: int = 0
-
-    def add(self, other: EngineCounts) -> None:
-        """Sum of two."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Engine:
@@ -184,15 +81,17 @@ class Engine:
         self._at = self._loop.time()
         self._steps = 0.0
         self._debt_s = 0.0
-        self._running: list[tuple[float, int, _Sequence]] = []
+        self._running: list[tuple[float, int, Running]] = []
         self._alive = self._rows = 0
+        self._holes = self._hole_rows = 0
+        self._changed_at = 0.0
         self._context = 0.0
-        self._queue: deque[_Sequence] = deque()
-        self._by_rid: dict[str, _Sequence] = {}
+        self._queue: deque[Running] = deque()
+        self._by_rid: dict[str, Running] = {}
         self._paused = False
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cache = PrefixCache(model.kv_tokens)
 
     # the paths
 
@@ -242,7 +141,7 @@ class Engine:
             raise
         return [self._reply(sequence) for sequence in done]
 
-    def _sequence(self, rid: str, input_ids: Sequence[int], params: dict[str, Any]) -> _Sequence:
+    def _sequence(self, rid: str, input_ids: Sequence[int], params: dict[str, Any]) -> Running:
         seed = params["sampling_seed"]
         before = params.get("custom_params", {}).get("seed_offset", 0)
         length, own_from, leads = self._lengths.answer(input_ids[0], seed, int(rid.split(RID_DELIMITER, 2)[1]))
@@ -251,9 +150,9 @@ class Engine:
         finish = "stop" if left <= most else "length"
         token = GROUPS_TOKEN if leads else 2 + seed % 1_000_003
         parts = float(max(0, own_from - before))
-        return _Sequence(rid, input_ids, token, float(min(left, most)), parts, finish, self._loop.create_future())
+        return Running(rid, input_ids, token, float(min(left, most)), parts, finish, self._loop.create_future())
 
-    def _reply(self, sequence: _Sequence) -> dict[str, Any]:
+    def _reply(self, sequence: Running) -> dict[str, Any]:
         tokens = sequence.generated
         units = len(tokens)
         finish = "abort" if sequence.aborted else sequence.finish
@@ -362,13 +261,17 @@ class Engine:
 
     def _steps_in(self, seconds: float) -> float:
         """k with t(k) = seconds; see the module's docstring."""
-        alpha = self.model.context_s * self._rows / 2
-        beta = self.model.decode_step_s(self._alive, self._context, self._rows)
+        alpha, beta = self._step()
         return 2 * seconds / (beta + math.sqrt(beta * beta + 4 * alpha * seconds))
 
     def _seconds_of(self, steps: float) -> float:
-        alpha = self.model.context_s * self._rows / 2
-        return steps * (self.model.decode_step_s(self._alive, self._context, self._rows) + alpha * steps)
+        alpha, beta = self._step()
+        return steps * (beta + alpha * steps)
+
+    def _step(self) -> tuple[float, float]:
+        """α and β; see the module's docstring."""
+        alive, rows = self._alive + self._holes, self._rows + self._hole_rows
+        return self.model.context_s * self._rows / 2, self.model.decode_step_s(alive, self._context, rows)
 
     def advance(self) -> None:
         """Compute up to now, at the speed that there was."""
@@ -379,7 +282,7 @@ class Engine:
         if self._paused:
             self.counts.paused_s += seconds
             return
-        seconds *= self._cores.speed
+        seconds *= self._cores.speed(self)
         counts = self.counts
         prefill = min(seconds, self._debt_s)
         self._debt_s -= prefill
@@ -401,7 +304,7 @@ class Engine:
         self.advance()
         self._drop_ended()
         ended = []
-        while self._running and self._running[0][0] <= self._steps + _ROUNDING:
+        while self._running and self._running[0][0] <= self._steps + ROUNDING:
             entry = heapq.heappop(self._running)
             if not _runs(entry):
                 continue
@@ -409,12 +312,13 @@ class Engine:
             self._settle(sequence)
             if sequence.own or sequence.own_from >= sequence.most:
                 sequence.done = sequence.most
+                self._leave_hole(sequence)
                 ended.append(sequence)
             else:
                 sequence.done = sequence.own_from
                 self._part(sequence)
         self._end(ended, aborted=False)
-        while self._context >= self.model.kv_tokens - _ROUNDING and self._alive > 1:
+        while self._context >= self.model.kv_tokens - ROUNDING and self._alive > 1:
             youngest = max(filter(_runs, self._running), key=lambda entry: entry[1])[2]
             self._stop(youngest)
             self._queue.appendleft(youngest)
@@ -423,19 +327,43 @@ class Engine:
 
     def _admit(self) -> None:
         """Start what queues as far as there is room, then wait for the next event."""
-        model, before = self.model, self._alive
-        while self._queue and not self._paused and self._alive < model.max_running:
-            sequence = self._queue[0]
-            if self._alive and self._context + sequence.context > ADMITTED_TO * model.kv_tokens:
-                break
-            self._queue.popleft()
-            self._start(sequence)
+        if not self._may_change():
+            self.reschedule()
+            return
+        self._holes = self._hole_rows = 0
+        self._changed_at = self._steps
+        before = self._alive
+        while self._queue and not self._paused and self._has_room():
+            self._start(self._queue.popleft())
         if self._alive > before:
-            self._debt_s += model.admission_s
+            self._debt_s += self.model.admission_s
         self.reschedule()
 
-    def _start(self, sequence: _Sequence) -> None:
-        cached = self._prefix(itertools.chain(sequence.input_ids, sequence.generated))
+    def _has_room(self) -> bool:
+        """For the first that queues."""
+        needed = self._context + self._queue[0].context
+        return self._alive < self.model.max_running and (
+            not self._alive or needed <= ADMITTED_TO * self.model.kv_tokens
+        )
+
+    def _may_change(self) -> bool:
+        """Whether what queues may start, and the rows of what ended be left out: not while something is prefilled."""
+        model = self.model
+        if not model.change_share or not self._alive + len(self._queue):
+            return True
+        if self._debt_s > _INSTANT_S:
+            return False
+        changes = self._holes + min(len(self._queue), model.max_running - self._alive)
+        due = changes * model.change_share >= self._alive + self._holes
+        return not self._alive or due or self._steps - self._changed_at >= model.idle_steps - ROUNDING
+
+    def _leave_hole(self, sequence: Running) -> None:
+        if self.model.change_share:
+            self._holes += 1
+            self._hole_rows += sequence.own
+
+    def _start(self, sequence: Running) -> None:
+        cached = self._cache.found(itertools.chain(sequence.input_ids, sequence.generated))
         missing = sequence.context - cached
         self.counts.prefilled += missing
         self.counts.cached += cached
@@ -448,25 +376,25 @@ class Engine:
         else:
             self._await(sequence, min(sequence.own_from, sequence.most))
 
-    def _part(self, sequence: _Sequence) -> None:
+    def _part(self, sequence: Running) -> None:
         """From here on it is computed in a row of its own."""
         sequence.own = True
         self._rows += 1
         self._context += sequence.context
         self._await(sequence, sequence.most)
 
-    def _await(self, sequence: _Sequence, done: float) -> None:
+    def _await(self, sequence: Running, done: float) -> None:
         """An event once it has generated so much."""
         sequence.place = next(self._numbers)
         heapq.heappush(self._running, (self._steps + done - sequence.done, sequence.place, sequence))
 
-    def _settle(self, sequence: _Sequence) -> None:
+    def _settle(self, sequence: Running) -> None:
         """Write down what a running sequence has by now."""
         if sequence.running:
             sequence.done = min(sequence.most, sequence.done + self._steps - sequence.began_at)
             sequence.began_at = self._steps
 
-    def _stop(self, sequence: _Sequence) -> None:
+    def _stop(self, sequence: Running) -> None:
         if sequence.running:
             self._settle(sequence)
             sequence.running = False
@@ -477,13 +405,13 @@ class Engine:
             if not self._rows:
                 self._context = 0.0  # rid of what rounding left
 
-    def _end(self, sequences: Sequence[_Sequence], *, aborted: bool) -> None:
+    def _end(self, sequences: Sequence[Running], *, aborted: bool) -> None:
         for sequence in sequences:
             self._stop(sequence)
             sequence.aborted = aborted
             self._by_rid.pop(sequence.rid, None)
             if not self._paused or not aborted:  # what it wrote can be gone on from
-                self._prefix(itertools.chain(sequence.input_ids, sequence.generated))
+                self._cache.found(itertools.chain(sequence.input_ids, sequence.generated))
             if not sequence.answer.done():
                 sequence.answer.set_result(sequence)
         if sequences and self._queue:
@@ -499,33 +427,22 @@ class Engine:
             self._timer.cancel()
             self._timer = None
         self._drop_ended()
-        if not self._running or self._paused or self.frozen is not None or self.gone.is_set():
+        waits = bool(self.model.change_share and self._queue and self._has_room())
+        if not (self._running or waits) or self._paused or self.frozen is not None or self.gone.is_set():
             self._cores.leave(self)
             return
         self._cores.join(self)
-        steps = self._running[0][0] - self._steps
-        if self._rows > 1 and self._context < self.model.kv_tokens:
-            steps = min(steps, (self.model.kv_tokens - self._context) / self._rows)
-        seconds = self._debt_s + self._seconds_of(max(0.0, steps))
-        self._timer = self._loop.call_later(seconds / self._cores.speed, self._event)
-
-    def _prefix(self, ids: Iterable[int]) -> int:
-        """Units of `ids` from the beginning on that are cached; from here on all of them are."""
-        key = found = 0
-        missed = False
-        for token in ids:
-            key = hash((key, token))
-            if not missed and key in self._cache:
-                found += 1
-                self._cache.move_to_end(key)
-                continue
-            missed = True
-            self._cache[key] = None
-        while len(self._cache) > self.model.kv_tokens:
-            self._cache.popitem(last=False)
-        return found
+        seconds = self._debt_s
+        if self._running and not (waits and self._debt_s > _INSTANT_S):
+            steps = self._running[0][0] - self._steps
+            if self._rows > 1 and self._context < self.model.kv_tokens:
+                steps = min(steps, (self.model.kv_tokens - self._context) / self._rows)
+            if waits:
+                steps = min(steps, self._changed_at + self.model.idle_steps - self._steps)
+            seconds += self._seconds_of(max(0.0, steps))
+        self._timer = self._loop.call_later(seconds / self._cores.speed(self), self._event)
 
 
-def _runs(entry: tuple[float, int, _Sequence]) -> bool:
+def _runs(entry: tuple[float, int, Running]) -> bool:
     """Whether the entry of the heap is of the sequence's present run."""
     return entry[2].running and entry[2].place == entry[1]

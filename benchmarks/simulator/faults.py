@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from simulator.cores import Cores
-from simulator.engine import Engine, EngineCounts, EngineModel
+from simulator.engine import Engine
+from simulator.engine_model import EngineCounts, EngineModel
 from simulator.lengths import Lengths
 from simulator.wire import Network
 

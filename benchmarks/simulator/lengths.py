@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -77,11 +77,13 @@ class Recorded:
     """The groups of a real run; of each its answers, as tokens, `own_from` and reward, the first of which leads.
 
     `times`: they are so many times as long here. `apart`: engines compute each answer for itself, as those on GPUs do.
+    `in_order`: prompts are numbered by their places, each has its own group, and beyond the last they go backwards.
     """
 
     groups: tuple[tuple[tuple[int, int, float], ...], ...]
     times: float = 1.0
     apart: bool = False
+    in_order: bool = False
 
     @property
     def mean(self) -> float:
@@ -91,7 +93,7 @@ class Recorded:
 
     def answer(self, prompt: int, seed: int, member: int) -> Answer:
         """See `Lengths`."""
-        group = self.groups[int(uniform(prompt, 2) * len(self.groups))]
+        group = self._at(prompt) if self.in_order else self.groups[int(uniform(prompt, 2) * len(self.groups))]
         tokens, own_from, _ = group[member % len(group)]
         length = max(1, round(self.times * tokens))
         if self.apart:
@@ -102,21 +104,21 @@ class Recorded:
         """See `Lengths`."""
         return replace(self, times=self.times / grain)
 
-    def trained_share(self, size: int, limit: int, prompt: int) -> float:
-        """The part of the distinct tokens that is left where groups whose rewards are all alike are not trained.
+    def is_trained(self, order: int) -> bool:
+        """Whether the rewards of the group at that place differ."""
+        return len({reward for _, _, reward in self._at(order)}) > 1
 
-        Args:
-            size: members of a group: of each the first.
-            limit: longest answer, in tokens; one that it cuts off has no reward.
-            prompt: tokens of a prompt.
-        """
-        trained = whole = 0
-        for group in self.groups:
-            members = group[:size]
-            tokens = prompt + sum(min(limit, length) - min(limit, own_from) for length, own_from, _ in members)
-            whole += tokens
-            trained += tokens * (len({reward if length <= limit else 0.0 for length, _, reward in members}) > 1)
-        return trained / whole
+    def _at(self, order: int) -> tuple[tuple[int, int, float], ...]:
+        count = len(self.groups)
+        return self.groups[order if order < count else -1 - (order - count) % count]
+
+    @staticmethod
+    def of_places(groups: Mapping[int, Sequence[tuple[int, int, float]]]) -> Recorded:
+        """In order; at places whose group is not known is the one before."""
+        found = [tuple(groups[min(groups)])]
+        for place in range(1, max(groups) + 1):
+            found.append(tuple(groups[place]) if place in groups else found[-1])
+        return Recorded(tuple(found), in_order=True)
 
     @staticmethod
     def of_run(run_dir: Path, after: int = 0) -> Recorded:

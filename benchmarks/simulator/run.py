@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.api import GenerationRequest, GenerationResult
@@ -24,7 +24,8 @@ from asyncrl.datasets.order import PromptStream
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.runner import FleetRunner
-from asyncrl.manager.messages import Empty, GateBooks, StatusReply
+from asyncrl.manager.fleet.update import UpdateCheck
+from asyncrl.manager.messages import AllocateReply, Empty, GateBooks, Route, RouteRequest, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
@@ -36,15 +37,17 @@ from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.waiting import cancel
-from asyncrl.trainer.messages import Discard
+from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.weights.transports.disk import DiskManagerEnd
-from simulator.agents import SimulatedCode, Turns
+from simulator.agents import SimulatedCode
 from simulator.clock import run as run_virtual
-from simulator.cores import Cores, Process
-from simulator.engine import EngineCounts, EngineModel
-from simulator.faults import Faults, Fleet
+from simulator.cores import Cores
+from simulator.engine_model import EngineCounts
+from simulator.faults import Fleet
+from simulator.host import Announcements, Processes
 from simulator.lengths import Lengths
-from simulator.trainer import DataHead, TrainerModel
+from simulator.setup import Outcome, Setup
+from simulator.trainer import DataHead
 from simulator.wire import Network, VerbsHost, VirtualHttp
 
 HOLD_S = 10.0
@@ -56,161 +59,49 @@ REST_LIMIT_S = 7200.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One host on which everything runs, and what its processes compute besides the engine and the trainer.
-
-    Attributes:
-        cores: of the host.
-        call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
-        rollout_s: of a RolloutWorker, for a rollout; likewise.
-        control_s: of the manager and the master, for a rollout; nobody waits for it.
-        announce_s: until the manager hears of a version.
-    """
-
-    cores: int
-    call_s: float
-    rollout_s: float
-    control_s: float
-    announce_s: float
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is simulated. Lengths are in tokens, times in seconds; settings are named as in an experiment.
-
-    Attributes:
-        servers, engine: generation servers and the speed of each.
-        trainer: the speed of training.
-        devices: of generation and of training; the same ones where `colocated`.
-        lengths: of answers, at most `max_new_tokens` each.
-        batch, group: rollouts per step, answers per rollout.
-        grain: tokens that one simulated token stands for.
-        turns: episodes of several turns; None: single answers.
-        in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
-        steps, warm_up: train steps, of which so many are not measured.
-        step_limit_s: a step that takes longer is a stall.
-    """
-
-    name: str
-    servers: int
-    engine: EngineModel
-    trainer: TrainerModel
-    devices: tuple[int, int]
-    lengths: Any
-    eta: int
-    batch: int
-    group: int
-    max_new_tokens: int
-    prompt_tokens: int = 512
-    grain: int = 1
-    colocated: bool = False
-    turns: Turns | None = None
-    workers: int = 8
-    in_flight: int | None = None
-    steps: int = 12
-    warm_up: int = 4
-    seed: int = 1
-    update_mode: UpdateMode = UpdateMode.interrupt
-    update_fraction: float = 1.0
-    update_timeout_s: float = 60.0
-    routing: str = "least_requests"
-    pacing: Pacing = Pacing.eager
-    on_stale: OnStale = OnStale.drop
-    health_interval_s: float = 10.0
-    request_timeout_s: float = 600.0
-    rollout_timeout_s: float = 3600.0
-    lease_s: float = 10.0
-    faults: Faults = field(default_factory=Faults)
-    step_limit_s: float = 7200.0
-    encode: bool = False
-    host: Host | None = None
-    shares_prefixes: bool = False
-    """Whether the trainer computes what samples of a group begin with alike once."""
-
-
-@dataclass
-class Outcome:
-    """What came out. Shares are of the measured time; `staleness` by version of age, in tokens."""
-
-    step_s: float
-    wait_s: float
-    generation_idle: float
-    training_idle: float
-    idle: float
-    """Of all devices."""
-    running: float
-    """Sequences at a server, on average."""
-    tokens_per_s: float
-    """Generated."""
-    trained_per_s: float
-    """Tokens trained, of those that were generated: what counts. A step of short answers is soon done."""
-    staleness: Counter[int]
-    interrupted: float
-    """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
-    retracted: int
-    dropped: dict[str, int]
-    deaths: int
-    silences: int
-    virtual_s: float
-    real_s: float
-    calls: int
-    steps: list[float]
-    faults: list[str]
-    """What the audit found."""
-
-    @property
-    def staleness_mean(self) -> float:
-        """Versions, over trained tokens."""
-        total = self.staleness.total()
-        return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
-
-    @property
-    def staleness_max(self) -> int:
-        """Versions."""
-        return max(self.staleness, default=0)
-
-
 class Stalled(RuntimeError):
     """A step took longer than allowed; the message tells what the gate and the buffer have."""
 
 
 class _Client(ManagerClient):
-    """The real client, whose calls stay in the process."""
+    """The real client, whose calls stay in the process; a manager on a host computes for what it is asked."""
 
-    def __init__(self, worker: str, network: Network) -> None:
+    def __init__(self, worker: str, network: Network, on: Processes) -> None:
         super().__init__("http://manager", worker, None)
         self._http = VirtualHttp(network)
+        self._on = on
+
+    async def allocate(self, *args: Any, **more: Any) -> AllocateReply:
+        reply = await super().allocate(*args, **more)
+        await self._on.manager.work(len(reply.granted) * self._on.host.manager_s / 2)
+        return reply
+
+    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route | None:
+        route = await super().schedule(request, timeout_s)
+        await self._on.manager.work(self._on.host.manager_s / 2)
+        return route
 
 
 class _Rollouts(RolloutClient):
-    """Likewise; on a host the worker computes for each rollout and call, one after the other."""
+    """Likewise; a worker on a host computes for each rollout and call, one after the other."""
 
-    def __init__(
-        self, manager: ManagerClient, network: Network, host: Host | None, cores: Cores, **settings: Any
-    ) -> None:
+    def __init__(self, manager: ManagerClient, network: Network, on: Processes, **settings: Any) -> None:
         super().__init__(manager, security=None, **settings)
         self._http = VirtualHttp(network)
-        self._host, self._worker, self._control = host, Process(cores), Process(cores)
-        self._controlling: set[asyncio.Task[None]] = set()
+        self._on, self._worker = on, on.worker()
 
     async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:
-        if self._host is None:
-            return await super().generate(request, *args, **more)
-        await self._worker.work(self._host.rollout_s / 2)
         found = await super().generate(request, *args, **more)
-        await self._worker.work(self._host.rollout_s / 2)
-        controlling = asyncio.create_task(self._control.work(self._host.control_s))
-        self._controlling.add(controlling)
-        controlling.add_done_callback(self._controlling.discard)
+        tokens = sum(len(each.token_ids) for each in found.completions)
+        await self._worker.work(self._on.host.rollout_s + self._on.host.rollout_token_s * tokens)
+        if self._on.host.manager_s:
+            self._on.begin(self._on.manager.work(self._on.host.manager_s / 2))
         return found
 
     async def _round(self, *args: Any) -> None:
-        if self._host is not None:
-            await self._worker.work(self._host.call_s / 2)
+        await self._worker.work(self._on.host.call_s / 2)
         await super()._round(*args)
-        if self._host is not None:
-            await self._worker.work(self._host.call_s / 2)
+        await self._worker.work(self._on.host.call_s / 2)
 
 
 @dataclass(slots=True)
@@ -232,6 +123,7 @@ class Simulation:
         self._loop = asyncio.get_running_loop()
         clock = self._loop.time
         self.cores = Cores(math.inf if setup.host is None else setup.host.cores)
+        self.on = Processes(setup.host, self.cores)
         self.network = Network(encode=setup.encode)
         self.service = ManagerService(
             batch_size=setup.batch,
@@ -250,8 +142,13 @@ class Simulation:
         )
         http = VirtualHttp(self.network)
         self.fleet_runner = FleetRunner(
-            *(self.decisions, self.service, http, DiskManagerEnd()), config=config, log=_log, clock=clock
+            *(self.decisions, self.service, http, DiskManagerEnd()),
+            config=config,
+            checks=self._checks(),
+            log=_log,
+            clock=clock,
         )
+        self._announcements = Announcements(self.fleet_runner.publish, polled=setup.host is not None)
         self.network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (Empty, self._status)})
         lengths: Lengths = setup.lengths.coarse(setup.grain)
         self.fleet = Fleet(
@@ -262,10 +159,11 @@ class Simulation:
             cores=self.cores,
         )
         self.trainer = setup.trainer.coarse(setup.grain)
-        self.head = DataHead(4 * setup.batch * (setup.eta + 2), shares_prefixes=setup.shares_prefixes)
+        capacity = 4 * setup.batch * (setup.eta + 2)
+        self.head = DataHead(capacity, self.on.receive, shares_prefixes=setup.shares_prefixes)
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
         self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
-        self.manager = _Client("master_worker/0", self.network)
+        self.manager = _Client("master_worker/0", self.network, self.on)
         self.version = 0
         self.staleness: Counter[int] = Counter()
         self.steps: list[float] = []
@@ -320,6 +218,14 @@ class Simulation:
         workers = self.service.leases.workers
         return StatusReply(self.service.gate_state(), self.fleet_runner.status(), newest, workers)
 
+    def _checks(self) -> tuple[UpdateCheck, ...]:
+        """What a server passes after an update, where that takes time."""
+
+        async def check(*_: Any) -> None:
+            await self.on.canary.work(self.on.host.check_s)
+
+        return (check,) if self.on.host.check_s else ()
+
     async def _leases(self) -> None:
         while True:
             for worker in self.service.expire_workers():
@@ -337,17 +243,18 @@ class Simulation:
             group_size=setup.group,
             prompt_tokens=max(1, setup.prompt_tokens // setup.grain),
             max_new_tokens=max(1, setup.max_new_tokens // setup.grain),
+            in_order=setup.in_order,
         )
         config = RolloutConfig(
             max_concurrent=concurrent,
             rollout_timeout_s=setup.rollout_timeout_s,
             request_timeout_s=setup.request_timeout_s,
         )
-        manager = _Client(f"rollout_worker/{index}", self.network)
+        manager = _Client(f"rollout_worker/{index}", self.network, self.on)
         stream = PromptStream(1_000_000, setup.seed, index, setup.workers)
         requests = concurrent if setup.turns is None else concurrent * setup.group
         limits = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
-        async with _Rollouts(manager, self.network, setup.host, self.cores, **limits) as client:
+        async with _Rollouts(manager, self.network, self.on, **limits) as client:
             await RolloutLoop(stream, code, manager, client, self.head.push, config).run()
 
     # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
@@ -368,7 +275,8 @@ class Simulation:
         begun = self._loop.time()
         batch = await self._next_batch()
         has_data = self._loop.time()
-        await self.cores.work(self.trainer.step_s(sum(record.computed_tokens for record in batch.records)))
+        await self.on.master.work(self.on.host.master_s / 2)
+        await self.on.rank.work(self.trainer.step_s(sum(map(self._trained_tokens, batch.records))))
         self.buffer.mark_trained(batch)
         self.version += 1
         for record in batch.records:
@@ -376,15 +284,22 @@ class Simulation:
                 self.staleness[batch.version - version] += count
         self._trained += [record.rollout_id for record in batch.records]
         await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
-        await self.cores.work(self.trainer.publish_s)
+        await self.on.rank.work(self.trainer.publish_s)
         published = self._loop.time()
-        announce_s = 0.0 if self.setup.host is None else self.setup.host.announce_s
-        self._loop.call_later(announce_s, self.fleet_runner.publish, Target(self.version, f"v{self.version}"))
+        self._announcements.announce(Target(self.version, f"v{self.version}"))
+        await self.on.master.work(self.on.host.master_s / 2)
         await self._report()
         await self.manager.status()
         self._wait_s += has_data - begun
         self._train_s += published - has_data
         self.steps.append(self._loop.time() - begun)
+
+    def _trained_tokens(self, record: RolloutRecord) -> int:
+        """None where it is known that the rewards of its group are all alike."""
+        lengths = self.setup.lengths
+        if self.setup.in_order and not lengths.is_trained(record.order):
+            return 0
+        return record.computed_tokens
 
     async def _next_batch(self) -> TrainBatch:
         while True:

@@ -18,7 +18,7 @@ from simulator.agents import Turns
 from simulator.devices import H100, QWEN_7B, QWEN_32B, Device, Model, engine_model, switch_s, trainer_model
 from simulator.faults import Faults
 from simulator.lengths import LogNormal
-from simulator.run import Setup
+from simulator.setup import Setup
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
 SHORT_TURNS = LogNormal(median=600, sigma=0.8, limit=8_192)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,14 +35,19 @@ class TrainerModel:
 
 
 class DataHead:
-    """The ModelWorkers' end as far as the collector and the pushers see it: the real inbox, polled in process."""
+    """The ModelWorkers' end as far as the collector and the pushers see it: the real inbox, polled in process.
 
-    def __init__(self, capacity: int, *, shares_prefixes: bool = False) -> None:
-        self._arrived = asyncio.Event()
+    Args:
+        receive: what a trajectory takes before it is held.
+    """
+
+    def __init__(self, capacity: int, receive: Callable[[], Awaitable[None]], *, shares_prefixes: bool = False) -> None:
+        self._arrived, self._receive = asyncio.Event(), receive
         self.inbox = Inbox(0, capacity, self._arrived.set, shares_prefixes=shares_prefixes)
 
     async def push(self, trajectory: Trajectory) -> None:
         """Hand a trajectory over; returns once it is held."""
+        await self._receive()
         self.inbox.put(trajectory, 0.0)
 
     async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from simulator.clock import Deadlock
 from simulator.clock import run as run_virtual
-from simulator.cores import Cores, Process
+from simulator.cores import FIRST, LATER, Cores, Process
 from simulator.devices import H100, QWEN_7B, engine_model
-from simulator.engine import Engine, EngineModel
+from simulator.engine import Engine
+from simulator.engine_model import EngineModel
 from simulator.faults import Faults
+from simulator.fit import fit_rollouts
+from simulator.host import Announcements
 from simulator.lengths import Answer, LogNormal, Recorded, parting
+from simulator.real import B, RealRun, as_json, from_json
 from simulator.report import Kept, tables
-from simulator.run import Host, Setup, Simulation, simulate
+from simulator.run import Simulation, simulate
 from simulator.scenarios import Cell
+from simulator.setup import Host, Setup
 from simulator.trainer import TrainerModel
 
 from asyncrl.inference.messages import (
@@ -30,6 +36,7 @@ from asyncrl.inference.messages import (
     PauseRequest,
     UpdateWeightsRequest,
 )
+from asyncrl.manager.fleet.decisions import Target
 from asyncrl.manager.settings import UpdateMode
 
 MODEL = EngineModel(
@@ -178,7 +185,7 @@ def test_what_samples_have_alike_is_prefilled_once_after_an_interruption(mode: P
     assert 4 < run_virtual(main()) < 4 + 60
 
 
-def test_processes_share_the_cores_evenly() -> None:
+def test_processes_of_one_weight_share_the_cores_evenly() -> None:
     async def main() -> list[float]:
         loop, cores, times = asyncio.get_running_loop(), Cores(2), []
 
@@ -196,6 +203,49 @@ def test_processes_share_the_cores_evenly() -> None:
     assert run_virtual(main()) == pytest.approx([4.0, 5.0, 5.0, 7.0])
 
 
+def test_training_comes_first_on_the_cores_and_the_rest_shares_what_it_leaves() -> None:
+    async def main() -> list[float]:
+        loop, cores, times = asyncio.get_running_loop(), Cores(2), {}
+
+        async def job(name: str, seconds: float, weight: float) -> None:
+            await cores.work(seconds, weight)
+            times[name] = loop.time()
+
+        await asyncio.gather(job("first", 6, FIRST), *(job(str(number), 2, LATER) for number in range(3)))
+        return [times[name] for name in ("first", "0", "1", "2")]
+
+    assert run_virtual(main()) == pytest.approx([6.0, 6.0, 6.0, 6.0])  # three have one core, training the other
+
+
+def test_threads_of_one_process_take_each_others_time() -> None:
+    async def main() -> list[float]:
+        loop, rank = asyncio.get_running_loop(), Process(Cores(2))
+        training = asyncio.create_task(rank.work(3))
+        await asyncio.sleep(1)
+        await rank.cut_in(0.5)
+        cut_in = loop.time()
+        await training
+        trained = loop.time()
+        await rank.cut_in(0.5)
+        return [cut_in, trained, loop.time(), rank.used_s]
+
+    assert run_virtual(main()) == pytest.approx([1.5, 3.5, 4.0, 4.0])
+
+
+def test_a_version_is_heard_of_at_the_managers_next_look() -> None:
+    async def main() -> list[float]:
+        loop, heard = asyncio.get_running_loop(), []
+        announcements = Announcements(lambda _: heard.append(loop.time()), polled=True)
+        for at in (0.010, 0.1, 1.0):  # looks at 2, 6, 14, 30, 62, 112, ... ms after the version before
+            await asyncio.sleep(at - loop.time())
+            announcements.announce(Target(1, "v1"))
+            await asyncio.sleep(0.06)
+        return heard
+
+    first, second, third = 0.014, 0.014 + 0.112, 0.126 + 0.5 + 0.412
+    assert run_virtual(main()) == pytest.approx([first, second, third], abs=1e-6)
+
+
 def test_an_engine_slows_down_while_others_compute_on_its_cores() -> None:
     async def main(others: int) -> float:
         cores = Cores(2)
@@ -210,6 +260,35 @@ def test_an_engine_slows_down_while_others_compute_on_its_cores() -> None:
     alone, with_one, with_three = (run_virtual(main(others)) for others in (0, 1, 3))
     assert with_one == pytest.approx(alone)
     assert with_three == pytest.approx(2 * alone, rel=1e-6)
+
+
+def test_what_queues_starts_together_once_enough_has_changed() -> None:
+    """As the embedded engine does it: not while it prefills, and where little has changed after some steps."""
+    model = replace(MODEL, max_running=64, context_s=0.0, admission_s=0.05, change_share=4, idle_steps=40)
+
+    async def main(late: int) -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        engine = Engine(model, _Fixed())
+        first = asyncio.create_task(engine.answer("/generate", _request(*[100] * 8)))
+        await asyncio.sleep(0.5)
+        await engine.answer("/generate", _request(*[1] * late, prompt=(9,)))
+        took = loop.time() - 0.5
+        await first
+        return took, loop.time()
+
+    prefill = 2 * (model.prefill_s + 1e-4) + model.admission_s
+    (at_once, _), (waited, _) = run_virtual(main(2)), run_virtual(main(1))
+    assert at_once == pytest.approx(prefill + model.decode_step_s(10, 0.0), rel=0.05)
+    assert waited > at_once  # one of eight is fewer than a quarter
+
+    async def in_turn() -> float:
+        engine = Engine(model, _Fixed())
+        calls = [asyncio.create_task(engine.answer("/generate", _request(5, prompt=(number,)))) for number in range(6)]
+        await asyncio.gather(*calls)
+        return asyncio.get_running_loop().time()
+
+    apart = 6 * (model.prefill_s + 1e-4 + model.admission_s)
+    assert run_virtual(in_turn()) < apart  # the first alone, the five that came meanwhile together
 
 
 def test_no_more_run_than_may_and_the_rest_queues() -> None:
@@ -300,14 +379,43 @@ def test_recorded_groups_are_had_whole_and_part_where_they_parted() -> None:
     assert replace(recorded, apart=True).answer(0, 0, 1).own_from == 0
 
 
-def test_groups_whose_rewards_are_alike_are_not_trained(tmp_path: Path) -> None:
-    recorded = Recorded((((3, 0, 1.0), (4, 2, 0.0), (6, 1, 1.0)), ((7, 0, 1.0), (7, 7, 1.0), (8, 4, 1.0))))
-    # prompts of 5 tokens: of the groups 5 + 3 + 2 + 5 and 5 + 7 + 0 + 4 tokens are computed
-    assert recorded.trained_share(3, 10, 5) == 15 / 31
-    assert recorded.trained_share(1, 10, 5) == 0.0
-    assert recorded.trained_share(3, 7, 5) == 1.0  # the last answer is cut off
+def test_recorded_groups_are_had_in_the_data_order(tmp_path: Path) -> None:
+    """At a place whose group is not known is the one before, beyond the last they are had backwards."""
+    known = {0: [(3, 0, 1.0), (4, 2, 0.0)], 2: [(7, 0, 1.0), (7, 7, 1.0)]}
+    recorded = Recorded.of_places(known)
+    assert [recorded.answer(order, 9, 1).tokens for order in range(6)] == [4, 4, 7, 7, 4, 4]
+    assert [recorded.is_trained(order) for order in range(4)] == [True, True, False, False]  # rewards that are alike
     recorded.save(tmp_path / "groups.json")
-    assert Recorded.of_file(tmp_path / "groups.json") == recorded
+    assert replace(Recorded.of_file(tmp_path / "groups.json"), in_order=True) == recorded
+
+
+def test_a_run_has_the_groups_of_another_in_their_places_and_trains_those_whose_rewards_differ() -> None:
+    short, long = ((10, 0, 0.0), (12, 3, 1.0), (11, 0, 1.0)), ((150, 0, 1.0), (150, 2, 1.0), (160, 0, 1.0))
+    lengths = Recorded((short,) * 12 + (long,) * 8, in_order=True)
+    found = simulate(replace(SETUP, eta=0, lengths=lengths, in_order=True, warm_up=0, shares_prefixes=True))
+    assert found.faults == []
+    assert max(found.steps[:3]) < min(found.steps[3:])  # twelve prompts are three steps
+    mixed = replace(lengths, groups=tuple((*group[:2], (*group[2][:2], 0.0)) for group in lengths.groups))
+    trained = simulate(replace(SETUP, eta=0, lengths=mixed, in_order=True, warm_up=0, shares_prefixes=True))
+    tokens = 4 * (10 + 150 + 148 + 160)  # of a step of long groups, which now have a reward
+    assert trained.steps[4] - found.steps[4] == pytest.approx(SETUP.trainer.token_s * tokens, rel=0.01)
+
+
+def test_what_a_rollout_costs_is_told_from_what_its_tokens_cost() -> None:
+    rollouts, used_s = [], 3.0
+    for number in range(8 * B):
+        tokens = 100 + 40 * (number // B % 3) + number % 7
+        used_s += 5e-4 + 4e-6 * tokens
+        rollouts.append((used_s, tokens))
+    assert fit_rollouts(rollouts) == pytest.approx((5e-4, 4e-6), rel=1e-3)
+
+
+def test_a_real_run_is_read_as_it_was_kept() -> None:
+    row = {"step": 1, "time/step_s": 0.5}
+    real = RealRun([row] * 10, {"master_worker": 0.1}, 0.01, {3: [(4, 0, 1.0), (5, 2, 0.0)]}, [(0.2, 9)])
+    kept = from_json(json.loads(json.dumps(as_json(real))))
+    assert kept == real
+    assert kept.mean("step") == 0.5
 
 
 def test_a_whole_run_is_accounted_for() -> None:
@@ -336,7 +444,8 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
 
 
 def test_a_run_on_one_host_is_slower_the_fewer_its_cores() -> None:
-    host = Host(cores=64, call_s=0.002, rollout_s=0.004, control_s=0.002, announce_s=0.05)
+    parts = ("call_s", "rollout_s", "rollout_token_s", "receive_s", "manager_s", "master_s", "check_s")
+    host = Host(cores=64, **dict.fromkeys(parts, 0.001))
     setup = replace(
         SETUP, steps=8, shares_prefixes=True, lengths=Recorded((((40, 0, 0.0), (30, 10, 0.0), (50, 40, 1.0)),))
     )

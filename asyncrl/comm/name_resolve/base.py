@@ -57,8 +57,8 @@ HURRY_S = 2.0
 """How long an outage may last for a process that was asked to stop."""
 _LAST_RENEWAL_S = 0.5
 """How long a process that is about to end waits for a renewal under way."""
-_FIRST_POLL_S = 0.002
-_LAST_POLL_S = 0.05
+FIRST_POLL_S = 0.002
+LAST_POLL_S = 0.05
 FOLLOW_POLL_S = 0.1
 """How often a back end that cannot tell of changes is looked at for what is followed."""
 _SETTLED_S = 5.0
@@ -253,14 +253,14 @@ class NameResolver(ABC):
     def _await_change(self, name: str, last: str | None, timeout_s: float) -> str | None:
         """The first value that differs from `last`, or `last` after `timeout_s`. Polls; a back end may know better."""
         deadline = time.monotonic() + timeout_s
-        pause = _FIRST_POLL_S
+        pause = FIRST_POLL_S
         while (value := self._read(name)) == last:
             left = deadline - time.monotonic()
             if left <= 0:
                 return last
             self._closing.wait(min(pause, left))
             self._check_open()
-            pause = min(2 * pause, _LAST_POLL_S)
+            pause = min(2 * pause, LAST_POLL_S)
         return value
 
     def _keep_following(self, subtree: Subtree) -> None:
