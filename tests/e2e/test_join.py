@@ -148,9 +148,7 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
 def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
 ) -> None:
-    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies. At last the
-    run is stopped, and goes on from its checkpoint.
-    """
+    """Two come; both leave in the middle of rollouts, as asked to; one more comes, and its machine dies."""
     held, first = gate(1), "rollout_worker/0"  # while they start the machine is theirs
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
     run.wait_for_step(1)
@@ -175,13 +173,6 @@ def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_
     assert audit(run.run_dir).findings == ()
     assert set(run.summary()["books"]["dropped"]) <= {"stale", "worker_died", "duplicate_prompt"}
     assert run.survivors() == []
-
-    goal = run.summary()["steps"] + 2
-    again = start_run(total_train_steps=goal, eval__interval=0, **held.settings)
-    assert again.wait() == 0, again.output + again.logs()
-    found = audit(again.run_dir)
-    assert found.findings == ()
-    assert (found.outcome.lineages, found.outcome.version) == (2, goal)
 
 
 def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join) -> None:
