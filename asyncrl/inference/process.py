@@ -25,6 +25,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.hardware import count_gpus
+from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.restart_budget import RestartBudget
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.runtime.worker import AsyncWorker
@@ -114,8 +115,8 @@ class GenerationServer(AsyncWorker):
     def _make_host(self) -> EngineHost:
         generation, model_dir = self.config.generation, Path(str(self.config.model.path))
         if generation.backend == GenerationBackend.embedded:
-            # torch is imported only here: with SGLang this process stays small
-            from asyncrl.inference.embedded.host import EmbeddedHost
+            with lasting_imports():  # torch is imported only here: with SGLang this process stays small
+                from asyncrl.inference.embedded.host import EmbeddedHost
 
             return EmbeddedHost(self.config, security=self.http_security)
         if generation.sglang.urls:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.worker import WorkerSpec
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
@@ -34,7 +35,8 @@ def main() -> int:
         format=f"%(asctime)s %(levelname)s {args.kind}/{args.index} %(message)s",
         datefmt="%H:%M:%S",
     )
-    worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
+    with lasting_imports():
+        worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
     return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation, args.host)).start())
 
 

@@ -20,14 +20,19 @@ pytestmark = pytest.mark.slow
 STEPS, BATCH = 4, 4
 
 
-def test_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
+def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
     start_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"total_train_steps": STEPS, "eval__interval": 0, "algorithm__reference__mode": "frozen"}
     settings |= {"algorithm__kl_coef": 0.01, "trainer__parallel": "d2"}
-    first = start_run(samples__every=1, **settings)
+    first = start_run(samples__every=1, generation__servers=2, rollout__workers=2, **settings)
     assert first.wait() == 0, first.output + first.logs()
     assert audit(first.run_dir).findings == ()
+    assert [row["step"] for row in first.rows()] == list(range(1, STEPS + 1))
+    assert max(row["staleness/max"] for row in first.rows()) <= 2
+    books = first.summary()["books"]
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert first.survivors() == []
 
     rows = list(read_samples(sample_files(first.run_dir / "samples")))
     assert Counter(row["step"] for row in rows) == {step: BATCH * 2 for step in range(1, STEPS + 1)}

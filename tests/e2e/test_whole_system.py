@@ -66,16 +66,6 @@ def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_books_and_le
     assert stat.S_IMODE((run.run_dir / "secret").stat().st_mode) == 0o600
 
 
-def test_two_ranks_two_servers_and_two_rollout_workers_share_the_work(start_run: Any) -> None:
-    run = start_run(trainer__parallel="d2", generation__servers=2, rollout__workers=2, total_train_steps=4)
-    assert run.wait() == 0, run.output + run.logs()
-    rows = run.rows()
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["staleness/max"] for row in rows) <= 2
-    assert_balanced(run.summary()["books"])
-    assert run.survivors() == []
-
-
 @pytest.mark.parametrize("on_stale", ["mask", "wait"])
 def test_other_stale_policies_keep_the_bound(start_run: Any, on_stale: str) -> None:
     run = start_run(on_stale=on_stale, max_head_offpolicyness=1)
