@@ -5,8 +5,8 @@
 
 Accuracy over time is that of policies kept every few steps and asked after the run (`kept_policies`). Finished cells
 are in DIR/cells.json, so a run that was cut off goes on where it stopped; a cell of another base model, number of steps
-or setting is another cell. At the end `staleness.md` and `staleness.png` are written to docs/ (to DIR with --quick,
-whose figures mean nothing: it shows that the benchmark runs). A cell takes about 75 s on two quiet cores, the
+or setting is another cell. At the end the table and the plot are written to DIR, as `staleness.md` and `staleness.png`
+(docs/staleness.md has those of two calls). The figures of --quick mean nothing: it shows that the benchmark runs. A cell takes about 75 s on two quiet cores, the
 whole, 56 cells with two seeds, a good hour.
 """
 
@@ -250,7 +250,7 @@ def plot(grid: Grid, file: Path) -> None:
     plt.close(figure)
 
 
-def write_docs(grid: Grid, folder: Path, command: str) -> None:
+def write_page(grid: Grid, folder: Path, command: str) -> None:
     """`staleness.md` and `staleness.png`."""
     plot(grid, folder / "staleness.png")
     (folder / "staleness.md").write_text(
@@ -298,8 +298,7 @@ def main() -> None:
     if etas != list(ETAS) and not args.quick:
         again += ["--etas", *map(str, etas)]
     again += ["--", *args.overrides] if args.overrides else []
-    docs = out if args.quick else Path(__file__).resolve().parents[1] / "docs"
-    write_docs(grid, docs, shlex.join(["python", "benchmarks/staleness.py", *again]))
+    write_page(grid, out, shlex.join(["python", "benchmarks/staleness.py", *again]))
     if args.json:
         args.json.write_text(json.dumps([{**asdict(key), **asdict(store.cells[key])} for key in wanted], indent=1))
 
