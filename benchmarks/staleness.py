@@ -6,8 +6,8 @@
 Accuracy over time is that of policies kept every few steps and asked after the run (`kept_policies`). Finished cells
 are in DIR/cells.json, so a run that was cut off goes on where it stopped; a cell of another base model, number of steps
 or setting is another cell. At the end the table and the plot are written to DIR, as `staleness.md` and `staleness.png`
-(docs/staleness.md has those of two calls). The figures of --quick mean nothing: it shows that the benchmark runs. A cell takes about 75 s on two quiet cores, the
-whole, 56 cells with two seeds, a good hour.
+(docs/staleness.md has those of two calls). The figures of --quick mean nothing: it shows that the benchmark runs. A
+cell takes about 75 s on two quiet cores, the whole, 56 cells with two seeds, a good hour.
 """
 
 from __future__ import annotations
