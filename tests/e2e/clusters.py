@@ -169,7 +169,9 @@ def stand_in_kubectl(folder: Path) -> Path:
 
 
 RAY_NODES = r"""
-import sys, time
+import os, sys
+os.environ["RAY_TMPDIR"] = sys.argv[1]
+os.mkdir(os.path.join(sys.argv[1], "ray"))  # it notes its address there, and does not make it
 from ray.cluster_utils import Cluster
 
 node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once
