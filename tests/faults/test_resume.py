@@ -173,6 +173,7 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
         "seed": seed,
         "eval__interval": 0,
         "optimizer__lr": 0.003,
+        "optimizer__schedule": "constant",  # a cosine over so many steps more is another rate
         "checkpoint__interval": 5,
     }
     settings |= gate(8).settings  # steps 5 to 7 take two batches of the data order, as prompts rest
