@@ -97,6 +97,6 @@ class Remembered(Generic[V]):
             else:
                 kept.appendleft(generation)
         self._newest, self._generations = {}, kept
-        if len(self) - len(kept[-1]) >= self._at_least:
+        while len(self) - len(kept[-1]) >= self._at_least:  # several, where little is left of each
             kept.pop()
         kept.appendleft(self._newest)

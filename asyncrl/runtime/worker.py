@@ -8,8 +8,9 @@ Life cycle of a worker process
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (SIGTERM). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
-   Whoever finds that another process has this entry was given up while it was cut off or stopped. All that it would
-   still do is its successor's to do, so it ends at once, and puts nothing back before (`NameResolver.fences`).
+   Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
+   stopped. All that it would still do is its successor's to do, so it ends at once, and puts nothing back before
+   (`NameResolver.fences`).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
 A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
@@ -34,7 +35,7 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameBackend, NameOwnerGivenUp, NameResolveError, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -101,7 +102,7 @@ class Worker(ABC):
         self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
         if launch := os.environ.get(LAUNCH_VARIABLE):
             self.resolver.fences[names.LAUNCH_KEY] = launch
-        self.resolver.on_lost = self._name_lost
+        self.resolver.on_lost, self.resolver.on_given_up = self._name_lost, self._given_up
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
         """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
@@ -200,15 +201,10 @@ class Worker(ABC):
             self._given_up()
 
     def set_status(self, state: names.State, reason: str = "") -> None:
-        """Publish this worker's state; a last state stays, the others vanish with the process. One that was given up
-        ends here: the entry is its successor's.
-        """
+        """Publish this worker's state; a last state stays, the others vanish with the process."""
         value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
         lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
-        try:
-            self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
-        except NameOwnerGivenUp:
-            self._given_up()
+        self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 
 
 class AsyncWorker(Worker):

@@ -354,9 +354,12 @@ def test_what_was_given_up_adds_no_entry_in_place_of_its_successors(
         assert launcher.get("server/0") == "old"
         return
     successor.add("server/0", "new", lease_s=60.0)
+    told: list[bool] = []
+    away.on_given_up = lambda: told.append(True)
     for name in ("server/0", "server/1"):
         with pytest.raises(NameOwnerGivenUp, match=name):
             away.add(name, "old", lease_s=lease_s, replace=True)
+    assert len(told) == 2
     assert launcher.get_subtree("server") == {"server/0": "new"}
 
 

@@ -17,6 +17,7 @@ from asyncrl.comm.name_resolve import (
     NameBackend,
     NameResolveError,
     NameResolver,
+    NameResolveUnavailable,
     Subtree,
     make_resolver,
     subtree,
@@ -292,6 +293,25 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
         assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
         owner.close()
         assert other.get_subtree() == {"taken": "theirs"}
+
+
+def test_a_withdrawal_that_etcd_did_not_answer_is_made_again(
+    etcd_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, root = EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}"
+    with resolver_at(access, root) as owner:
+        owner.add("server/0", "url", lease_s=60.0)
+        transact, answered = owner._transact, iter([False])  # type: ignore[attr-defined]
+
+        def away_at_first(*request: Any) -> Any:
+            if not next(answered, True):
+                raise NameResolveUnavailable("no answer")
+            return transact(*request)
+
+        monkeypatch.setattr(owner, "_transact", away_at_first)
+        assert owner.withdraw("server/0")
+        assert owner.get_subtree() == {}
+        assert not owner.withdraw("server/0")
 
 
 WAITS = """

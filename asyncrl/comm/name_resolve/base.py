@@ -37,6 +37,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from asyncrl.comm.name_resolve.errors import (
     NameEntryNotFound,
+    NameOwnerGivenUp,
     NameResolveError,
     NameResolveTimeout,
     NameResolveUnavailable,
@@ -93,6 +94,8 @@ class NameResolver(ABC):
         self._keeper = LeaseKeeper(self._renew, self._patience, lambda name: self.on_lost(name))
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
+        self.on_given_up: Callable[[], None] = lambda: None
+        """Called where `add` finds that this owner was given up, in the thread that called it."""
         self.fences: dict[str, str] = {}
         """Entries are added, and put back once their lease has run out, only while each of these names has this value,
         or none."""
@@ -114,7 +117,11 @@ class NameResolver(ABC):
         if lease_s is not None and not lease_s >= MIN_LEASE_S:
             raise ValueError(f"lease_s={lease_s!r} of name {name!r} is too short: use None or at least {MIN_LEASE_S}")
         self._check_open()
-        self._patiently("add", self._create, name, value, lease_s, replace)
+        try:
+            self._patiently("add", self._create, name, value, lease_s, replace)
+        except NameOwnerGivenUp:
+            self.on_given_up()
+            raise
         if lease_s is None:
             self._keeper.forget(name)
         else:

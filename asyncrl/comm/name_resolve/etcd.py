@@ -145,16 +145,19 @@ class EtcdResolver(NameResolver):
         return {name: value for name, value in entries.items() if is_below(name, root)}
 
     def _remove(self, name: str, only_own: bool = False) -> bool:
-        with self._lock:
-            own = self._own.pop(name, None)
+        own = self._own.get(name)
+        if only_own and own is None:
+            return False
         key = (self._prefix + name).encode()
         delete = etcdrpc.DeleteRangeRequest(key=key)
-        if not only_own:
-            return bool(self._link.call(lambda to: to.kv.DeleteRange(delete, **to.options)).deleted)
-        if own is None:
-            return False
-        same = etcdrpc.Compare(result="EQUAL", target="LEASE", key=key, lease=own.lease.id)
-        return bool(self._transact([same], etcdrpc.RequestOp(request_delete_range=delete)).succeeded)
+        if only_own and own is not None:
+            same = etcdrpc.Compare(result="EQUAL", target="LEASE", key=key, lease=own.lease.id)
+            removed = self._transact([same], etcdrpc.RequestOp(request_delete_range=delete)).succeeded
+        else:
+            removed = self._link.call(lambda to: to.kv.DeleteRange(delete, **to.options)).deleted
+        if own is not None:  # only now: a call that failed is made again
+            self._disown(name, own)
+        return bool(removed)
 
     def _give_up(self, names: Collection[str]) -> None:
         with self._lock:

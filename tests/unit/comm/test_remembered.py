@@ -67,3 +67,17 @@ def test_its_tables_stay_as_large_as_they_were_when_it_was_full() -> None:
         taken.append(sum(map(sys.getsizeof, remembered._generations)))
     assert max(taken[2 * full :]) == max(taken[full : 2 * full])
     assert min(taken[2 * full :]) > 0.85 * max(taken)
+
+
+def test_where_much_was_forgotten_of_full_generations_it_does_not_grow() -> None:
+    at_least = 800
+    each = at_least // GENERATIONS
+    remembered: Remembered[bool] = Remembered(at_least)
+    counts = []
+    for number in range(60 * each):
+        remembered.put(str(number), True)
+        if number < 30 * each and number % each < each // 2 - 1:  # just too few for neighbours to become one
+            remembered.pop(str(number - each))
+        counts.append(len(remembered))
+    assert min(counts[30 * each :]) >= at_least
+    assert max(counts) < at_least + 2 * each

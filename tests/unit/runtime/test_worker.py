@@ -121,3 +121,46 @@ def test_what_is_started_late_after_its_successor_ends_before_it_takes_a_name(tm
         late = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert (late.returncode, late.stdout) == (EXIT_LOST, ""), late.stderr
         assert list(resolver.get_subtree()) == [incarnation_key("waits", 3)]
+
+
+ANNOUNCES = """
+import sys
+from pathlib import Path
+from asyncrl.runtime.worker import Worker, WorkerSpec
+
+class Announces(Worker):
+    def run(self):
+        self.ready()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        try:
+            self.resolver.add("model_version/actor", "7", replace=True)
+        except Exception:
+            print("saved what is complete", flush=True)
+            raise
+
+    def close(self):
+        print("closed", flush=True)
+
+sys.exit(Announces(WorkerSpec("announces", 0, Path(sys.argv[1]), incarnation=1)).start())
+"""
+
+
+def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing_more(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt, config.system.heartbeat_s = False, 3600.0  # so it does not find out in another way
+    write_run_config(config, tmp_path)
+    command, pipe = [sys.executable, "-c", ANNOUNCES, str(tmp_path)], subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as given_up,
+        FileResolver(tmp_path / NAMES_DIR) as resolver,
+    ):
+        try:
+            assert given_up.stdout is not None
+            assert given_up.stdout.readline() == "ready\n"
+            resolver.add(incarnation_key("announces", 0), "2")
+            told, why = given_up.communicate("go\n", timeout=300)
+        finally:
+            given_up.kill()
+        assert (given_up.returncode, told) == (EXIT_LOST, ""), why
+        assert "model_version/actor" not in resolver.get_subtree()
