@@ -13,7 +13,7 @@ byte by byte as the model is, and all RolloutWorkers of the run read it there, t
 What is not brought is compared when a worker starts, and a difference ends it with the setting:
 
 - The rows of every dataset: their number, and the content of some (`content_sum`).
-- Files that are values of `args`: they are to be the same under the same path.
+- Files that are values of `args`, other than code that is named in it: they are to be the same under the same path.
 - Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.same_code`).
 """
 
@@ -32,7 +32,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.readers import files_of
 from asyncrl.datasets.record import content_sum
-from asyncrl.rollout.named_inputs import files_in_args, named_inputs
+from asyncrl.rollout.named_inputs import files_in_args, named_inputs, texts_in_args
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR
@@ -110,7 +110,7 @@ def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) 
     inputs = Inputs.read(folder)
     if wrong := list(_other_files(inputs.same)):
         raise ConfigError("\n".join(wrong))
-    for named in list(named_inputs(config, training=training)):
+    for named in [*named_inputs(config, training=training), *texts_in_args(config, training=training)]:
         if (place := inputs.brought.get(named.setting)) is not None:
             named.put(named.with_path(folder / place))
     config.model.path = str(folder / _MODEL)

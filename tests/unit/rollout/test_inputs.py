@@ -222,6 +222,49 @@ def test_files_in_args_have_to_be_the_same_under_the_same_path(
     assert f"mcp[0].args[1]={str(script)!r}: this host has no such file" in str(error.value)
 
 
+def test_code_that_args_name_is_brought_or_compared(
+    config: ExperimentConfig,
+    here: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    brought: Callable[..., Path],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    code_of(tmp_path / "mine" / "named_in_args.py", "def made(): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    monkeypatch.chdir(here)
+    agent, _ = code_of(here / "agent.py"), code_of(here / "words.py")
+    served = code_of(tmp_path / "server.py")
+    config.agent.args = {"run": f"{agent}:made", "args": {"inner": [f"{agent}:made", "nowhere.py:made"]}}
+    config.env.args = {
+        "observe": "words.py:made",
+        "act": "named_in_args:made",
+        "at": "localhost:made",
+        "x": "json:loads",
+    }
+    config.mcp = [McpServerConfig(name="s", command="serve", args=[f"{served}:app"])]
+    assert list(files_in_args(config)) == [("mcp[0].args[0]", str(served))]
+    there = brought(config)
+    inputs = read_from(there, config)
+    for named in (config.agent.args["run"], config.agent.args["args"]["inner"][0], config.env.args["observe"]):
+        assert named.startswith(f"{there}/")
+        assert load_plugin(named)() == 1.0
+    assert config.agent.args["run"] == config.agent.args["args"]["inner"][0]
+    assert config.agent.args["args"]["inner"][1] == "nowhere.py:made"
+    assert inputs.same.keys() == {"mcp[0].args[0]"}
+    assert import_named(config) == {"named_in_args"}
+
+
+def test_a_folder_of_data_in_args_is_read_where_it_was_brought_to(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    rows_of(here / "folder" / "some.jsonl", 3)
+    config.dataset.args = {"path": str(here / "folder")}
+    there = brought(config)
+    read_from(there, config)
+    assert load_train_set(config).row(2)["prompt"] == "some 2"
+
+
 def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
     config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
