@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -76,13 +77,14 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
         training: whether they train; else evaluation sets alone are read.
 
     Raises:
-        ConfigError: a dataset cannot be loaded.
+        ConfigError: a dataset cannot be loaded, or a file cannot be read or copied.
     """
     folder = run_dir / INPUTS_DIR
     shutil.rmtree(folder, ignore_errors=True)
-    for file in Path(str(config.model.path)).expanduser().iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            _copy(file, folder / _MODEL / file.name)
+    with _told_as(f"model.path={config.model.path!r}"):
+        for file in Path(str(config.model.path)).expanduser().iterdir():
+            if file.is_file() and file.suffix not in _WEIGHTS:
+                _copy(file, folder / _MODEL / file.name)
     if training and (run_dir / DATA_RECORD_FILE).is_file():
         _copy(run_dir / DATA_RECORD_FILE, folder / DATA_RECORD_FILE)
     brought: dict[str, str] = {}
@@ -93,11 +95,18 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
         source = named.path.resolve()
         is_new = (source, named.pattern) not in places
         place = places.setdefault((source, named.pattern), str(len(places)))
-        for file in files_of(source, named.pattern) if is_new else ():
-            _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
+        with _told_as(f"{named.setting}={named.value!r}"):
+            for file in files_of(source, named.pattern) if is_new else ():
+                _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
         brought[named.setting] = place if source.is_dir() else f"{place}/{source.name}"
-    rows = {group: content_sum(dataset) for group, dataset in _datasets(config, training)}
-    same = {name: SameFile(path, file_entry(Path(path))) for name, path in files_in_args(config, training=training)}
+    rows = {}
+    for group, dataset in _datasets(config, training):
+        with _told_as(f"{group}.path"):
+            rows[group] = content_sum(dataset)
+    same = {}
+    for name, path in files_in_args(config, training=training):
+        with _told_as(f"{name}={path!r}"):
+            same[name] = SameFile(path, file_entry(Path(path)))
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
 
 
@@ -166,6 +175,14 @@ def _datasets(config: ExperimentConfig, training: bool) -> Iterator[tuple[str, D
     if training:
         yield "dataset", load_train_set(config)
     yield from ((each.group, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval)
+
+
+@contextmanager
+def _told_as(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _copy(source: Path, target: Path) -> None:

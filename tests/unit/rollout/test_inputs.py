@@ -203,6 +203,46 @@ def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
             check_rows(inputs, "dataset", config.dataset.path, load_train_set(config))
 
 
+IMAGES = """
+class Images:
+    def __init__(self, *, split, seed, path):
+        pass
+
+    def __len__(self):
+        return 1
+
+    def row(self, index):
+        return {"prompt": "what is it?"}
+"""
+
+
+def test_a_folder_in_args_of_a_dataset_class_is_the_classs_own(
+    config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
+) -> None:
+    (tmp_path / "png").mkdir()
+    (tmp_path / "png" / "0.png").write_text("")
+    config.dataset.path, config.dataset.args = (
+        f"{code_of(here / 'rows.py', IMAGES)}:Images",
+        {"path": str(tmp_path / "png")},
+    )
+    config.eval.interval, config.eval.args = 1, {"path": str(tmp_path / "png")}
+    inputs = read_from(brought(config), config)
+    assert inputs.brought.keys() == {"dataset.path", "reward.path"}
+    assert config.dataset.args["path"] == config.eval.args["path"] == str(tmp_path / "png")
+
+
+def test_what_cannot_be_copied_or_read_is_named_by_its_setting(
+    config: ExperimentConfig, here: Path, tmp_path: Path
+) -> None:
+    config.tools = [ToolConfig(path=f"{here / 'nowhere.py'}:add", name="add")]
+    with pytest.raises(ConfigError, match=r"^tools\[0\].path='.*nowhere.py:add': .*No such file"):
+        bring_inputs(config, tmp_path)
+    (here / "none").mkdir()
+    config.tools, config.dataset.path = [], str(here / "none")
+    with pytest.raises(ConfigError, match=r"^dataset.path='.*none': .* has no data files"):
+        bring_inputs(config, tmp_path)
+
+
 def test_files_in_args_have_to_be_the_same_under_the_same_path(
     config: ExperimentConfig, tmp_path: Path, brought: Callable[..., Path]
 ) -> None:
