@@ -203,4 +203,7 @@ def _is_import_path(value: str) -> bool:
 
 
 def _is_file(value: str) -> bool:
-    return ("/" in value or value.endswith(".py")) and Path(value).is_file()
+    try:
+        return ("/" in value or value.endswith(".py")) and Path(value).is_file()
+    except OSError:  # a long text is no name of a file
+        return False

@@ -305,6 +305,21 @@ def test_a_folder_of_data_in_args_is_read_where_it_was_brought_to(
     assert load_train_set(config).row(2)["prompt"] == "some 2"
 
 
+def test_a_text_in_args_that_is_no_path_is_left_alone(config: ExperimentConfig) -> None:
+    text = "yes/no: " + "is the answer right? " * 300
+    config.agent.args = {
+        "prompt": text,
+        "code": f"{text}.py:run",
+        "null": "a/\0",
+        "home": "~ of 3/4",
+        "user": "~nobody_here/x",
+    }
+    config.mcp = [McpServerConfig(name="s", command="python", args=["-c", text])]
+    assert list(files_in_args(config)) == []
+    assert not [named for named in named_inputs(config) if named.setting.startswith("agent.args")]
+    assert list(check(config)) == []
+
+
 def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
     config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
