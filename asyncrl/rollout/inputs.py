@@ -92,7 +92,7 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     for named in named_inputs(config, training=training):
         if named.path is None:
             continue
-        source = named.path.resolve()
+        source = named.path.absolute()  # a link keeps its name, which says what the file is
         is_new = (source, named.pattern) not in places
         place = places.setdefault((source, named.pattern), str(len(places)))
         with _told_as(f"{named.setting}={named.value!r}"):

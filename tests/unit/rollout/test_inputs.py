@@ -101,6 +101,16 @@ def test_of_a_folder_come_the_files_that_are_read_and_of_a_file_that_is_named_tw
     assert len(list(there.rglob("rewards.py"))) == 1
 
 
+def test_a_link_is_brought_by_its_own_name(config: ExperimentConfig, here: Path, brought: Callable[..., Path]) -> None:
+    (here / "blobs").mkdir()
+    (here / "train.jsonl").rename(here / "blobs" / "abc")
+    (here / "train.jsonl").symlink_to(Path("blobs", "abc"))
+    there = brought(config)
+    assert Inputs.read(there).brought["dataset.path"] == "0/train.jsonl"
+    read_from(there, config)
+    assert load_train_set(config).row(4)["prompt"] == "train 4"
+
+
 def test_sources_keep_the_names_of_their_rows_and_evaluation_sets_their_own_files(
     config: ExperimentConfig, here: Path, brought: Callable[..., Path]
 ) -> None:
