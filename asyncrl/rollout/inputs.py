@@ -106,7 +106,7 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     same = {}
     for name, path in files_in_args(config, training=training):
         with _told_as(f"{name}={path!r}"):
-            same[name] = SameFile(path, file_entry(Path(path)))
+            same[name] = SameFile(path, file_entry(Path(path).expanduser()))
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
 
 
@@ -164,7 +164,7 @@ def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]
 
 def _other_files(same: Mapping[str, SameFile]) -> Iterator[str]:
     for name, file in same.items():
-        path = Path(file.path)
+        path = Path(file.path).expanduser()
         if not path.is_file():
             yield f"{name}={file.path!r}: this host has no such file; put a copy of the launcher's there"
         elif file_entry(path) != file.content:

@@ -75,7 +75,7 @@ def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
 
 
 def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[tuple[str, str]]:
-    """By setting, values of `args` and `params` that read as the path of a file and are one here.
+    """By setting, values of `args` and `params` that are the path of a file here; `~` is each host's own home.
 
     Not what `named_inputs` has.
     """
@@ -94,8 +94,9 @@ def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What other hosts cannot find, each as `setting=value: what is wrong; what to do`."""
     commands = [(f"mcp[{number}].command", server.command) for number, server in enumerate(config.mcp)]
-    for name, path in [*filter(lambda command: _is_file(command[1]), commands), *files_in_args(config)]:
-        if not Path(path).is_absolute():
+    started = [(name, path) for name, path in commands if "/" in path and _is_file(path)]  # others are found on PATH
+    for name, path in [*started, *files_in_args(config)]:
+        if not Path(path).expanduser().is_absolute():
             yield (
                 f"{name}={path!r}: is relative to the current folder, which RolloutWorkers on other hosts do not have "
                 "(system.shared=false); give a whole path, and put the same file there on each host"
@@ -204,6 +205,6 @@ def _is_import_path(value: str) -> bool:
 
 def _is_file(value: str) -> bool:
     try:
-        return ("/" in value or value.endswith(".py")) and Path(value).is_file()
-    except OSError:  # a long text is no name of a file
+        return Path(value).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # a long text is no name of a file, nor is ~ of no user
         return False

@@ -315,6 +315,23 @@ def test_a_folder_of_data_in_args_is_read_where_it_was_brought_to(
     assert load_train_set(config).row(2)["prompt"] == "some 2"
 
 
+def test_files_of_the_home_in_args_have_to_be_the_same_in_each_hosts_home(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: Callable[..., Path]
+) -> None:
+    for home, content in (("one", "[1]"), ("two", "[1]"), ("three", "[2]")):
+        (tmp_path / home).mkdir()
+        code_of(tmp_path / home / "corpus.jsonl", content)
+    config.tools = [ToolConfig(path="asyncrl.tools.search:Search", args={"corpus": "~/corpus.jsonl"})]
+    monkeypatch.setenv("HOME", str(tmp_path / "one"))
+    assert list(check(config)) == []
+    there = brought(config)
+    monkeypatch.setenv("HOME", str(tmp_path / "two"))
+    assert read_from(there, config).same.keys() == {"tools[0].args.corpus"}
+    monkeypatch.setenv("HOME", str(tmp_path / "three"))
+    with pytest.raises(ConfigError, match=r"tools\[0\].args.corpus='~/corpus.jsonl': is another file on this host"):
+        read_from(there, config)
+
+
 def test_a_text_in_args_that_is_no_path_is_left_alone(config: ExperimentConfig) -> None:
     text = "yes/no: " + "is the answer right? " * 300
     config.agent.args = {
@@ -334,11 +351,16 @@ def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
     config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code_of(tmp_path / "server.py")
+    for name in ("server.py", "corpus.jsonl", "python"):
+        code_of(tmp_path / name)
     config.mcp = [McpServerConfig(name="s", command="python", args=["server.py"])]
-    config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py"})]
+    config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py", "corpus": "corpus.jsonl"})]
     told = [problem.partition(":")[0] for problem in check(config)]
-    assert told == ["tools[0].args.table='./server.py'", "mcp[0].args[0]='server.py'"]
+    assert told == [
+        "tools[0].args.table='./server.py'",
+        "tools[0].args.corpus='corpus.jsonl'",
+        "mcp[0].args[0]='server.py'",
+    ]
     config.mcp[0].args, config.tools = [str(tmp_path / "server.py")], []
     assert list(check(config)) == []
     config.mcp[0].command, config.mcp[0].args = "./server.py", []
