@@ -19,6 +19,7 @@ What is not brought is compared when a worker starts, and a difference ends it w
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -57,16 +58,19 @@ class Inputs(msgspec.Struct, frozen=True):
         brought: by setting, where in the folder is what it names.
         rows: by group of settings, the `content_sum` of its dataset.
         same: by setting, what is to be on each host already.
+        folder: where it is on this host.
     """
 
     brought: dict[str, str]
     rows: dict[str, str]
     same: dict[str, SameFile]
+    folder: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Inputs:
         """What `bring_inputs` wrote into `folder`."""
-        return msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+        inputs = msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+        return msgspec.structs.replace(inputs, folder=str(folder))
 
 
 def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = True) -> None:
@@ -99,14 +103,16 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
             for file in files_of(source, named.pattern) if is_new else ():
                 _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
         brought[named.setting] = place if source.is_dir() else f"{place}/{source.name}"
-    rows = {}
-    for group, dataset in _datasets(config, training):
-        with _told_as(f"{group}.path"):
-            rows[group] = content_sum(dataset)
     same = {}
     for name, path in files_in_args(config, training=training):
         with _told_as(f"{name}={path!r}"):
             same[name] = SameFile(path, file_entry(Path(path).expanduser()))
+    there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may say where it was read from
+    _put_brought(there, brought, folder, training)
+    rows = {}
+    for group, dataset in _datasets(there, training):
+        with _told_as(f"{group}.path"):
+            rows[group] = content_sum(dataset, folder)
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
 
 
@@ -119,10 +125,7 @@ def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) 
     inputs = Inputs.read(folder)
     if wrong := list(_other_files(inputs.same)):
         raise ConfigError("\n".join(wrong))
-    for named in [*named_inputs(config, training=training), *texts_in_args(config, training=training)]:
-        if (place := inputs.brought.get(named.setting)) is not None:
-            named.put(named.with_path(folder / place))
-    config.model.path = str(folder / _MODEL)
+    _put_brought(config, inputs.brought, folder, training)
     return inputs
 
 
@@ -132,7 +135,7 @@ def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
     Raises:
         ConfigError: it has others.
     """
-    if content_sum(dataset) != inputs.rows[group]:
+    if content_sum(dataset, Path(inputs.folder)) != inputs.rows[group]:
         raise ConfigError(
             f"{group}.path={path!r}: makes other rows on this host than on the launcher's; have it read the same data "
             "here, with the same versions of the packages that it uses"
@@ -160,6 +163,13 @@ def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]
         for choice in choices:
             resolve(kind, choice.name, choice.params, config.algorithm.plugins)
     return {each.module.partition(".")[0] for each in named}
+
+
+def _put_brought(config: ExperimentConfig, brought: Mapping[str, str], folder: Path, training: bool) -> None:
+    for named in [*named_inputs(config, training=training), *texts_in_args(config, training=training)]:
+        if (place := brought.get(named.setting)) is not None:
+            named.put(named.with_path(folder / place))
+    config.model.path = str(folder / _MODEL)
 
 
 def _other_files(same: Mapping[str, SameFile]) -> Iterator[str]:

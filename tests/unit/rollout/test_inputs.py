@@ -197,6 +197,36 @@ class Rows:
 """
 
 
+ROWS_WITH_PLACES = """
+class Rows:
+    def __init__(self, *, split, seed, template):
+        self.template = template
+
+    def __len__(self):
+        return 3
+
+    def row(self, index):
+        return {"prompt": str(index), "made_by": __file__, "template": self.template}
+"""
+
+
+@pytest.mark.parametrize("place", ["there", "thére"])
+def test_rows_may_say_where_they_were_read_from(
+    config: ExperimentConfig, here: Path, tmp_path: Path, place: str, brought: Callable[..., Path]
+) -> None:
+    words = code_of(here / "words.py")
+    config.dataset.path = f"{code_of(here / 'rows.py', ROWS_WITH_PLACES)}:Rows"
+    config.dataset.args = {"template": f"{words}:made"}
+    there = brought(config)
+    (tmp_path / "elsewhere").mkdir()
+    there.rename(tmp_path / "elsewhere" / place)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    inputs = read_from(tmp_path / "link" / place, config)
+    rows = load_train_set(config)
+    assert rows.row(0)["made_by"] == str(tmp_path / "elsewhere" / place / "0" / "rows.py")
+    check_rows(inputs, "dataset", config.dataset.path, rows)
+
+
 def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
     config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
 ) -> None:
