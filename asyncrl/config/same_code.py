@@ -42,7 +42,10 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
 
 
 class KnownSources:
-    """The sources of this host, each as it was when it was first asked for: what is changed during a run is noticed."""
+    """The sources of this host, each as it was when this process was first asked for it.
+
+    What is changed later is noticed, until the process is replaced.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Path, str] | None] = {}
