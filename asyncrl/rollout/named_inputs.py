@@ -107,10 +107,8 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
     for group, owner in _data_owners(config, training):
         of_training = config.dataset.args if owner is config.eval and owner.path is None else {}
         pattern = str({**of_training, **owner.args}.get("files") or "")
-        read_by_asyncrl = is_data_path(
-            owner.path or config.dataset.path
-        )  # else `args.path` is for a class, as it likes
-        if read_by_asyncrl and _is_data(in_args := owner.args.get("path")):  # read in place of the setting `path`
+        is_file_dataset = is_data_path(owner.path or config.dataset.path)  # a class's `args.path` is its own
+        if is_file_dataset and _is_data(in_args := owner.args.get("path")):  # read in place of the setting `path`
             put = _item_putter(owner.args, "path")
             yield NamedInput(f"{group}.args.path", in_args, put, Path(in_args).expanduser(), pattern=pattern)
         if owner.path is None:
