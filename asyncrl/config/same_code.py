@@ -20,6 +20,7 @@ _STANDARD_LIBRARY = {Path(sysconfig.get_path(name)).resolve() for name in ("stdl
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_THE_HOST = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
 _ASYNCRL = "asyncrl"
+_PATH_AT_START = frozenset(sys.path)  # what is there later was added by code of the user's
 
 
 def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
@@ -41,7 +42,10 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
 
 
 class KnownSources:
-    """The sources of this host, each as it was when it was first asked for: what is changed during a run is noticed."""
+    """The sources of this host, each as it was when this process was first asked for it.
+
+    What is changed later is noticed, until the process is replaced.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Path, str] | None] = {}
@@ -58,6 +62,18 @@ class KnownSources:
             elif here[1] != sum_there:
                 found[name] = f"differs from {here[0]}"
         return found
+
+
+def how_found(name: str) -> str:
+    """Of a loaded module that is not the same elsewhere, what to do if code here added its folder to `sys.path`."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return ""
+    root = Path(file).parents[name.count(".") + hasattr(module, "__path__")]
+    if any(Path(folder).absolute() == root for folder in set(sys.path) - _PATH_AT_START):
+        return f" (found here in {root}, which code added to sys.path: put that folder on PYTHONPATH)"
+    return ""
 
 
 def _here(module: str) -> tuple[Path, str] | None:

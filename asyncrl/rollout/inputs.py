@@ -13,15 +13,17 @@ byte by byte as the model is, and all RolloutWorkers of the run read it there, t
 What is not brought is compared when a worker starts, and a difference ends it with the setting:
 
 - The rows of every dataset: their number, and the content of some (`content_sum`).
-- Files that are values of `args`: they are to be the same under the same path.
+- Files that are values of `args`, other than code that is named in it: they are to be the same under the same path.
 - Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.same_code`).
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -32,7 +34,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.readers import files_of
 from asyncrl.datasets.record import content_sum
-from asyncrl.rollout.named_inputs import files_in_args, named_inputs
+from asyncrl.rollout.named_inputs import files_in_args, named_inputs, texts_in_args
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR
@@ -56,16 +58,19 @@ class Inputs(msgspec.Struct, frozen=True):
         brought: by setting, where in the folder is what it names.
         rows: by group of settings, the `content_sum` of its dataset.
         same: by setting, what is to be on each host already.
+        folder: where it is on this host.
     """
 
     brought: dict[str, str]
     rows: dict[str, str]
     same: dict[str, SameFile]
+    folder: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Inputs:
         """What `bring_inputs` wrote into `folder`."""
-        return msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+        inputs = msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
+        return msgspec.structs.replace(inputs, folder=str(folder))
 
 
 def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = True) -> None:
@@ -76,13 +81,14 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
         training: whether they train; else evaluation sets alone are read.
 
     Raises:
-        ConfigError: a dataset cannot be loaded.
+        ConfigError: a dataset cannot be loaded, or a file cannot be read or copied.
     """
     folder = run_dir / INPUTS_DIR
     shutil.rmtree(folder, ignore_errors=True)
-    for file in Path(str(config.model.path)).expanduser().iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            _copy(file, folder / _MODEL / file.name)
+    with _told_as(f"model.path={config.model.path!r}"):
+        for file in Path(str(config.model.path)).expanduser().iterdir():
+            if file.is_file() and file.suffix not in _WEIGHTS:
+                _copy(file, folder / _MODEL / file.name)
     if training and (run_dir / DATA_RECORD_FILE).is_file():
         _copy(run_dir / DATA_RECORD_FILE, folder / DATA_RECORD_FILE)
     brought: dict[str, str] = {}
@@ -90,14 +96,23 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     for named in named_inputs(config, training=training):
         if named.path is None:
             continue
-        source = named.path.resolve()
+        source = named.path.absolute()  # a link keeps its name, which says what the file is
         is_new = (source, named.pattern) not in places
         place = places.setdefault((source, named.pattern), str(len(places)))
-        for file in files_of(source, named.pattern) if is_new else ():
-            _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
+        with _told_as(f"{named.setting}={named.value!r}"):
+            for file in files_of(source, named.pattern) if is_new else ():
+                _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
         brought[named.setting] = place if source.is_dir() else f"{place}/{source.name}"
-    rows = {group: content_sum(dataset) for group, dataset in _datasets(config, training)}
-    same = {name: SameFile(path, file_entry(Path(path))) for name, path in files_in_args(config, training=training)}
+    same = {}
+    for name, path in files_in_args(config, training=training):
+        with _told_as(f"{name}={path!r}"):
+            same[name] = SameFile(path, file_entry(Path(path).expanduser()))
+    there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may say where it was read from
+    _put_brought(there, brought, folder, training)
+    rows = {}
+    for group, dataset in _datasets(there, training):
+        with _told_as(f"{group}.path"):
+            rows[group] = content_sum(dataset, folder)
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
 
 
@@ -110,10 +125,7 @@ def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) 
     inputs = Inputs.read(folder)
     if wrong := list(_other_files(inputs.same)):
         raise ConfigError("\n".join(wrong))
-    for named in list(named_inputs(config, training=training)):
-        if (place := inputs.brought.get(named.setting)) is not None:
-            named.put(named.with_path(folder / place))
-    config.model.path = str(folder / _MODEL)
+    _put_brought(config, inputs.brought, folder, training)
     return inputs
 
 
@@ -123,7 +135,7 @@ def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
     Raises:
         ConfigError: it has others.
     """
-    if content_sum(dataset) != inputs.rows[group]:
+    if content_sum(dataset, Path(inputs.folder)) != inputs.rows[group]:
         raise ConfigError(
             f"{group}.path={path!r}: makes other rows on this host than on the launcher's; have it read the same data "
             "here, with the same versions of the packages that it uses"
@@ -153,9 +165,16 @@ def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]
     return {each.module.partition(".")[0] for each in named}
 
 
+def _put_brought(config: ExperimentConfig, brought: Mapping[str, str], folder: Path, training: bool) -> None:
+    for named in [*named_inputs(config, training=training), *texts_in_args(config, training=training)]:
+        if (place := brought.get(named.setting)) is not None:
+            named.put(named.with_path(folder / place))
+    config.model.path = str(folder / _MODEL)
+
+
 def _other_files(same: Mapping[str, SameFile]) -> Iterator[str]:
     for name, file in same.items():
-        path = Path(file.path)
+        path = Path(file.path).expanduser()
         if not path.is_file():
             yield f"{name}={file.path!r}: this host has no such file; put a copy of the launcher's there"
         elif file_entry(path) != file.content:
@@ -166,6 +185,14 @@ def _datasets(config: ExperimentConfig, training: bool) -> Iterator[tuple[str, D
     if training:
         yield "dataset", load_train_set(config)
     yield from ((each.group, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval)
+
+
+@contextmanager
+def _told_as(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _copy(source: Path, target: Path) -> None:

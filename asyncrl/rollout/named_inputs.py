@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.import_paths import split_path
+from asyncrl.config.import_paths import PluginError, definition, split_path
 from asyncrl.datasets.chat import AUTO, OFF
 from asyncrl.datasets.readers import is_data_path
 from asyncrl.rollout.settings import GYMNASIUM, evaluation_sets
@@ -60,30 +61,42 @@ def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator
             yield _code(f"{group}.name", choice.name, _putter(choice, "name"))
     for number, named in enumerate(config.algorithm.plugins):
         yield _code(f"{_REGISTERED_IN}[{number}]", named, _item_putter(config.algorithm.plugins, number))
+    for text in texts_in_args(config, training=training):
+        if _is_import_path(text.value):
+            yield _code(text.setting, text.value, text.put)
+
+
+def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[NamedInput]:
+    """Every text in `args` and `params`, whatever it says; of data, code and filters, not of MCP servers."""
+    for group, owner in _data_owners(config, training) + _plugins(config):
+        yield from _texts(f"{group}.args", owner.args)
+    for group, choice in _choices(config):
+        yield from _texts(f"{group}.params", choice.params)
 
 
 def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[tuple[str, str]]:
-    """By setting, values of `args` and `params` that read as the path of a file and are one here.
+    """By setting, values of `args` and `params` that are the path of a file here; `~` is each host's own home.
 
-    Not the paths of data, which `named_inputs` has.
+    Not what `named_inputs` has.
     """
-    for group, owner in _data_owners(config, training):
-        rest = {key: value for key, value in owner.args.items() if key != "path" or not _is_data(value)}
-        yield from _files_in(f"{group}.args", rest)
-    for group, owner in _plugins(config):
-        yield from _files_in(f"{group}.args", owner.args)
-    for group, choice in _choices(config):
-        yield from _files_in(f"{group}.params", choice.params)
+    named = {each.setting for each in named_inputs(config, training=training)}
+    for text in texts_in_args(config, training=training):
+        if text.setting not in named and _is_file(text.value):
+            yield text.setting, text.value
     for number, server in enumerate(config.mcp):
-        yield from _files_in(f"mcp[{number}].args", server.args)
+        for text in _texts(f"mcp[{number}].args", server.args):
+            module, _, name = text.value.rpartition(":")
+            path = module if module.endswith(".py") and name.isidentifier() else text.value
+            if _is_file(path):
+                yield text.setting, path
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What other hosts cannot find, each as `setting=value: what is wrong; what to do`."""
     commands = [(f"mcp[{number}].command", server.command) for number, server in enumerate(config.mcp)]
-    relative = [found for command in commands for found in _files_in(*command)] + list(files_in_args(config))
-    for name, path in relative:
-        if not Path(path).is_absolute():
+    started = [(name, path) for name, path in commands if "/" in path and _is_file(path)]  # others are found on PATH
+    for name, path in [*started, *files_in_args(config)]:
+        if not Path(path).expanduser().is_absolute():
             yield (
                 f"{name}={path!r}: is relative to the current folder, which RolloutWorkers on other hosts do not have "
                 "(system.shared=false); give a whole path, and put the same file there on each host"
@@ -94,7 +107,8 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
     for group, owner in _data_owners(config, training):
         of_training = config.dataset.args if owner is config.eval and owner.path is None else {}
         pattern = str({**of_training, **owner.args}.get("files") or "")
-        if _is_data(in_args := owner.args.get("path")):  # which is read in place of the setting `path`
+        is_file_dataset = is_data_path(owner.path or config.dataset.path)  # a class's `args.path` is its own
+        if is_file_dataset and _is_data(in_args := owner.args.get("path")):  # read in place of the setting `path`
             put = _item_putter(owner.args, "path")
             yield NamedInput(f"{group}.args.path", in_args, put, Path(in_args).expanduser(), pattern=pattern)
         if owner.path is None:
@@ -162,13 +176,33 @@ def _source_putter(source: Any) -> Callable[[str], None]:
     return put
 
 
-def _files_in(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    match value:
-        case str() if ("/" in value or value.endswith(".py")) and Path(value).is_file():
-            yield name, value
-        case Mapping():
-            for key, inner in value.items():
-                yield from _files_in(f"{name}.{key}", inner)
-        case list() | tuple():
-            for number, inner in enumerate(value):
-                yield from _files_in(f"{name}[{number}]", inner)
+def _texts(name: str, values: Any) -> Iterator[NamedInput]:
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        setting = f"{name}.{key}" if isinstance(values, Mapping) else f"{name}[{key}]"
+        if isinstance(value, str):
+            yield NamedInput(setting, value, _item_putter(values, key))
+        elif isinstance(value, Mapping | list | tuple):
+            yield from _texts(setting, value)
+
+
+def _is_import_path(value: str) -> bool:
+    """Whether a text in `args` names what a file here defines, or a module that does not come with Python."""
+    module, _, name = value.rpartition(":")
+    if not name.isidentifier() or module.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    if module.endswith(".py"):
+        return _is_file(module)
+    if not all(part.isidentifier() for part in module.split(".")):
+        return False
+    try:
+        definition(value)
+    except PluginError:
+        return False
+    return True
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # a long text is no name of a file, nor is ~ of no user
+        return False

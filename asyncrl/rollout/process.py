@@ -17,7 +17,7 @@ from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
-from asyncrl.config.same_code import loaded_sources
+from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.order import LentPrompts, PromptStream
 from asyncrl.datasets.record import DataRecord
@@ -129,7 +129,8 @@ class RolloutWorker(AsyncWorker):
             await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
         sums = loaded_sources(import_named(self.config, training=self.trains))
         if differences := await self._code_differences(sums):
-            told = "; ".join(f"{module} {why}" for module, why in list(differences.items())[:_SHOWN_MODULES])
+            shown = list(differences.items())[:_SHOWN_MODULES]
+            told = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
             raise ConfigError(
                 f"system.shared=false: {len(differences)} module(s) of this host ({self.config.system.host}) are not "
                 f"those of the launcher's: {told}; install the same here, or name code by its file, which is brought"

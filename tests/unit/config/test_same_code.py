@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.config.same_code import KnownSources, loaded_sources
+from asyncrl.config.same_code import KnownSources, how_found, loaded_sources
 
 
 @pytest.fixture
@@ -75,3 +75,9 @@ def test_what_was_loaded_by_its_file_is_not_compared(tmp_path: Path) -> None:
     before = loaded_sources().keys()
     load_plugin(f"{tmp_path / 'reward.py'}:reward")
     assert loaded_sources().keys() == before
+
+
+def test_of_a_module_that_differs_the_folder_is_told_that_code_added_to_the_path(code: Path) -> None:
+    told = f" (found here in {code / 'mine'}, which code added to sys.path: put that folder on PYTHONPATH)"
+    assert how_found("same_code_mine.helper") == how_found("same_code_mine") == told
+    assert how_found("asyncrl.config.same_code") == how_found("sys") == how_found("same_code_nowhere") == ""

@@ -101,6 +101,16 @@ def test_of_a_folder_come_the_files_that_are_read_and_of_a_file_that_is_named_tw
     assert len(list(there.rglob("rewards.py"))) == 1
 
 
+def test_a_link_is_brought_by_its_own_name(config: ExperimentConfig, here: Path, brought: Callable[..., Path]) -> None:
+    (here / "blobs").mkdir()
+    (here / "train.jsonl").rename(here / "blobs" / "abc")
+    (here / "train.jsonl").symlink_to(Path("blobs", "abc"))
+    there = brought(config)
+    assert Inputs.read(there).brought["dataset.path"] == "0/train.jsonl"
+    read_from(there, config)
+    assert load_train_set(config).row(4)["prompt"] == "train 4"
+
+
 def test_sources_keep_the_names_of_their_rows_and_evaluation_sets_their_own_files(
     config: ExperimentConfig, here: Path, brought: Callable[..., Path]
 ) -> None:
@@ -187,6 +197,36 @@ class Rows:
 """
 
 
+ROWS_WITH_PLACES = """
+class Rows:
+    def __init__(self, *, split, seed, template):
+        self.template = template
+
+    def __len__(self):
+        return 3
+
+    def row(self, index):
+        return {"prompt": str(index), "made_by": __file__, "template": self.template}
+"""
+
+
+@pytest.mark.parametrize("place", ["there", "thére"])
+def test_rows_may_say_where_they_were_read_from(
+    config: ExperimentConfig, here: Path, tmp_path: Path, place: str, brought: Callable[..., Path]
+) -> None:
+    words = code_of(here / "words.py")
+    config.dataset.path = f"{code_of(here / 'rows.py', ROWS_WITH_PLACES)}:Rows"
+    config.dataset.args = {"template": f"{words}:made"}
+    there = brought(config)
+    (tmp_path / "elsewhere").mkdir()
+    there.rename(tmp_path / "elsewhere" / place)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    inputs = read_from(tmp_path / "link" / place, config)
+    rows = load_train_set(config)
+    assert rows.row(0)["made_by"] == str(tmp_path / "elsewhere" / place / "0" / "rows.py")
+    check_rows(inputs, "dataset", config.dataset.path, rows)
+
+
 def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
     config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
 ) -> None:
@@ -201,6 +241,46 @@ def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
         config.dataset.args |= args
         with pytest.raises(ConfigError, match=r"dataset.path='.*rows.py:Rows': makes other rows on this host"):
             check_rows(inputs, "dataset", config.dataset.path, load_train_set(config))
+
+
+IMAGES = """
+class Images:
+    def __init__(self, *, split, seed, path):
+        pass
+
+    def __len__(self):
+        return 1
+
+    def row(self, index):
+        return {"prompt": "what is it?"}
+"""
+
+
+def test_a_folder_in_args_of_a_dataset_class_is_the_classs_own(
+    config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
+) -> None:
+    (tmp_path / "png").mkdir()
+    (tmp_path / "png" / "0.png").write_text("")
+    config.dataset.path, config.dataset.args = (
+        f"{code_of(here / 'rows.py', IMAGES)}:Images",
+        {"path": str(tmp_path / "png")},
+    )
+    config.eval.interval, config.eval.args = 1, {"path": str(tmp_path / "png")}
+    inputs = read_from(brought(config), config)
+    assert inputs.brought.keys() == {"dataset.path", "reward.path"}
+    assert config.dataset.args["path"] == config.eval.args["path"] == str(tmp_path / "png")
+
+
+def test_what_cannot_be_copied_or_read_is_named_by_its_setting(
+    config: ExperimentConfig, here: Path, tmp_path: Path
+) -> None:
+    config.tools = [ToolConfig(path=f"{here / 'nowhere.py'}:add", name="add")]
+    with pytest.raises(ConfigError, match=r"^tools\[0\].path='.*nowhere.py:add': .*No such file"):
+        bring_inputs(config, tmp_path)
+    (here / "none").mkdir()
+    config.tools, config.dataset.path = [], str(here / "none")
+    with pytest.raises(ConfigError, match=r"^dataset.path='.*none': .* has no data files"):
+        bring_inputs(config, tmp_path)
 
 
 def test_files_in_args_have_to_be_the_same_under_the_same_path(
@@ -222,15 +302,95 @@ def test_files_in_args_have_to_be_the_same_under_the_same_path(
     assert f"mcp[0].args[1]={str(script)!r}: this host has no such file" in str(error.value)
 
 
+def test_code_that_args_name_is_brought_or_compared(
+    config: ExperimentConfig,
+    here: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    brought: Callable[..., Path],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    code_of(tmp_path / "mine" / "named_in_args.py", "def made(): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    monkeypatch.chdir(here)
+    agent, _ = code_of(here / "agent.py"), code_of(here / "words.py")
+    served = code_of(tmp_path / "server.py")
+    config.agent.args = {"run": f"{agent}:made", "args": {"inner": [f"{agent}:made", "nowhere.py:made"]}}
+    config.env.args = {
+        "observe": "words.py:made",
+        "act": "named_in_args:made",
+        "at": "localhost:made",
+        "x": "json:loads",
+    }
+    config.mcp = [McpServerConfig(name="s", command="serve", args=[f"{served}:app"])]
+    assert list(files_in_args(config)) == [("mcp[0].args[0]", str(served))]
+    there = brought(config)
+    inputs = read_from(there, config)
+    for named in (config.agent.args["run"], config.agent.args["args"]["inner"][0], config.env.args["observe"]):
+        assert named.startswith(f"{there}/")
+        assert load_plugin(named)() == 1.0
+    assert config.agent.args["run"] == config.agent.args["args"]["inner"][0]
+    assert config.agent.args["args"]["inner"][1] == "nowhere.py:made"
+    assert inputs.same.keys() == {"mcp[0].args[0]"}
+    assert import_named(config) == {"named_in_args"}
+
+
+def test_a_folder_of_data_in_args_is_read_where_it_was_brought_to(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    rows_of(here / "folder" / "some.jsonl", 3)
+    config.dataset.args = {"path": str(here / "folder")}
+    there = brought(config)
+    read_from(there, config)
+    assert load_train_set(config).row(2)["prompt"] == "some 2"
+
+
+def test_files_of_the_home_in_args_have_to_be_the_same_in_each_hosts_home(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: Callable[..., Path]
+) -> None:
+    for home, content in (("one", "[1]"), ("two", "[1]"), ("three", "[2]")):
+        (tmp_path / home).mkdir()
+        code_of(tmp_path / home / "corpus.jsonl", content)
+    config.tools = [ToolConfig(path="asyncrl.tools.search:Search", args={"corpus": "~/corpus.jsonl"})]
+    monkeypatch.setenv("HOME", str(tmp_path / "one"))
+    assert list(check(config)) == []
+    there = brought(config)
+    monkeypatch.setenv("HOME", str(tmp_path / "two"))
+    assert read_from(there, config).same.keys() == {"tools[0].args.corpus"}
+    monkeypatch.setenv("HOME", str(tmp_path / "three"))
+    with pytest.raises(ConfigError, match=r"tools\[0\].args.corpus='~/corpus.jsonl': is another file on this host"):
+        read_from(there, config)
+
+
+def test_a_text_in_args_that_is_no_path_is_left_alone(config: ExperimentConfig) -> None:
+    text = "yes/no: " + "is the answer right? " * 300
+    config.agent.args = {
+        "prompt": text,
+        "code": f"{text}.py:run",
+        "null": "a/\0",
+        "home": "~ of 3/4",
+        "user": "~nobody_here/x",
+    }
+    config.mcp = [McpServerConfig(name="s", command="python", args=["-c", text])]
+    assert list(files_in_args(config)) == []
+    assert not [named for named in named_inputs(config) if named.setting.startswith("agent.args")]
+    assert list(check(config)) == []
+
+
 def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
     config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code_of(tmp_path / "server.py")
+    for name in ("server.py", "corpus.jsonl", "python"):
+        code_of(tmp_path / name)
     config.mcp = [McpServerConfig(name="s", command="python", args=["server.py"])]
-    config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py"})]
+    config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py", "corpus": "corpus.jsonl"})]
     told = [problem.partition(":")[0] for problem in check(config)]
-    assert told == ["tools[0].args.table='./server.py'", "mcp[0].args[0]='server.py'"]
+    assert told == [
+        "tools[0].args.table='./server.py'",
+        "tools[0].args.corpus='corpus.jsonl'",
+        "mcp[0].args[0]='server.py'",
+    ]
     config.mcp[0].args, config.tools = [str(tmp_path / "server.py")], []
     assert list(check(config)) == []
     config.mcp[0].command, config.mcp[0].args = "./server.py", []
