@@ -43,7 +43,7 @@ class Assignment:
 def minibatch_of_groups(rewards: Sequence[Sequence[float]], minibatches: int, seed: int, version: int) -> Ints:
     """The minibatch [G] of each group in data order, by the rewards of its samples. `minibatches` divides G."""
     permuted = np.random.default_rng([seed, version]).permutation(len(rewards))
-    signal_G = np.array([len(set(of_group)) > 1 for of_group in rewards], dtype=np.bool_)
+    signal_G = np.array([of_group.count(of_group[0]) < len(of_group) for of_group in rewards], dtype=np.bool_)
     dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
     assigned = np.empty(len(rewards), dtype=np.int64)
     assigned[dealt] = np.arange(len(rewards)) % minibatches

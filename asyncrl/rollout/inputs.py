@@ -34,7 +34,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.readers import files_of
 from asyncrl.datasets.record import content_sum
-from asyncrl.rollout.named_inputs import files_in_args, named_inputs, texts_in_args
+from asyncrl.rollout.named_inputs import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR
@@ -174,10 +174,9 @@ def _put_brought(config: ExperimentConfig, brought: Mapping[str, str], folder: P
 
 def _other_files(same: Mapping[str, SameFile]) -> Iterator[str]:
     for name, file in same.items():
-        path = Path(file.path).expanduser()
-        if not path.is_file():
+        if not is_file(file.path):
             yield f"{name}={file.path!r}: this host has no such file; put a copy of the launcher's there"
-        elif file_entry(path) != file.content:
+        elif file_entry(Path(file.path).expanduser()) != file.content:
             yield f"{name}={file.path!r}: is another file on this host than on the launcher's; copy that one here"
 
 

@@ -80,21 +80,23 @@ def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
     Not what `named_inputs` has.
     """
     named = {each.setting for each in named_inputs(config, training=training)}
+    # a pattern within the data
+    named |= {f"{group}.args.files" for group, owner in _data_owners(config, training) if _reads_files(config, owner)}
     for text in texts_in_args(config, training=training):
-        if text.setting not in named and _is_file(text.value):
+        if text.setting not in named and is_file(text.value):
             yield text.setting, text.value
     for number, server in enumerate(config.mcp):
         for text in _texts(f"mcp[{number}].args", server.args):
             module, _, name = text.value.rpartition(":")
             path = module if module.endswith(".py") and name.isidentifier() else text.value
-            if _is_file(path):
+            if is_file(path):
                 yield text.setting, path
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """What other hosts cannot find, each as `setting=value: what is wrong; what to do`."""
     commands = [(f"mcp[{number}].command", server.command) for number, server in enumerate(config.mcp)]
-    started = [(name, path) for name, path in commands if "/" in path and _is_file(path)]  # others are found on PATH
+    started = [(name, path) for name, path in commands if "/" in path and is_file(path)]  # others are found on PATH
     for name, path in [*started, *files_in_args(config)]:
         if not Path(path).expanduser().is_absolute():
             yield (
@@ -107,8 +109,9 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
     for group, owner in _data_owners(config, training):
         of_training = config.dataset.args if owner is config.eval and owner.path is None else {}
         pattern = str({**of_training, **owner.args}.get("files") or "")
-        is_file_dataset = is_data_path(owner.path or config.dataset.path)  # a class's `args.path` is its own
-        if is_file_dataset and _is_data(in_args := owner.args.get("path")):  # read in place of the setting `path`
+        if _reads_files(config, owner) and _is_data(
+            in_args := owner.args.get("path")
+        ):  # read in place of the setting `path`
             put = _item_putter(owner.args, "path")
             yield NamedInput(f"{group}.args.path", in_args, put, Path(in_args).expanduser(), pattern=pattern)
         if owner.path is None:
@@ -119,6 +122,11 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
             yield NamedInput(f"{group}.path", owner.path, put, path, pattern=pattern)
         else:
             yield _code(f"{group}.path", owner.path, put)
+
+
+def _reads_files(config: ExperimentConfig, owner: Any) -> bool:
+    """Whether the dataset is read by asyncrl; a class's `args` are its own."""
+    return is_data_path(owner.path or config.dataset.path)
 
 
 def _is_data(path: Any) -> bool:
@@ -191,7 +199,7 @@ def _is_import_path(value: str) -> bool:
     if not name.isidentifier() or module.partition(".")[0] in sys.stdlib_module_names:
         return False
     if module.endswith(".py"):
-        return _is_file(module)
+        return is_file(module)
     if not all(part.isidentifier() for part in module.split(".")):
         return False
     try:
@@ -201,7 +209,8 @@ def _is_import_path(value: str) -> bool:
     return True
 
 
-def _is_file(value: str) -> bool:
+def is_file(value: str) -> bool:
+    """Whether a text is the path of a file on this host."""
     try:
         return Path(value).expanduser().is_file()
     except (OSError, ValueError, RuntimeError):  # a long text is no name of a file, nor is ~ of no user

@@ -397,6 +397,32 @@ def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
     assert [problem.partition("=")[0] for problem in check(config)] == ["mcp[0].command"]
 
 
+def test_a_pattern_of_data_files_is_no_file_of_the_current_folder(
+    config: ExperimentConfig, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(here)
+    config.dataset.path, config.dataset.args = str(here), {"files": "train.jsonl"}
+    assert list(check(config)) == []
+    config.dataset.path, config.dataset.args = "my_data:Rows", {"files": "train.jsonl"}  # a class's own
+    assert [problem.partition("=")[0] for problem in check(config)] == ["dataset.args.files"]
+
+
+def test_a_file_of_a_user_that_this_host_has_not_is_missing_by_name(
+    config: ExperimentConfig, brought: Callable[..., Path]
+) -> None:
+    there = brought(config)
+    index = there / "inputs.json"
+    told = json.loads(index.read_text())
+    told["same"] = {
+        "reward.args.words": {"path": "~nobody-of-this-name/words.txt", "content": {"bytes": 1, "xxh3": "0" * 16}}
+    }
+    index.write_text(json.dumps(told))
+    with pytest.raises(
+        ConfigError, match=r"reward\.args\.words='~nobody-of-this-name/words.txt': this host has no such"
+    ):
+        read_from(there, config)
+
+
 def test_modules_that_settings_name_are_known_and_one_that_is_not_installed_is_named(
     config: ExperimentConfig,
 ) -> None:
