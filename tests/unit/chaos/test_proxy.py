@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -144,16 +145,22 @@ async def test_entries_are_replaced_also_those_of_successors_and_go_with_their_o
         links.look(resolver)
         assert resolver.get_subtree() == {}
         with FileResolver(resolver.root) as other:
-            for port in (4711, 4712):  # a second one is the successor
-                other.add(f"status/{owner}", str(port), replace=True)
-                other.add(key, f"https://{HOST}:{port}", lease_s=10.0, replace=True)
-                links.look(resolver)
-                entry = resolver.get(key)
-                assert entry.startswith(f"https://{HOST}:")
-                assert not entry.endswith(str(port))
-                assert links.proxy(owner).upstream == (HOST, port)
-                links.look(resolver)
-                assert resolver.get(key) == entry, "the proxy's own address is no new one"
+            for _ in range(2):  # the second one is the successor
+                async with echo() as upstream:
+                    host, port = upstream
+                    other.add(f"status/{owner}", str(port), replace=True)
+                    other.add(key, f"https://{host}:{port}", lease_s=10.0, replace=True)
+                    links.look(resolver)
+                    entry = resolver.get(key)
+                    parts = urlsplit(entry)
+                    assert parts.hostname == host
+                    assert parts.port != port
+                    assert links.proxy(owner).upstream == upstream
+                    reader, writer = await asyncio.open_connection(HOST, parts.port)
+                    assert await ask(reader, writer, b"through") == b"through"
+                    writer.close()
+                    links.look(resolver)
+                    assert resolver.get(key) == entry, "the proxy's own address is no new one"
             other.delete(f"status/{owner}")
         links.look(resolver)
         assert resolver.get_subtree() == {}
