@@ -51,13 +51,12 @@ class ManagerGone(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions in use, a line for people, and
+    """What the manager tells of itself: seconds the gate was closed so far, versions that servers serve or load, and
     the rollouts dropped so far by reason.
     """
 
-    closed_s: float
-    versions_in_use: frozenset[int]
-    description: str
+    closed_s: float = 0.0
+    versions_in_use: frozenset[int] = frozenset()
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -210,7 +209,8 @@ class ManagerClient:
 
         Returns:
             The books, the prompts that workers gave up after number `given_up_after`, what became of rollouts after
-            number `events_after`, and the success rates that were measured after number `measured_after`.
+            number `events_after`, the success rates that were measured after number `measured_after`, and how gate and
+            servers stand (as `status`).
         """
         report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after, events_after, measured_after)
         return await self._call("/report_consumed", report, m.ConsumedReply)
@@ -233,16 +233,20 @@ class ManagerClient:
         return await self._call("/abandon", m.Empty(), m.Books)
 
     async def status(self) -> GateStatus:
-        """The manager's state."""
+        """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
-        gate, servers = reply.gate, reply.servers
-        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
-        description = (
+        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
+        return GateStatus(reply.gate.closed_s, frozenset(v for v in in_use if v is not None), reply.gate.dropped)
+
+    async def describe(self) -> str:
+        """The manager's state in a line for people."""
+        reply = await self._call("/status", None, m.StatusReply)
+        gate = reply.gate
+        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in reply.servers)
+        return (
             f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
             f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
         )
-        in_use = {version for server in servers for version in (server.version, server.goal)}
-        return GateStatus(gate.closed_s, frozenset(v for v in in_use if v is not None), description, gate.dropped)
 
     async def close(self) -> None:
         """Tell what ended and is not told yet, then close the connections."""

@@ -61,6 +61,10 @@ class GserverManager(AsyncWorker):
         config = self.config
         self._clock = AwakeClock()
         self._shards = Shards(config.rollout.workers)
+        updates = config.manager
+        self._decisions = FleetDecisions(
+            updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
+        )
         bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
             batch_size=bound[0],
@@ -72,10 +76,7 @@ class GserverManager(AsyncWorker):
             clock=self._clock,
             log_file=self.run_dir / MANAGER_LOG_FILE,
             shards=self._shards,
-        )
-        updates = config.manager
-        self._decisions = FleetDecisions(
-            updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
+            versions_in_use=self._decisions.versions_in_use,
         )
         tolerance = canary_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None

@@ -25,7 +25,7 @@ the master writes that file before it reports a step here, and only its report t
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class ManagerService:
         clock: monotonic time in seconds.
         log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
         shards: the workers' shards of the data order; those beyond them have joined.
+        versions_in_use: those that servers serve or load, for who may delete weights.
     """
 
     def __init__(
@@ -88,13 +89,14 @@ class ManagerService:
         clock: Callable[[], float] = time.monotonic,
         log_file: Path | None = None,
         shards: Shards = NO_SHARDS,
+        versions_in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.log = EventLog(log_file, lambda: self.rollouts.remember())
         self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note, shards=shards)
         self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
         self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
-        self._clock = clock
+        self._clock, self._versions_in_use = clock, versions_in_use
         calls = GateQueue(self.rollouts.suspects)
         self._lending = Lending(self.rollouts, calls, self._apply)
         self.admission = Admission(
@@ -204,6 +206,8 @@ class ManagerService:
             events.last_seq,
             measured.unrecorded,
             measured.last_seq,
+            self.admission.closed_s,
+            sorted(self._versions_in_use()),
         )
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:

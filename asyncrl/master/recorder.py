@@ -78,10 +78,9 @@ class Recorder(AsyncWorker):
                     self.log.info("%d of %d rollouts kept", self._kept, wanted)
                     progress_at = clock()
                 elif clock() - progress_at > self.config.system.stall_timeout_s:
-                    status = await manager.status()
                     raise RuntimeError(
                         f"no rollout for {self.config.system.stall_timeout_s:g} s (system.stall_timeout_s): "
-                        f"{self._kept} of {wanted} are kept; {status.description}"
+                        f"{self._kept} of {wanted} are kept; {await manager.describe()}"
                     )
         finally:
             ticking.cancel()

@@ -108,7 +108,11 @@ class OfflineGate:
 
     async def status(self) -> GateStatus:
         """No server has a version."""
-        return GateStatus(0.0, frozenset(), f"replay: {len(self._live)} rollouts sent and not trained", self._dropped)
+        return GateStatus(dropped=self._dropped)
+
+    async def describe(self) -> str:
+        """What waits to be trained."""
+        return f"replay: {len(self._live)} rollouts sent and not trained"
 
     @staticmethod
     def _now() -> float:

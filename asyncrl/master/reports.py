@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
-from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.ledger import Ledger
@@ -79,6 +79,8 @@ class Reports:
         self.books = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
         """As of the last report."""
         self.known = Known()
+        self.status = GateStatus()
+        """Of the gate and the servers, as of the last report."""
         self.unreported: list[str] = []
         """Trained rollouts that the manager was not told of."""
         self._drops: list[Drop] = []
@@ -144,6 +146,10 @@ class Reports:
             discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
             await self._heads[head].call(discard, timeout_s=self._limit_s)
 
+    async def look(self) -> None:
+        """Ask for the status, where there is nothing to report."""
+        self.status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+
     async def last(self, version: int) -> None:
         """What RolloutWorkers dropped for good by now belongs into the last checkpoint, if the manager still tells."""
         try:
@@ -196,6 +202,7 @@ class Reports:
         first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
         known, self._told_already = (self.known.events or first) + self._told_already, 0
         self._ledger.take(reply.events[max(0, known - first) :])
+        self.status = GateStatus(reply.closed_s, frozenset(reply.versions_in_use), reply.books.dropped)
         self.books, self.known = reply.books, Known(reply.seq, reply.events_seq, reply.measured_seq)
         self._buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:

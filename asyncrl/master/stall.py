@@ -78,7 +78,7 @@ class StallWatch:
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
             async with asyncio.timeout(STATUS_LIMIT_S):
-                gate = (await self._manager.status()).description
+                gate = await self._manager.describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
         silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in sorted(self._collector.silent))

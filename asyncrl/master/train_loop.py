@@ -35,7 +35,7 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.client import GateStatus, ManagerClient
+from asyncrl.manager.client import ManagerClient
 from asyncrl.master import standing
 from asyncrl.master.batches import Batches
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
@@ -147,7 +147,6 @@ class TrainLoop:
             self.buffer,
             self._collector,
         )
-        self._status = GateStatus(0.0, frozenset(), "")
         self._checkpoints = Checkpoints(
             config.checkpoint, run_dir, self._ranks, self._journal, check=self._collector.check
         )
@@ -202,8 +201,8 @@ class TrainLoop:
         journal = state["journal"] if state else None
         dropped = self._reports.books.dropped
         if step is not None:
-            self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
-        begun = perf_counter(), dropped, journal, self._announcer.announced, self._status.closed_s
+            await self._reports.look()
+        begun = perf_counter(), dropped, journal, self._announcer.announced, self._reports.status.closed_s
         self._journal.open(self.run_dir, self.version, *begun)
         write_books(self.run_dir, self.version, self._reports.books)
         if step is None:
@@ -231,7 +230,7 @@ class TrainLoop:
     def _take_up(self, step: _KeptStep, told: ToldSince) -> None:
         """Be where the loop before this one was after its last step, of which the ledger was `told`."""
         self._reports.take_up(step.trained, step.known, told.rollouts, None if told.step else step.batch)
-        self._journal.step_again(self.version, step.batch, step.measured, self._status, perf_counter())
+        self._journal.step_again(self.version, step.batch, step.measured, self._reports.status, perf_counter())
         _log.info("going on after step %d, which was complete", self.version)
 
     async def _step(self) -> None:
@@ -258,9 +257,8 @@ class TrainLoop:
             await or_stop(self._announcer.published(self.version, path), self.stop, math.inf)
             times["time/wait_eval_s"] = perf_counter() - published
             await self._reports.report(self.version)
-            self._status = await or_stop(self.peers.manager.status(), self.stop, self._limit_s)
         finally:  # the step is complete, so its row is written, whatever kept it from being reported
-            self._journal.step(self.version, batch, stats | times, self._status, perf_counter())
+            self._journal.step(self.version, batch, stats | times, self._reports.status, perf_counter())
             self._ledger.step(batch, self._reports.reported_books)
             write_books(self.run_dir, self.version, self._reports.books)
             self._stall.progressed()
@@ -281,7 +279,7 @@ class TrainLoop:
 
     async def _publish(self, *, to_disk: bool) -> str:
         """Make the actor's weights available as the current version; returns its folder."""
-        return await self._publishing.publish(self.version, self._status.versions_in_use, to_disk=to_disk)
+        return await self._publishing.publish(self.version, self._reports.status.versions_in_use, to_disk=to_disk)
 
     async def _begin_keeping(self, batch: TrainBatch, measured: Row) -> None:
         """Have the state of the step that is complete kept on the host."""

@@ -289,7 +289,6 @@ class Simulation:
         self._announcements.announce(Target(self.version, f"v{self.version}"))
         await self.on.master.work(self.on.host.master_s / 2)
         await self._report()
-        await self.manager.status()
         self._wait_s += has_data - begun
         self._train_s += published - has_data
         self.steps.append(self._loop.time() - begun)
@@ -337,11 +336,11 @@ class Simulation:
             await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 
     async def _diagnosis(self) -> str:
-        status = await self.manager.status()
+        gate = await self.manager.describe()
         states = Counter(f"{life.state} v{life.version} {life.reason}".strip() for life in self.decisions.servers)
         return (
             f"{self.setup.name}, seed {self.setup.seed}: no step {self.version} within {self.setup.step_limit_s:g} s; "
-            f"at {self._loop.time():.0f} s: {self.buffer.describe()}; {status.description[:300]}; servers: {states}"
+            f"at {self._loop.time():.0f} s: {self.buffer.describe()}; {gate[:300]}; servers: {states}"
         )
 
     # what comes out

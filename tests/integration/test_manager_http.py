@@ -49,7 +49,12 @@ class Manager:
         self.security = security
         self.clock = Clock()
         self.service = ManagerService(
-            batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=self.clock
+            batch_size=2,
+            max_staleness=1,
+            routing="least_requests",
+            lease_s=30.0,
+            clock=self.clock,
+            versions_in_use=lambda: {4, 3},
         )
         registry = manager_registry(self.service, FleetDecisions("interrupt", 1.0))
         self.http = ManagerHttp(
@@ -497,13 +502,21 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
     assert (lost.seq, lost.urls) == (before.seq + 1, ["http://server0"])
 
 
+async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> None:
+    await manager.client().allocate(wanted(*"abcd"), timeout_s=30)
+    manager.clock.now = 3.0
+    reply = await manager.client("master_worker/0").report_consumed(0, [], [])
+    assert (reply.closed_s, reply.versions_in_use) == (3.0, [3, 4])
+
+
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     client = manager.client()
     await client.allocate(wanted(*"abcd"), timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
     assert status.closed_s == 3.0
-    assert status.description.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
+    line = await client.describe()
+    assert line.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
 
 
 async def test_strangers_are_refused_and_counted(manager: Manager) -> None:

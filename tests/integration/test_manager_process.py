@@ -24,7 +24,15 @@ from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import FinishedRollout, GateBooks, Route, RouteRequest, ServerStatus, WantedRollout
+from asyncrl.manager.messages import (
+    ConsumedReport,
+    FinishedRollout,
+    GateBooks,
+    Route,
+    RouteRequest,
+    ServerStatus,
+    WantedRollout,
+)
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.rollout.generation_client import RolloutClient
@@ -145,6 +153,8 @@ async def test_a_registered_server_serves_and_is_brought_to_each_published_versi
     assert run.manager._service.gate.version == 1
     run.publish(4)
     await run.until(serving(4, 0))
+    reply = await run.manager._service.report_consumed(ConsumedReport(1, [], []))
+    assert reply.versions_in_use == [4]
 
 
 async def test_name_resolution_that_is_away_ends_neither_the_manager_nor_what_it_follows(

@@ -211,6 +211,11 @@ class FleetDecisions:
         """The least version among the servers that get requests; None where there is none."""
         return min((life.version for life in self._serving() if life.version is not None), default=None)
 
+    def versions_in_use(self) -> set[int]:
+        """What servers serve or are brought to: these weights may be read."""
+        goals = {life.goal.version for life in self.servers if life.goal is not None}
+        return goals | {life.version for life in self.servers if life.version is not None}
+
     def publish(self, target: Target) -> None:
         """Newer weights are there. An older target than the present one is ignored."""
         if self.target is None or target.version > self.target.version:

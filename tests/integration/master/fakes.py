@@ -218,6 +218,7 @@ class FakeManager:
     given_up: list[str] = field(default_factory=list)
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
+    versions_in_use: list[int] = field(default_factory=list)
 
     async def report_consumed(
         self,
@@ -237,7 +238,8 @@ class FakeManager:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         books = Books(**asdict(self.books()), version=version, trained_version=version)
         given_up, measured = self.given_up[given_up_after:], self.measured[measured_after:]
-        return ConsumedReply(books, given_up, len(self.given_up), [], 0, measured, len(self.measured))
+        answered = (given_up, len(self.given_up), [], 0, measured, len(self.measured))
+        return ConsumedReply(books, *answered, versions_in_use=self.versions_in_use)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
@@ -263,8 +265,10 @@ class FakeManager:
         return GateBooks(self.submitted, self.trained, dict(self.dropped), 0, running)
 
     async def status(self) -> GateStatus:
-        description = f"gate: running 7; trained {self.trained}; servers: 0 updating"
-        return GateStatus(0.0, frozenset(), description, dict(self.dropped))
+        return GateStatus(0.0, frozenset(self.versions_in_use), dict(self.dropped))
+
+    async def describe(self) -> str:
+        return f"gate: running 7; trained {self.trained}; servers: 0 updating"
 
 
 @dataclass

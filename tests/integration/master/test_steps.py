@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.request_reply import Request
-from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import ConsumedReply
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -21,6 +21,7 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 from tests.integration.master.fakes import (
+    FakeManager,
     FakeWorkers,
     Run,
     make_config,
@@ -194,12 +195,13 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     run = Run(tmp_path, make_config())
     run.workers.filtered_in_graph = 2.0
 
-    async def status() -> GateStatus:
-        step = run.loop.version
-        dropped = {"zero_variance": 3 * step, "too_hard": step, "stale": 7, "failed": 5, "worker_died": 1}
-        return GateStatus(0.0, frozenset(), "", dropped | {"failed: reward my.py:score": step})
+    async def report_consumed(version: int, *report: Any) -> ConsumedReply:
+        dropped = {"zero_variance": 3 * version, "too_hard": version, "stale": 7, "failed": 5, "worker_died": 1}
+        run.manager.dropped = dropped | {"failed: reward my.py:score": version}
+        return await FakeManager.report_consumed(run.manager, version, *report)
 
-    run.manager.status = status  # type: ignore[method-assign]
+    run.manager.report_consumed = report_consumed  # type: ignore[method-assign]
+    run.manager.submitted += 28  # so many are dropped in the end
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
@@ -209,11 +211,7 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
 
 async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-
-    async def status() -> GateStatus:
-        return GateStatus(0.0, frozenset({0}), "")
-
-    run.manager.status = status  # type: ignore[method-assign]
+    run.manager.versions_in_use = [0]
     await run.deliver(range(12), oldest=2)
     await run.loop.run()
     kept = [request.keep for request in run.workers.requests(CollectWeights)]

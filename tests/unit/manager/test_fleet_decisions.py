@@ -74,6 +74,19 @@ def test_versions_may_be_skipped() -> None:
     assert updates(fleet.poll(2.0, NOTHING))[0].target.version == 7
 
 
+def test_versions_that_are_served_or_loaded_are_in_use() -> None:
+    fleet = fleet_of(2)
+    assert fleet.versions_in_use() == {0}
+    fleet.publish(target(1))
+    orders = updates(fleet.poll(0.0, NOTHING))
+    fleet.succeeded(0, orders[0].attempt)
+    fleet.publish(target(2))
+    assert updates(fleet.poll(1.0, NOTHING)).keys() == {0}
+    assert fleet.versions_in_use() == {1, 2}  # server 1 loads v1 still
+    fleet.deregister(1)
+    assert fleet.versions_in_use() == {2}
+
+
 def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the_next() -> None:
     fleet = fleet_of(2)
     fleet.publish(target(1))
