@@ -39,6 +39,8 @@ class Lenders:
         while room > 0 and self._waiting:
             share = -(-room // len(self._waiting))
             future, worker = self._waiting.popitem(last=False)
+            if future.done():  # its time is over, or its worker hung up; its call has not gone on since
+                continue
             self._asked[worker] += share
             future.set_result(share)
             room -= share
@@ -52,7 +54,8 @@ class Lenders:
         self.heard(worker)
         for future in [future for future, name in self._waiting.items() if name == worker]:
             del self._waiting[future]
-            future.set_result(0)
+            if not future.done():
+                future.set_result(0)
 
     async def wait(self, worker: str, timeout_s: float) -> int:
         """How many prompts `worker` is to offer; 0 where it was not asked within `timeout_s` seconds."""

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..conftest import LIMIT_S
 from ..ports import free_ports
-
-LIMIT_S = 120.0
 
 
 def need(*programs: str) -> list[str]:
@@ -78,7 +78,7 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
     for place in (folder, *(parent for parent in folder.parents if parent.owner() == getpass.getuser())):
         if place == Path("/"):
             break
-        place.chmod(0o755)  # the daemons of the job must reach the socket
+        place.chmod(stat.S_IMODE(place.stat().st_mode) | 0o755)  # the daemons of the job must reach the socket
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
@@ -172,6 +172,7 @@ RAY_NODES = r"""
 import os, sys
 os.environ["RAY_TMPDIR"] = sys.argv[1]
 os.mkdir(os.path.join(sys.argv[1], "ray"))  # it notes its address there, and does not make it
+os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # else it kills actors where others have filled the memory
 from ray.cluster_utils import Cluster
 
 node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once

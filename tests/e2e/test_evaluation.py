@@ -57,7 +57,7 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
 
 
 def test_the_command_evaluates_a_folder_with_an_experiments_settings(tiny_model: Path, tmp_path: Path) -> None:
-    settings = ["eval.size=4", "eval.n_samples=2"]
+    settings = ["eval.size=4", "eval.n_samples=2", "system.start_timeout_s=240"]
     settings += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
     out = tmp_path / "out.json"
     done = evaluate(tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")

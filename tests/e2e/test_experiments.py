@@ -213,7 +213,8 @@ def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_
         [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()] for at in (folder, whole)
     )
     assert [row["step"] for row in two] == list(range(1, 11))
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-5)
+    # Sums in another order are rounded otherwise, and Adam makes more of that: 6e-6 by step 10. A step changes 1e-1.
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-4)
     assert export(["--step", "9", f"{folder}.run", str(tmp_path / "ninth")], "asyncrl") == 0
     assert (tmp_path / "ninth" / "model.safetensors").is_file()
 

@@ -37,7 +37,7 @@ import sys
 from asyncrl.commands import join
 from asyncrl.launch import main
 
-join.GONE_S = 5.0  # nobody goes on with a run here that has ended
+join.GONE_S = 30.0  # nobody goes on with a run here that has ended; its manager may be slow for longer than a lease
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -78,7 +78,7 @@ def status(run: Any) -> StatusReply:
 
     async def ask() -> StatusReply:
         with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
-            url = resolver.get(names.MANAGER_KEY)
+            url = resolver.wait(names.MANAGER_KEY, LIMIT_S)  # its lease may just have run out
         http = JsonHttp(RunSecret.load(run.run_dir / SECRET_FILE).http())
         try:
             return await http.call("POST", f"{url}/status", timeout_s=LIMIT_S, reply=StatusReply)

@@ -49,6 +49,7 @@ def finished(start_run: Any, experiment: str, model: Path, **overrides: Any) -> 
         "reward__args": "{pattern: 'It is -?[0-4].*'}",
         "max_head_offpolicyness": None,
         "total_train_steps": STEPS,
+        "group_size": 4,  # of two, all groups of these few steps may happen to agree
         "rollout__sampling__max_new_tokens": 64,
         "dataset__max_prompt_tokens": 64,
         "generation__max_total_tokens": 8192,

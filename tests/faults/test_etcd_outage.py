@@ -16,6 +16,7 @@ import pytest
 from asyncrl.comm.name_resolve import make_resolver
 
 from ..conftest import LIMIT_S, Run
+from ..e2e.clusters import await_that
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,8 +48,9 @@ class Watched:
         self.etcd = etcd
         run.wait_for_step(2)
         self._processes = {psutil.Process(run.worker(f"{kind}/0").pid) for kind in KINDS}
+        expected = {f"status/{kind}/0" for kind in KINDS}
+        await_that(lambda: expected < self._names(), f"{expected} in etcd", LIMIT_S)  # a lease may just have run out
         self.entries = self._names()
-        assert {f"status/{kind}/0" for kind in KINDS} < self.entries
 
     def goes_on(self) -> None:
         """Two more steps are made, by the same processes, which find each other by the same names."""
@@ -56,12 +58,7 @@ class Watched:
         self.run.wait_for_step(made + 2)
         assert all(process.is_running() for process in self._processes), self.run.output + self.run.logs()
         assert not (self.run.run_dir / "restarts.jsonl").exists(), self.run.output
-        pause = threading.Event()
-        for _ in range(int(LIMIT_S / 0.2)):
-            if self._names() >= self.entries:
-                return
-            pause.wait(0.2)
-        raise AssertionError(f"not put back: {self.entries - self._names()}\n{self.run.logs()}")
+        await_that(lambda: self._names() >= self.entries, f"{self.entries} in etcd", LIMIT_S)
 
     def _names(self) -> set[str]:
         access = self.etcd.access(**self._login)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.last_step import LastStep
 
-from ..conftest import Gate
+from ..conftest import LIMIT_S, Gate
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,11 @@ def read_only(disk: Path) -> Iterator[Callable[[], None]]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def is_kept(run: Any, version: int) -> bool:
+    """Whether this step is trained: its state is written into memory, and next its weights onto the disk."""
+    return any(f"v{version}" in folder.name for folder in LastStep(run.run_dir).state_root.iterdir())
+
+
 @pytest.mark.parametrize("unwritable", [full, read_only])
 def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
     start_run: Any,
@@ -73,16 +80,19 @@ def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
     small_disk: Path,
     unwritable: Callable[[Path], contextlib.AbstractContextManager[Callable[[], None]]],
 ) -> None:
-    """For longer than any lease."""
+    """For longer than any lease, and than it takes until a step has to be written."""
     steps, held = 10, gate(3)
     run = start_run(total_train_steps=steps, checkpoint__interval=1, **held.settings)
     run.wait_for_step(3)
     with unwritable(small_disk) as keep_so:
         held.open()
-        until = time.monotonic() + UNWRITABLE_S
-        while time.monotonic() < until:
+        limit, until = time.monotonic() + LIMIT_S, math.inf
+        while (now := time.monotonic()) < until:
+            assert now < limit, run.output + run.logs()
             assert run.process.poll() is None, run.output
             keep_so()
+            if until == math.inf and is_kept(run, 4):
+                until = now + UNWRITABLE_S
             threading.Event().wait(0.02)
         held_at = max(row["step"] for row in run.rows())
     assert held_at < steps

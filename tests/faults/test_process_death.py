@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ..conftest import Gate
+from ..conftest import LIMIT_S, Gate
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = 100_000
+STILL_S = 15.0
 
 
 def saved_version(run: Any) -> int:
@@ -132,11 +133,11 @@ def test_ctrl_c_twice_stops_at_once(start_run: Any, ctrl_c: Any) -> None:
 
 
 def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl_c: Any) -> None:
-    """A ModelWorker for a minute, which is longer than its lease and what a poll may take; a master, of another run,
-    for longer than a run may be without a step.
+    """A ModelWorker for a minute and more, which is longer than its lease and what a poll may take; a master, of
+    another run, for longer than that may be without a step.
     """
     settings = {"total_train_steps": ENDLESS, "eval__interval": 0}
-    ranks = start_run(trial_name="rank", **settings)
+    ranks = start_run(trial_name="rank", system__stall_timeout_s=3 * LIMIT_S, **settings)
     masters = start_run(trial_name="master", system__stall_timeout_s=40.0, **settings)
     stopped: dict[str, psutil.Process] = {}
     for run, kind in ((ranks, "model_worker"), (masters, "master_worker")):
@@ -154,3 +155,24 @@ def test_processes_that_are_stopped_for_a_while_end_nothing(start_run: Any, ctrl
         assert [row["step"] for row in run.rows()] == list(range(1, last_step(run) + 1))
         assert balanced(run), run.output
         assert run.survivors() == []
+
+
+def test_a_machine_that_stands_still_for_longer_than_a_lease_costs_nothing(start_run: Any, ctrl_c: Any) -> None:
+    """As one whose lid is closed, or whose other guests want its processors: nobody takes another for dead then."""
+    run = start_run(total_train_steps=ENDLESS, eval__interval=0)
+    run.wait_for_step(3)
+    for order in (1, -1):  # in which they go on
+        everything = [psutil.Process(run.process.pid), *run.remember_processes().values()][::order]
+        for process in everything:
+            process.suspend()
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.process.wait(STILL_S)
+        before = last_step(run)
+        for process in everything:
+            process.resume()
+        run.wait_for_step(before + 3)
+    ctrl_c(run)
+    assert run.wait() == 130, run.output + run.logs()
+    summary = run.summary()
+    assert summary["restarts"] == {}
+    assert set(summary["books"]["dropped"]) <= {"stale"}, run.logs()

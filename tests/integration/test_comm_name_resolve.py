@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -454,6 +455,35 @@ def test_a_damaged_file_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(NameResolveError, match=r"a\.json.*damaged"):
         FileResolver(tmp_path).get("a")
+
+
+def test_who_stood_still_waits_for_owners_that_may_have_stood_still_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all processes of a machine do that is stopped for longer than a lease, in whatever order they go on."""
+    stood_still_s, found = 0.0, list[dict[str, str]]()
+
+    class Closing(threading.Event):
+        """Between the first look and the second the machine stands still."""
+
+        def is_set(self) -> bool:
+            return len(found) == 2
+
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal stood_still_s
+            found.append(followed.entries())
+            stood_still_s = 20.0
+            return self.is_set()
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s, sleep=time.sleep)
+    with FileResolver(tmp_path) as owner, FileResolver(tmp_path) as resolver:
+        owner.add("w/0", "a", lease_s=10.0)
+        monkeypatch.setattr("asyncrl.comm.name_resolve.file.time", clock)
+        monkeypatch.setattr(resolver, "_closing", Closing())
+        followed = Subtree("w")
+        resolver._follow(followed)
+        monkeypatch.undo()
+    assert found == [{"w/0": "a"}] * 2
 
 
 def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:

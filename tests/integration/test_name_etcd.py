@@ -352,3 +352,15 @@ def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(
         cluster.kill()
     assert worker.returncode == 0, log
     assert "waits/3 ends as done, which could not be told" in log
+
+
+def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(etcd_address: str) -> None:
+    """So it waits for them to put their entries back, as all processes of a machine do that was stopped."""
+    with make_resolver("etcd3", f"{ROOT}/still", etcd=EtcdAccess.at(etcd_address)) as resolver:
+        resolver.add("w/0", "a", lease_s=600.0)
+        link, (lease,) = resolver._link, resolver._leases.values()  # type: ignore[attr-defined]
+        assert resolver._renew("w/0")  # type: ignore[attr-defined]
+        await_that(lambda: not link.is_troubled)  # a call may have been slow
+        lease.looked_at -= 450.0
+        assert resolver._renew("w/0")  # type: ignore[attr-defined]
+        assert link.is_troubled

@@ -33,6 +33,8 @@ CHECK_S = 60.0
 """How often it is checked that a watch has told everything."""
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
+_STOOD_STILL = 2 / 3
+"""Share of a lease after which, without a renewal, it may lapse (`asyncrl.comm.name_resolve.keeper`)."""
 _NEEDS_LEADER = (("hasleader", "true"),)
 
 
@@ -255,6 +257,8 @@ class EtcdResolver(NameResolver):
         began = time.monotonic()
         if began < lease.looked_at + lease.ttl_s / _LOOKS_PER_LEASE:
             return True
+        if math.isfinite(lease.looked_at) and began > lease.looked_at + _STOOD_STILL * lease.ttl_s:
+            self._link.trouble()  # this process stood still, with its machine perhaps, and so all other owners
         keep = etcdrpc.LeaseKeepAliveRequest(ID=lease.id)
         look = etcdrpc.LeaseTimeToLiveRequest(ID=lease.id, keys=True)
         renewed = self._link.call(lambda to: next(iter(to.lease.LeaseKeepAlive(iter([keep]), **to.options)), None))

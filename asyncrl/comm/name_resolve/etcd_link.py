@@ -142,14 +142,18 @@ class EtcdLink:
         finally:
             del self._under_way[number]
             if failed or time.monotonic() > began + _SLOW_CALL_S:
-                self._slow_until = time.monotonic() + GRACE_S
+                self.trouble()
+
+    def trouble(self) -> None:
+        """Leases may have run out while this process did not call."""
+        self._slow_until = time.monotonic() + GRACE_S
 
     @property
     def is_troubled(self) -> bool:
         """Whether etcd hangs, or did until a moment ago: who could not renew a lease lost it.
 
         A lease lapses where its owner could not renew it for two thirds of it; every process that has one renews it
-        each third, so a call of this process has been under way, or failing, by then.
+        each third, so a call of this process has been under way, or failing, by then; or it stood still itself.
         """
         now = time.monotonic()
         return now < self._slow_until or any(now > began + _SLOW_CALL_S for began in list(self._under_way.values()))

@@ -106,11 +106,12 @@ class FileResolver(NameResolver):
 
     def _follow(self, subtree: Subtree) -> None:
         scan = _Scan(self._dir, subtree.root, self._clock)
+        looked = time.monotonic()
         while not self._closing.is_set():
-            began = time.monotonic()
             with self._translated():
                 found = scan.look()
-            if time.monotonic() > began + _SLOW_LOOK_S:  # so owners could not renew either
+            before, looked = looked, time.monotonic()
+            if looked > before + FOLLOW_POLL_S + _SLOW_LOOK_S:  # files, or the machine, stood still, for owners too
                 subtree.trouble()
             self._found(subtree, found)
             self._closing.wait(FOLLOW_POLL_S)

@@ -82,6 +82,22 @@ async def test_lenders_are_asked_in_turn_for_what_nobody_was_asked_for_yet() -> 
     assert await lenders.wait("d", 0.0) == 0
 
 
+async def test_a_call_that_was_given_up_in_the_same_turn_of_the_loop_is_asked_for_nothing() -> None:
+    """Its time is over, or its worker hung up, and it has not gone on since."""
+    room = 0
+    lenders = Lenders(lambda: room)
+    calls = [asyncio.create_task(lenders.wait(name, LONG_S)) for name in "abc"]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    lenders.gone("a")
+    calls[1].cancel()
+    room = 3
+    lenders.ask()
+    assert await calls[2] == 3, "all of it is asked of who waits"
+    ended = await asyncio.gather(*calls[:2], return_exceptions=True)
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
+
+
 async def test_who_has_a_shard_is_asked_once_there_is_room_and_none_before() -> None:
     run = Run()
     held = asyncio.create_task(run.service.lend(m.LendRequest(worker=HOME, timeout_s=LONG_S)))
