@@ -203,10 +203,8 @@ async def test_what_a_function_prints_or_forks_does_not_disturb_its_answer(
     children = await ask(offloader, hostile("leaves_children"))
     assert len(children) == 5
     assert await ask(offloader, hostile("fine")) == 5.0
-    async with asyncio.timeout(
-        LIMIT_S
-    ):  # what a call leaves behind is killed with its process, in its own sessions too
-        while any(map(runs, children)):
+    async with asyncio.timeout(LIMIT_S):  # what it left behind is killed with its process, in sessions of its own too
+        while any(map(runs, children)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
