@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
 
+from asyncrl.chaos import proxy as proxy_module
 from asyncrl.chaos.links import Links, through
 from asyncrl.chaos.proxy import LinkProxy
 from asyncrl.comm import names
@@ -16,6 +18,12 @@ from asyncrl.comm.name_resolve import FileResolver
 
 HOST = "127.0.0.1"
 LIMIT_S = 60.0
+NO_LEASE_ENDS_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_LIMIT_S", LIMIT_S)
 
 
 @asynccontextmanager
@@ -103,17 +111,17 @@ async def test_a_delay_holds_bytes_back_and_keeps_their_order() -> None:
 
 
 async def test_where_nobody_listens_behind_it_a_connection_is_broken() -> None:
-    async with echo() as gone:
-        pass
     proxy = LinkProxy(HOST)
     port = await proxy.start()
-    try:
-        assert await is_refused(port), "nobody was ever there"
-        proxy.upstream = gone
-        assert await is_refused(port), "it is gone"
-        assert proxy.connections == 0
-    finally:
-        await proxy.close()
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))  # and does not listen, nor does anybody else there meanwhile
+        try:
+            assert await is_refused(port), "nobody was ever there"
+            proxy.upstream = silent.getsockname()
+            assert await is_refused(port), "it is gone"
+            assert proxy.connections == 0
+        finally:
+            await proxy.close()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,7 @@ def resolver(tmp_path: object) -> FileResolver:
 
 async def test_entries_are_replaced_also_those_of_successors_and_go_with_their_owner(resolver: FileResolver) -> None:
     owner, key = "gserver_manager/0", names.MANAGER_KEY
-    links = Links(HOST, 10.0, {owner: key})
+    links = Links(HOST, NO_LEASE_ENDS_S, {owner: key})
     await links.start()
     try:
         links.look(resolver)
@@ -149,7 +157,7 @@ async def test_entries_are_replaced_also_those_of_successors_and_go_with_their_o
                 async with echo() as upstream:
                     host, port = upstream
                     other.add(f"status/{owner}", str(port), replace=True)
-                    other.add(key, f"https://{host}:{port}", lease_s=10.0, replace=True)
+                    other.add(key, f"https://{host}:{port}", lease_s=NO_LEASE_ENDS_S, replace=True)
                     links.look(resolver)
                     entry = resolver.get(key)
                     parts = urlsplit(entry)

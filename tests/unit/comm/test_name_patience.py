@@ -25,9 +25,10 @@ LIMIT_S = 60.0
 
 
 class Away:
-    """Makes the next `times` file operations of name resolution fail with `error`; none where it is 0."""
+    """Makes the next `times` file operations in `folder` fail with `error`; none where it is 0."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
         self.times = 0
         self.error = errno.ESTALE
         self.failed = threading.Event()
@@ -36,7 +37,7 @@ class Away:
 
     def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self.times > 0 and "names" in str(args[0]):
+            if self.times > 0 and Path(str(args[0])).is_relative_to(self.folder):
                 self.times -= 1
                 self.failed.set()
                 raise OSError(self.error, os.strerror(self.error), str(args[0]))
@@ -46,8 +47,8 @@ class Away:
 
 
 @pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Away:
-    return Away(monkeypatch)
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Away:
+    return Away(tmp_path / "names", monkeypatch)
 
 
 @pytest.fixture

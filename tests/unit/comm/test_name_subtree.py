@@ -90,14 +90,14 @@ def test_a_refusal_is_raised_where_it_is_read(subtree: Subtree) -> None:
 class Opened:
     """Counts the files that are opened in, and the listings of, the folder of names."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.count = folder, 0
         for owner, name in ((Path, "open"), (os, "listdir")):
             monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
+            self.count += Path(str(args[0])).is_relative_to(self.folder)
             return call(*args, **kwargs)
 
         return wrapped
@@ -107,6 +107,16 @@ class Opened:
 def resolver(tmp_path: Path) -> Iterator[FileResolver]:
     with FileResolver(tmp_path / "names") as resolver:
         yield resolver
+
+
+class FileSystemClock(_FileSystemClock):
+    """Stands `ahead_s` after the last change of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ahead_s = folder, 0.1
+
+    def now(self) -> float:
+        return self.folder.stat().st_mtime + self.ahead_s
 
 
 def _age(folder: Path, seconds: float) -> None:
@@ -119,16 +129,17 @@ def test_a_folder_that_did_not_change_is_not_read_again(
     resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "names"
-    scan = _Scan(folder, "w", _FileSystemClock(folder))
+    clock = FileSystemClock(folder)
+    scan = _Scan(folder, "w", clock)
     for index in range(20):
         resolver.add(f"w/{index}", "x", lease_s=3600.0 if index % 2 else None)
     resolver.add("other", "x")
-    opened = Opened(monkeypatch)
+    opened = Opened(folder, monkeypatch)
     assert len(scan.look()) == 20
     assert opened.count == 21
     assert len(scan.look()) == 20, "it changed a moment ago, so it may have changed again within a tick of its clock"
     assert opened.count == 42
-    _age(folder, 60.0)
+    clock.ahead_s = 60.0
     scan.look()
     before = opened.count
     for _ in range(100):

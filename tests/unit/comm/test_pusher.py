@@ -78,7 +78,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 
     monkeypatch.setattr(Outbox, "take", counted)
     monkeypatch.setattr(pusher, "PeerLink", NarrowLink)
-    sender = TrajectoryPusher(["narrow"], None, identity="test", high_water=COUNT)
+    sender = TrajectoryPusher(["narrow"], None, identity="test", high_water=COUNT, resend_after_s=3600.0)
     (link,) = sender._links.values()
     assert isinstance(link, NarrowLink)
     await asyncio.gather(*(sender.push(trajectory(number)) for number in range(COUNT)))

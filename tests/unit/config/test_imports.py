@@ -37,4 +37,4 @@ LIGHT_MODULES = (
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_the_plug_ins_of_a_rollout_worker_import_neither_torch_nor_transformers(module: str) -> None:
     program = f"import sys, {module}; sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=170, check=False).returncode == 0

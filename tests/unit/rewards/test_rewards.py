@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Episode, RewardFunction
 from asyncrl.api.reward import RunIn, marked_run_in, run_in, scored
+from asyncrl.comm import http
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused
 from asyncrl.rewards import remote
@@ -146,6 +147,7 @@ def test_the_last_block_of_an_answer_is_its_program() -> None:
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
     """`await server(handler)`: the URL of a server that answers with it; it gets the body and the attempt's number."""
     monkeypatch.setattr(remote, "_BACKOFF", Backoff(0.001, 0.001))
+    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 60.0)
     runners = []
 
     async def start(handler: Handler) -> str:

@@ -36,6 +36,8 @@ from asyncrl.rollout.episode import run_group
 TOKENIZER = CharTokenizer()
 EOS = TOKENIZER.eos_token_id
 RIGHT, WRONG = "1+2=3#3", "1+2=4#4"
+LIMIT_S = 120.0
+"""It is there to end a hang."""
 Policy = Callable[[GenerationRequest], list[Completion]]
 
 
@@ -79,7 +81,7 @@ async def roll_out(
 ) -> Sequence[Sample]:
     made = prompt(group_size)
     made = made if data is None else replace(made, data=data)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         samples, _ = await run_group(
             agent, env, made, LatestFirst(policy), lambda client, own: EpisodeClient(client, own, own.member, chat)
         )
@@ -129,7 +131,7 @@ async def test_a_policy_that_fails_an_agent_with_queues_ends_its_wait() -> None:
         async def generate(self, request: GenerationRequest) -> GenerationResult:
             raise ConnectionError("no server")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(ConnectionError, match="no server"):
             await run_group(QueueAgent(), single_turn, prompt(2), Failing(), Any)
 

@@ -32,6 +32,7 @@ from asyncrl.rollout.episode import Tries, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))
 ONCE = Tries()
+LIMIT_S = 120.0
 
 
 class Policy:
@@ -93,7 +94,7 @@ async def roll_out_counted(
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     agent = run if isinstance(run, Agent) else agent_of(run, {})
     environments: list[Env] = [] if made is None else made
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         return await run_group(
             agent,
             lambda: (make or Env)(environments),

@@ -154,7 +154,8 @@ async def test_a_new_evaluation_ends_the_one_that_nobody_waits_for_any_more() ->
     client = FakeClient(hold=asyncio.Event())
     evaluating = evaluator(client)
     first = asyncio.create_task(evaluating.evaluate("all", 7))
-    await asyncio.sleep(0.01)
+    while not client.asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     second = asyncio.create_task(evaluating.evaluate("two", 8))
     with pytest.raises(asyncio.CancelledError):
         await first

@@ -55,6 +55,7 @@ from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
 GROUP = 2
+LIMIT_S = 120.0
 
 
 class NoEnv(Environment):
@@ -163,7 +164,6 @@ async def run(
     config: RolloutConfig | None = None,
     generate: Callable[..., Awaitable[GenerationResult]] = answer,
     train_prompt: Callable[[PromptRef], Prompt] | None = None,
-    limit_s: float = 10.0,
     right_at: float | None = None,
     least_episodes: int = 1,
 ) -> list[Trajectory]:
@@ -185,7 +185,7 @@ async def run(
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     try:
-        await asyncio.wait({working, done}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, done}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         failed = working.done()
         working.cancel()
@@ -193,7 +193,7 @@ async def run(
         await asyncio.gather(working, done, return_exceptions=True)
     if failed:
         working.result()
-    assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {limit_s} s"
+    assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {LIMIT_S} s"
     assert all(gate.outcome_of(prompt_id)[-1].return_prompt for prompt_id in loop._attempts), "it keeps what is over"
     return pushed
 
@@ -305,7 +305,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
     loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while not enough():  # noqa: ASYNC110  # what is waited for is the loop itself
                 await asyncio.sleep(0)
     finally:
@@ -830,7 +830,7 @@ async def test_a_loop_without_a_shard_plays_what_others_lend_it_and_each_prompt_
     ]
     working = [asyncio.create_task(work) for work in (loops[0].run(), loops[0].lend(), loops[1].run())]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while min(len(gate.played) for gate in gates) < 20 and not any(task.done() for task in working):  # noqa: ASYNC110
                 await asyncio.sleep(0)
     finally:

@@ -15,6 +15,7 @@ from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.places import GroupPlaces, Places
 from asyncrl.rollout.user_code import Plugins
 
+LIMIT_S = 120.0
 MINE = """
 import asyncio
 
@@ -81,7 +82,7 @@ async def test_groups_that_open_all_their_environments_at_once_do_not_hold_each_
         samples, _ = await run_group(plugins.agent, plugins.make_envs(2), prompt, Policy(), plugins.episode_client)
         return len(samples)
 
-    async with plugins.offloader, asyncio.timeout(120):
+    async with plugins.offloader, asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*map(play, range(4))) == [2] * 4
 
 
@@ -113,7 +114,7 @@ async def test_places_are_given_in_the_order_of_asking_and_none_are_lost() -> No
     assert one.done()
     assert not one.cancelled()
     places.give(2)
-    await asyncio.wait_for(places.take(3), 1)
+    await asyncio.wait_for(places.take(3), LIMIT_S)
 
 
 async def test_who_gives_up_at_the_moment_of_its_turn_is_cancelled_and_takes_nothing() -> None:
@@ -125,7 +126,7 @@ async def test_who_gives_up_at_the_moment_of_its_turn_is_cancelled_and_takes_not
     places.give(1)
     await asyncio.wait({waiting})
     assert waiting.cancelled()
-    await asyncio.wait_for(places.take(1), 1)
+    await asyncio.wait_for(places.take(1), LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -153,6 +154,6 @@ async def test_whatever_is_given_up_meanwhile_every_group_gets_its_places(seed: 
     for each in chance.sample(running, 8):
         await asyncio.sleep(chance.random() / 1000)
         each.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*running, return_exceptions=True)
         await places.take(4)

@@ -30,12 +30,15 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.offload.messages import USE, Call
 from asyncrl.rollout.offload.meter import metered
+from asyncrl.rollout.offload.processes import Lease
 from asyncrl.rollout.scoring import episode_of
 from asyncrl.rollout.settings import NamedRewardConfig, check
 from asyncrl.rollout.user_code import Plugins
 
 TOKENIZER = CharTokenizer()
+LIMIT_S = 150.0
 MINE = """
 import asyncio
 import os
@@ -268,7 +271,7 @@ def called_in() -> list[int]:
 async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sample], dict[str, float], list[int]]:
     plugins = Plugins(config)
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
-    async with plugins.offloader, asyncio.timeout(60):
+    async with plugins.offloader, asyncio.timeout(LIMIT_S):
         with metered() as meter:
             samples, counted = await run_group(
                 plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
@@ -359,13 +362,19 @@ async def test_agents_in_processes_ask_the_worker_and_give_the_same(config: Expe
     ],
 )
 async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
-    config: ExperimentConfig, deed: str, how: str
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, deed: str, how: str
 ) -> None:
     """Member 1 does it, the others play."""
     config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", ":hostile_agent"), RunIn.process
     config.agent.args, config.rollout.user_code.process_children = {"deed": deed}, 4
+    ask = Lease.ask
+
+    async def impatient_with_member_1(lease: Lease, label: str, call: Call, timeout_s: float, answer: Any) -> Any:
+        is_its_run = call.sees == USE and call.arguments[1][0].member == 1
+        return await ask(lease, label, call, 1.0 if is_its_run else timeout_s, answer)
+
     if deed == "hangs":
-        config.rollout.rollout_timeout_s = 10.0
+        monkeypatch.setattr(Lease, "ask", impatient_with_member_1)
     samples, metrics, _ = await roll_out(config)
     assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (2.0, 2)]
     assert metrics[f"rollout/lost_episodes: agent {config.agent.path} {how}"] == 1.0

@@ -147,7 +147,7 @@ async def test_the_calls_of_a_turn_run_at_the_same_time_and_no_more_than_are_all
             self.there += 1
             if self.there == 2:
                 self.met.set()
-            await asyncio.wait_for(self.met.wait(), 10)
+            await asyncio.wait_for(self.met.wait(), 120)
             return ToolResult(arguments["expression"], reward=0.25)
 
         async def calc_reward(self, instance_id):

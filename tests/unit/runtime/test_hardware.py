@@ -94,6 +94,7 @@ def test_the_memory_of_gpus_is_known_by_index_and_uuid(tmp_path: Path, monkeypat
     tool.write_text("#!/bin/sh\necho '0, GPU-1a2b, 81559'\necho '1, GPU-3c4d, [N/A]'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(hardware, "_NVIDIA_SMI_LIMIT_S", 120.0)
     assert hardware.gpu_memory() == {"0": 81559 << 20, "GPU-1a2b": 81559 << 20}
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert hardware.gpu_memory() == {}

@@ -14,7 +14,7 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
         "import pkgutil; from asyncrl.runtime.kinds import KINDS; from asyncrl.runtime.worker import Worker; "
         "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in KINDS.values())"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=170)
     config = ExperimentConfig()
     leaders = [
         [name for name, kind in KINDS.items() if kind.leads and run in kind.runs and kind.count(config)] for run in Run
@@ -30,4 +30,4 @@ def test_the_registry_imports_no_process() -> None:
         "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.kinds import KINDS; "
         "sys.exit(any(kind.path.split(':')[0] in sys.modules for kind in KINDS.values()))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=170, check=False).returncode == 0

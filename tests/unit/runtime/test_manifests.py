@@ -229,7 +229,7 @@ SETTINGS = (
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrl.launch", *SETTINGS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
 
 def test_a_dry_run_prints_what_kubectl_applies_and_a_run_out_of_a_pod_says_so() -> None:

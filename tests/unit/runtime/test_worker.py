@@ -38,7 +38,7 @@ def test_a_stop_request_in_the_first_moments_is_a_clean_end(tmp_path: Path) -> N
     config.system.encrypt = False
     write_run_config(config, tmp_path)
     command = [sys.executable, "-c", STOPPED_AT_ONCE, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["early 3 starting", "early 3 done"]
 
@@ -65,7 +65,7 @@ def test_a_setting_that_a_worker_finds_wrong_is_told_by_its_message_alone(tmp_pa
     config.system.encrypt = False
     write_run_config(config, tmp_path)
     command = [sys.executable, "-c", REFUSES, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == "failed ConfigError: agent.path='x:y': no such file"
     assert ended.stderr.splitlines() == ["refuses/0 failed: agent.path='x:y': no such file"]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from asyncrl.comm import http as http_module
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.http_server import HttpServer, Route
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.same_code import loaded_sources
+from asyncrl.staging import client as client_module
 from asyncrl.staging import fetch
 from asyncrl.staging.client import StagingClient, source_failed
 from asyncrl.staging.messages import INPUTS, MODEL, StageReply, StageRequest
@@ -23,6 +25,14 @@ from asyncrl.weights.manifest import Manifest, file_entry, read_manifest, verify
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
+LIMIT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit is one of this machine's speed."""
+    for module, name in ((http_module, "CONNECT_TIMEOUT_S"), (client_module, "_MARGIN_S"), (fetch, "SILENCE_S")):
+        monkeypatch.setattr(module, name, LIMIT_S)
 
 
 class Host:
@@ -230,7 +240,7 @@ async def test_code_of_another_host_is_compared_with_that_of_this_one(
         told = await client.code_differences(other)
         assert told.keys() == {"asyncrl.staging.store", "asyncrl.nowhere"}
         with pytest.raises(HttpRefused) as refused:
-            await http.call("POST", f"{host.url}/same_code", {"sums": 1}, timeout_s=5)
+            await http.call("POST", f"{host.url}/same_code", {"sums": 1}, timeout_s=LIMIT_S)
         assert refused.value.status == 400
     finally:
         await http.close()
@@ -283,7 +293,6 @@ async def test_a_damaged_byte_on_the_source_is_found_and_the_next_source_is_good
 async def test_an_answer_that_is_cut_off_too_long_or_silent_is_refused(
     start_host: Any, start_bad_source: Any, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "SILENCE_S", 0.5)
     host = await start_host("two")
     manifest = (published / "manifest.json").read_bytes()
 
@@ -307,6 +316,7 @@ async def test_an_answer_that_is_cut_off_too_long_or_silent_is_refused(
 
     for answer, why in ((cut_off, "broke off"), (too_long, "the manifest says"), (silent, "was silent")):
         url = await start_bad_source(manifest, answer)
+        monkeypatch.setattr(fetch, "SILENCE_S", 0.5 if answer is silent else LIMIT_S)
         with pytest.raises(HttpRefused, match=why) as error:
             await host.stage("v1", url, manifest_sum=fetch.sum_of(manifest))
         assert wrong(error)
@@ -335,10 +345,10 @@ async def test_strangers_get_nothing_and_no_path_leads_out_of_a_folder(
     await origin.stage("v1", path=str(published))
     stranger, friend = JsonHttp(RunSecret.create(tmp_path / "other").http()), JsonHttp(http_security)
     with pytest.raises(HttpError):
-        await stranger.call("GET", f"{origin.url}/manifest?folder=v1", timeout_s=5)
+        await stranger.call("GET", f"{origin.url}/manifest?folder=v1", timeout_s=LIMIT_S)
     for query in ("folder=v1&name=../../one/staged/v1/config.json", "folder=..&name=config.json", "folder=v1"):
         with pytest.raises(HttpRefused) as refused:
-            await friend.call("GET", f"{origin.url}/file?{query}", timeout_s=5)
+            await friend.call("GET", f"{origin.url}/file?{query}", timeout_s=LIMIT_S)
         assert refused.value.status == 404
     with pytest.raises(HttpRefused) as outside:
         await origin.stage("../v1", path=str(published))

@@ -19,6 +19,7 @@ from asyncrl.tools.settings import McpServerConfig
 
 pytest.importorskip("mcp")
 
+LIMIT_S = 120.0
 SERVER = """
 import asyncio
 import os
@@ -36,7 +37,8 @@ async def add(a: int, b: int = 1) -> int:
 
 
 @server.tool()
-async def slow() -> str:
+async def slow(begun: str) -> str:
+    open(begun, "w").close()
     await asyncio.sleep(600)
 
 
@@ -87,11 +89,18 @@ async def offloader():
 
 
 def _over_stdio(server: str, **settings) -> McpServerConfig:
-    return McpServerConfig(name="calc", command=sys.executable, args=[server], **settings)
+    limits = {"timeout_s": LIMIT_S, "start_timeout_s": LIMIT_S}
+    return McpServerConfig(name="calc", command=sys.executable, args=[server], **limits, **settings)
 
 
 def _children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _left(before: set[int]) -> list[psutil.Process]:
+    """Those that were started since `before` and do not end."""
+    started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    return psutil.wait_procs(started, timeout=LIMIT_S)[1]
 
 
 async def _call(tools: RunTools, name: str, arguments: dict) -> str:
@@ -109,7 +118,7 @@ async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(of
         assert (await _call(tools, "add", {"a": "x"})).startswith("Error: ")
         assert (await _call(tools, "fails", {})).startswith("Error: ")
         assert int(await _call(tools, "talks", {})) in _children() - before
-    assert _children() <= before
+    assert _left(before) == []
 
 
 async def test_a_server_that_dies_costs_a_call_and_is_started_again(offloader, server):
@@ -118,14 +127,24 @@ async def test_a_server_that_dies_costs_a_call_and_is_started_again(offloader, s
         for _ in range(2):
             assert (await _call(tools, "dies", {})).startswith("Error: ")
             assert await _call(tools, "add", {"a": 1}) == "2"
-    assert _children() <= before
+    assert _left(before) == []
 
 
-async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, server):
-    async with RunTools((), [_over_stdio(server, tools=["add", "slow"], timeout_s=4.0)], offloader) as tools:
-        slow, added = await asyncio.gather(_call(tools, "slow", {}), _call(tools, "add", {"a": 1}))
-        assert "did not answer within 4 s" in slow
-        assert added == "2"
+async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, server, tmp_path):
+    config, begun = _over_stdio(server, tools=["add", "slow"]), tmp_path / "begun"
+    async with RunTools((), [config], offloader) as tools:
+        hanging = asyncio.create_task(_call(tools, "slow", {"begun": str(begun)}))
+        async with asyncio.timeout(LIMIT_S):
+            while not begun.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await _call(tools, "add", {"a": 1}) == "2"
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        config.timeout_s = 0.5
+        assert "did not answer within 0.5 s" in await _call(tools, "slow", {"begun": str(begun)})
+        config.timeout_s = LIMIT_S
+        assert await _call(tools, "add", {"a": 2}) == "3"
 
 
 async def test_a_server_over_http_is_called_the_same_way(offloader, server):
@@ -136,7 +155,9 @@ async def test_a_server_over_http_is_called_the_same_way(offloader, server):
             port = int(await asyncio.to_thread(process.stdout.readline))
             url = f"http://127.0.0.1:{port}/mcp"
             configs = [
-                McpServerConfig(name=name, url=url, prefix=f"{name}_", tools=["add"], headers={"X-Mine": "1"})
+                McpServerConfig(
+                    name=name, url=url, prefix=f"{name}_", tools=["add"], headers={"X-Mine": "1"}, timeout_s=LIMIT_S
+                )
                 for name in ("one", "two")
             ]
             async with RunTools((), configs, offloader) as tools:
@@ -164,7 +185,7 @@ async def test_a_server_that_does_not_serve_is_refused_at_the_start(offloader, s
     with pytest.raises(ConfigError, match=message):
         async with RunTools((), [config], offloader):
             pass
-    assert _children() <= before
+    assert _left(before) == []
 
 
 async def test_two_tools_of_one_name_are_refused(offloader, server):
