@@ -39,6 +39,8 @@ hypothesis.settings.load_profile("asyncrl")
 SHARED_MEMORY = Path("/dev/shm")
 LIMIT_S = 300.0
 """Of waits for what must come: it is there to end a hang, not to measure how fast a machine is."""
+GONE_S = 120.0
+"""Of waits for what must go: a process that has ended, its last words, its memory."""
 _STEP = re.compile(r"step (\d+)/")
 
 SETTINGS: dict[str, Any] = {
@@ -325,7 +327,7 @@ class Run:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {limit_s} s:\n{self.output}\n{self.logs()}")
-        self._reader.join(10)
+        self._reader.join(GONE_S)
         return code
 
     def remember_processes(self) -> dict[str, psutil.Process]:
@@ -356,7 +358,7 @@ class Run:
 
     def survivors(self) -> list[str]:
         """What still runs of all processes seen; each has a moment to end."""
-        _poll(lambda: not any(map(_runs, self.seen.values())), 30.0)
+        _poll(lambda: not any(map(_runs, self.seen.values())), GONE_S)
         return [f"{process.pid} {_title(process)}" for process in self.seen.values() if _runs(process)]
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -402,7 +404,7 @@ class Run:
             with self._changed:
                 self._changed.wait_for(lambda: so() or self._ended, 1.0)
         if self._ended:  # what it printed last may not be read yet
-            self._reader.join(10)
+            _poll(lambda: so() or not self._reader.is_alive(), GONE_S)
         assert so(), f"no {what} in:\n{self.output}"
 
     def _read(self) -> None:
@@ -438,10 +440,11 @@ def _poll(so: Callable[[], bool], limit_s: float) -> None:
 
 def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
     """Shared memory that came since `before` and is of this run, or that no living process uses. Other runs may go on
-    beside the test; they have folders there.
+    beside the test; they have folders there, and files for the moment between making and mapping them: so what is left
+    was there at every look.
     """
 
-    def left() -> set[Path]:
+    def now() -> set[Path]:
         used = set()
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):  # the process has ended
@@ -449,8 +452,14 @@ def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
         unused = set(SHARED_MEMORY.iterdir()) - before - used
         return {path for path in unused if not path.is_dir() or path == LastStep(run_dir).folder}
 
-    _poll(lambda: not left(), 30.0)
-    return sorted(map(str, left()))
+    left = now()
+
+    def is_gone() -> bool:
+        left.intersection_update(now())
+        return not left
+
+    _poll(is_gone, GONE_S)
+    return sorted(map(str, left))
 
 
 StartRun = Callable[..., Run]

@@ -29,10 +29,13 @@ another host ranks remove theirs when they are asked to stop, and those of launc
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -48,6 +51,7 @@ _PREFIX = "asyncrl-"
 _STATE = "state"
 _TORN = "torn"
 _OWNER = "owner"
+_REMOVAL_LIMIT_S = 60.0
 
 
 class _Owner(msgspec.Struct, frozen=True):
@@ -146,9 +150,11 @@ class LastStep:
         if self.folder.is_symlink():
             raise OSError(f"{self.folder} is a link that somebody else made; remove it")
         self._mark.unlink(missing_ok=True)
-        for folder in (self.folder, self._run_dir / INBOXES_DIR):
-            if folder.exists():
-                shutil.rmtree(folder)
+        with _to_remove(self.folder, _REMOVAL_LIMIT_S) as is_there:
+            if is_there:
+                shutil.rmtree(self.folder)
+        if (self._run_dir / INBOXES_DIR).exists():
+            shutil.rmtree(self._run_dir / INBOXES_DIR)
         _remove_orphans()  # of other addresses of this host
 
     def tear(self) -> None:
@@ -179,15 +185,58 @@ def _remove_orphans() -> None:
     in the run's folder.
     """
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # who has it removes it
+            if is_there and _is_over(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(folder: Path) -> bool:
+    try:
+        owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
+    except (OSError, msgspec.DecodeError):  # it is just being made, or is none of these
+        return False
+    if owner.pid:
+        return _identity(owner.pid) != (owner.pid, owner.started)
+    launch = _launch_of(owner.run_dir)
+    return launch != owner.launch or not launch
+
+
+@contextlib.contextmanager
+def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
+    """Whether `folder` is there, for the caller alone to remove: another launch may find that its launcher is gone as
+    the next one of its run makes it anew, and what is new is not what was found to be over.
+
+    Raises:
+        OSError: another process removes it, and was not done within `limit_s`; or it is somebody else's.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        _lock(descriptor, limit_s)
+        yield _is_at(folder, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(descriptor: int, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
         try:
-            owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
-        except (OSError, msgspec.DecodeError):  # it is just being made, or is none of these
-            continue
-        here = bool(owner.pid)
-        launch = _launch_of(owner.run_dir)
-        over = _identity(owner.pid) != (owner.pid, owner.started) if here else launch != owner.launch or not launch
-        if over:
-            shutil.rmtree(folder, ignore_errors=True)
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _launch_of(run_dir: str | Path) -> str:

@@ -14,6 +14,7 @@ process alone, so that other load does not matter; and the largest may not blow 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -210,6 +211,7 @@ class Case:
 
 
 FOLDER = Path(tempfile.mkdtemp(dir=IN_MEMORY))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)  # also where the tests are collected and run elsewhere
 
 
 def in_file(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], Any]:

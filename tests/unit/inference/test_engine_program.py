@@ -80,7 +80,7 @@ def test_recorded_decoding_follows_a_weight_update(architecture: str, tmp_path: 
         update = engine.update_weights(str(tmp_path), "v1")
         samples = generate(engine, 1, count=30)
     assert update.result(timeout=0) == 0
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("asyncrl.inference")]
     assert worst_error(new, samples) < 1e-6
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
-from asyncrl.inference.sglang.ports import BLOCK_SIZE, NoFreePorts, PortBlock, reserve_ports
+from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 
 
 @pytest.fixture
@@ -138,20 +139,33 @@ def test_two_reservations_never_share_a_port() -> None:
         block.release()
 
 
+def two_blocks() -> tuple[PortBlock, PortBlock]:
+    """One after the other, below what runs beside this test choose from."""
+    while True:
+        first = reserve_ports("127.0.0.1", first=FIRST_PORT // 2, last=FIRST_PORT - 1 - BLOCK_SIZE)
+        next_base = first.base + BLOCK_SIZE
+        with contextlib.suppress(NoFreePorts):
+            return first, reserve_ports("127.0.0.1", first=next_base, last=next_base + BLOCK_SIZE - 1)
+        first.release()
+
+
 def test_a_released_block_can_be_reserved_again() -> None:
-    base = 27000
-    first = reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
-    with pytest.raises(NoFreePorts, match="27000-27009"):
-        reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
+    first, other = two_blocks()
+    base, last = first.base, first.base + BLOCK_SIZE - 1
+    with pytest.raises(NoFreePorts, match=f"{base}-{last}"):
+        reserve_ports("127.0.0.1", first=base, last=last)
     first.release()
-    second = reserve_ports("127.0.0.1", first=base, last=base + BLOCK_SIZE - 1)
+    second = reserve_ports("127.0.0.1", first=base, last=last)
     assert second.http == base
     second.release()
+    other.release()
 
 
 def test_a_block_with_a_strangers_port_in_it_is_passed_over() -> None:
-    base = 27100
-    with socket.create_server(("127.0.0.1", base + 5)):
-        block = reserve_ports("127.0.0.1", first=base, last=base + 2 * BLOCK_SIZE - 1)
-    assert block.base == base + BLOCK_SIZE
+    first, second = two_blocks()
+    first.release()
+    second.release()
+    with socket.create_server(("127.0.0.1", first.base + 5)):
+        block = reserve_ports("127.0.0.1", first=first.base, last=second.base + BLOCK_SIZE - 1)
+    assert block.base == second.base
     block.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from asyncrl.master.buffer_order import BufferOrder
 from asyncrl.master.settings import BufferOrderConfig, check
 from asyncrl.trainer.messages import RolloutRecord
 
+LIMIT_S = 120.0
 MINE = """
 def hardest_first(rollout, *, from_age=0):
     return sum(rollout.rewards) / len(rollout.rewards) if rollout.age >= from_age else 1.0
@@ -61,7 +63,7 @@ def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
 
 async def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
     """What the steps from version 3 on train."""
-    buffer, mine = SampleBuffer(batch, eta, "drop"), BufferOrder(order)
+    buffer, mine = SampleBuffer(batch, eta, "drop"), BufferOrder(replace(order, timeout_s=LIMIT_S))
     buffer.add(records)
     batches = []
     version = 3
@@ -100,31 +102,34 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
     monkeypatch: pytest.MonkeyPatch, mine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The event loop goes on meanwhile, and while it hangs it is not called again."""
-    hang, calls = threading.Event(), list[str]()
+    begun, hang, calls = threading.Event(), threading.Event(), list[str]()
 
     def slow(rollout: ReadyRollout) -> float:
         calls.append(rollout.prompt_id)
-        hang.wait(60)
+        begun.set()
+        hang.wait(LIMIT_S)
         return -rollout.order
 
     monkeypatch.setattr("asyncrl.master.buffer_order.load_plugin", lambda path: slow)
     order = BufferOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
     assert await order.ranks(ROLLOUTS, 3) == {}
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
+    assert await asyncio.to_thread(begun.wait, LIMIT_S)
     assert await order.ranks(ROLLOUTS, 4) == {}
     assert "mine.py:slow has not returned from an earlier step's call; oldest tokens first in step 5" in caplog.text
     assert (calls, order.failures) == (["e0-0"], 2)
     hang.set()
     assert order._busy is not None
-    await asyncio.wait_for(order._busy, 30)
-    order._limit_s = 30.0
+    await asyncio.wait_for(order._busy, LIMIT_S)
+    order._limit_s = LIMIT_S
     assert await order.ranks(ROLLOUTS, 5) == {"r0": 0.0, "r1": -1.0, "r2": -2.0, "r3": -3.0}
 
 
 async def test_what_arrives_while_it_ranks_is_behind_what_it_ranked(mine: str) -> None:
     buffer = SampleBuffer(2, 2, "drop")
     buffer.add([record(0, 1.0), record(2, 0.5)])
-    ranks = await BufferOrder(BufferOrderConfig(f"{mine}:hardest_first")).ranks(buffer.live(), 3)
+    order = BufferOrder(BufferOrderConfig(f"{mine}:hardest_first", timeout_s=LIMIT_S))
+    ranks = await order.ranks(buffer.live(), 3)
     buffer.add([record(1, 0.0)])
     batch = buffer.take(3, ranks)
     assert batch is not None

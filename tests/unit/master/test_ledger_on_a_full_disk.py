@@ -77,7 +77,7 @@ def test_on_a_full_disk_it_waits_and_loses_nothing(
     room_again: list[threading.Thread] = []
 
     def make_room() -> None:
-        while not any("waiting to write" in record.message for record in caplog.records):
+        while not any("waiting to write" in record.getMessage() for record in caplog.records):
             time.sleep(0.001)
         ballast.unlink()
 

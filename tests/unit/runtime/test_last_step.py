@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from asyncrl.runtime import last_step as module
 from asyncrl.runtime.last_step import LastStep
 
 
@@ -68,6 +70,42 @@ def test_a_folder_whose_launcher_was_killed_is_removed_by_the_next_one(last_step
         assert not other.folder.exists()
     finally:
         other.remove()
+
+
+def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finder is slow: between its look and what it does about it the run is launched again."""
+    monkeypatch.setattr(module, "_MEMORY", tmp_path)  # where nobody else looks
+    last_step = LastStep(tmp_path)
+    last_step.begin()
+    owner = last_step.folder / "owner"
+    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"pid": 1, "started": 7}))
+    found, may_go_on, is_mine = threading.Event(), threading.Event(), threading.local()
+    identity = module._identity
+
+    def slow(pid: int) -> tuple[int, int]:
+        if pid == 1 and getattr(is_mine, "slow", False):
+            found.set()
+            assert may_go_on.wait(60.0)
+        return identity(pid)
+
+    def find() -> None:
+        is_mine.slow = True
+        module._remove_orphans()
+
+    monkeypatch.setattr(module, "_identity", slow)
+    finder, launch = threading.Thread(target=find), threading.Thread(target=last_step.begin)
+    finder.start()
+    assert found.wait(60.0)
+    launch.start()
+    launch.join(0.5)  # it may wait for the finder, and need not
+    may_go_on.set()
+    finder.join(60.0)
+    launch.join(60.0)
+    assert owner.is_file()
+    assert json.loads(owner.read_text())["pid"] != 1
+    assert last_step.can_go_on(0)
 
 
 @pytest.fixture

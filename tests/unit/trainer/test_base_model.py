@@ -12,6 +12,8 @@ import pytest
 from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
 
+pytestmark = pytest.mark.slow
+
 TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

@@ -45,10 +45,10 @@ def test_a_full_inbox_refuses_in_time_and_takes_again_once_there_is_room(make_tr
     inbox.put(first, 0)
     with pytest.raises(InboxFull, match="buffer_capacity"):
         inbox.put(second, 0)
-    waiting = threading.Thread(target=inbox.put, args=(second, 30.0))
+    waiting = threading.Thread(target=inbox.put, args=(second, 120.0))
     waiting.start()
     inbox.remove([first.rollout_id, "unknown"])
-    waiting.join(30.0)
+    waiting.join(120.0)
     assert list(inbox.get([first.rollout_id, second.rollout_id])) == [second.rollout_id]
 
 

@@ -300,7 +300,7 @@ def test_sigkill_at_any_moment_leaves_the_last_announced_checkpoint(delay: int, 
     announced = [int(writer.stdout.readline()) for _ in range(3 + 7 * delay)]
     os.kill(writer.pid, signal.SIGKILL)
     rest = writer.stdout.read().split()
-    writer.wait(30)
+    writer.wait(LIMIT_S)
     writer.stdout.close()
     newest = int(rest[-1]) if rest else announced[-1]
     found = latest(tmp_path)

@@ -24,7 +24,7 @@ from asyncrl.trainer.settings import TrainerEngine, placement
 from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.trainer.world import training_world
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 Body = Callable[[World], Any]
 OnRanks = Callable[[ExperimentConfig, Body], list[Any]]
 Statistics = dict[str, Any]

@@ -16,6 +16,8 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout", ["p2", "d2"])
 def test_what_one_rank_cannot_build_fails_on_all_with_the_reason(

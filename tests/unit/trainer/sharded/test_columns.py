@@ -21,6 +21,8 @@ from asyncrl.trainer.redistribute import redistribute
 from asyncrl.trainer.settings import RoleRanks
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = 7
 COLUMNS = ("score", "chosen", "position", "per_sample", "flag_per_sample")
 

@@ -26,6 +26,8 @@ from asyncrl.trainer.settings import LoraConfig
 from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.weights.manifest import FileEntry
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 
 

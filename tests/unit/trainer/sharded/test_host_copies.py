@@ -24,6 +24,8 @@ from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.weights.distributed_checkpoint import shard_name
 from asyncrl.weights.manifest import FileEntry
 
+pytestmark = pytest.mark.slow
+
 Statistics = dict[str, Any]
 Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
 LIMIT_S = 60.0

@@ -36,6 +36,8 @@ from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.weights.adapters import published_name
 from asyncrl.weights.model_folder import folder_tensors
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 17  # no layout divides it
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 34, "vocab_size": VOCABULARY}
 MODELS: dict[str, PretrainedConfig] = {

@@ -24,6 +24,8 @@ from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
 from asyncrl.weights.manifest import FileEntry
 
+pytestmark = pytest.mark.slow
+
 Statistics = dict[str, Any]
 """Of all calls: a number, or its total, count and so on."""
 Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]

@@ -26,6 +26,8 @@ from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, ReferenceMode
 from asyncrl.weights.manifest import FileEntry
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 Train = Callable[[ExperimentConfig, World, Path], dict[str, Any]]
 
