@@ -900,8 +900,8 @@ async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(
 ) -> None:
     stream = await server.start(LONG)
     url = server.backend.url
+    order = BeginUpdate(0, url, 1, Target(1, "/nowhere"), PauseMode.in_place)
     with pytest.raises(UpdateFailed):
-        order = BeginUpdate(0, url, 1, Target(1, "/nowhere"), PauseMode.in_place)
         await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S)
     again = BeginUpdate(0, url, 2, Target(2, str(server.backend.models["next"])), PauseMode.abort, frozen=True)
     await update_server(again, client, DiskManagerEnd(), timeout_s=LIMIT_S)

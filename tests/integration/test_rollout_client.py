@@ -374,7 +374,7 @@ async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_serv
 async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any, clock: Any) -> None:
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
-    async with client_of(FixedManager(hanging, healthy)) as client:
+    async with client_of(FixedManager(hanging, healthy, healthy)) as client:  # the first is asked for less
         call = asyncio.create_task(client.generate(request_of()))
         await hanging.until(lambda: "generate" in hanging.calls)
         clock.forward(LIMIT_S)
