@@ -247,3 +247,4 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
         await client.ready(timeout_s=LIMIT_S)
     assert (held.done(), server.generated_tokens) == (False, 0)
     held.cancel()
+    await asyncio.wait({held})
