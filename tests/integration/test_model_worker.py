@@ -207,6 +207,7 @@ def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
         config.trainer.parallel, config.trainer.ppo_minibatches = f"d{ranks}", MINIBATCHES
         config.trainer.tokens_per_micro_batch = 100
         config.optimizer.lr = 1e-3
+        config.system.start_timeout_s = LIMIT_S
         write_run_config(config, run_dir)
         if not (run_dir / SECRET_FILE).exists():
             RunSecret.create(run_dir / SECRET_FILE)
