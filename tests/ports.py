@@ -23,3 +23,13 @@ def free_ports(count: int) -> list[int]:
             for port in range(first, first + count):
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return list(range(first, first + count))
+
+
+def reserved_port() -> socket.socket:
+    """A port on loopback that is nobody else's while the socket is open, and refuses who connects unless a server that
+    sets SO_REUSEADDR listens there.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

@@ -5,6 +5,7 @@ pitfalls on command.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from ..etcd_cluster import EtcdCluster, needs_etcd
+from ..ports import reserved_port
 
 VOCABULARY = 97
 
@@ -53,22 +55,30 @@ class FakeGenerationServer:
         self._aborted: set[str] = set()
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._port: socket.socket | None = None
         self.url = ""
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self) -> None:
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{name}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._port = reserved_port()
+        host, port = self._port.getsockname()
+        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+        self.url = f"http://{host}:{port}"
 
     async def kill(self) -> None:
         """The process is gone: connections break, the port refuses."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def end(self) -> None:
+        """Others may have the port."""
+        await self.kill()
+        if self._port is not None:
+            self._port.close()
 
     async def release(self) -> None:
         self.hold_after = None
@@ -252,15 +262,37 @@ async def start_fake_server() -> AsyncIterator[StartServer]:
     """Starts `FakeGenerationServer`s; they end with the test."""
     servers: list[FakeGenerationServer] = []
 
-    async def start(token: str | None = None, port: int = 0) -> FakeGenerationServer:
+    async def start(token: str | None = None) -> FakeGenerationServer:
         server = FakeGenerationServer(token)
-        await server.start(port)
+        await server.start()
         servers.append(server)
         return server
 
     yield start
     for server in servers:
-        await server.kill()
+        await server.end()
+
+
+class LoopClock:
+    """The clock of the running event loop, which the test sets forward: a time limit passes when it says so."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._time, self._ahead = self.loop.time, 0.0
+
+    def now(self) -> float:
+        return self._time() + self._ahead
+
+    def forward(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    """Set forward by the test, or it goes as ever."""
+    clock = LoopClock()
+    monkeypatch.setattr(clock.loop, "time", clock.now)
+    return clock
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.inference.embedded.batch import DecodeBatch
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.seeds import derive_seed
+
+from ..held_engine import HELD_AT, held_step
 
 VOCAB, EOS, CONTEXT = 40, 2, 1200
 TOKEN = "secret"
@@ -54,6 +58,8 @@ class Letters:
 class Client:
     def __init__(self, session: aiohttp.ClientSession, server: Server, engine: GenerationEngine) -> None:
         self.session, self.server, self.engine = session, server, engine
+        self.held = threading.Event()
+        """While it is set the engine generates no more than `HELD_AT` tokens of an answer."""
 
     async def post(self, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
         data = json.dumps(body) if raw is None else raw
@@ -73,6 +79,9 @@ class Client:
         return reply
 
     def start(self, rid: str, tokens: int = 1100, **params: Any) -> asyncio.Task[Any]:
+        """A request that is under way until something ends it, or until `held` is cleared."""
+        assert tokens > HELD_AT
+        self.held.set()
         params = {"max_new_tokens": tokens, "ignore_eos": True, **params}
         return asyncio.create_task(
             self.generate(input_ids=[5, 6, 7], rid=rid, sampling_params=params, return_logprob=True)
@@ -90,14 +99,16 @@ class Client:
 
 
 @pytest_asyncio.fixture
-async def client() -> AsyncIterator[Client]:
+async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     engine = GenerationEngine(make_model(0), max_running_requests=8, detokenize=Letters().decode)
-    engine.start()
     server = await serve(engine, token=TOKEN, tokenizer=Letters())
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-        yield Client(session, server, engine)
+        client = Client(session, server, engine)
+        monkeypatch.setattr(DecodeBatch, "step", held_step(client.held.is_set))
+        engine.start()
+        yield client
     await server.close()
-    engine.close()
+    engine.close(LIMIT_S)
 
 
 async def test_reply_has_sglangs_form(client: Client) -> None:
@@ -274,13 +285,15 @@ async def test_pause_abort_returns_partial_output_and_holds_new_requests(client:
     status, reply = await client.post("/pause_generation", {})
     assert (status, reply) == (200, {"message": "Generation paused successfully.", "status": "ok"})
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
-    held = client.start("held", tokens=5)
+    held = client.start("held", tokens=20)
+    await client.until("num_waiting_reqs", 1)
     assert (await client.get("/ready"))[0] == 503
     assert (await client.get("/health"))[0] == 200
     assert not held.done()
     status, reply = await client.post("/continue_generation", {})
     assert (status, reply) == (200, {"message": "Generation continued successfully.", "status": "ok"})
-    assert len((await held)["output_ids"]) == 5
+    client.held.clear()
+    assert len((await held)["output_ids"]) == 20
     assert (await client.post("/pause_generation", {"mode": "nap"}))[0] == 400
 
 
@@ -295,6 +308,7 @@ async def test_paused_requests_go_on_with_mixed_versions(client: Client, tmp_pat
     assert status == 200, reply
     assert reply["success"]
     await client.post("/continue_generation", {})
+    client.held.clear()
     meta = (await task)["meta_info"]
     old, new = meta["weight_versions"]
     assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "v1", 1100)
@@ -372,8 +386,15 @@ async def test_an_unpaused_update_waits_for_what_is_in_flight(client: Client, tm
     update = asyncio.create_task(
         client.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "v1"})
     )
+    async with asyncio.timeout(LIMIT_S):
+        while not client.engine._drains:  # noqa: ASYNC110 - the engine's thread sets no event of this loop
+            await asyncio.sleep(0)
+    assert (await client.get("/model_info"))[1]["weight_version"] == "default"
+    client.held.clear()
     assert (await update)[0] == 200
-    after = await client.start("after", tokens=3)
+    after = await client.generate(
+        input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 3, "ignore_eos": True}, return_logprob=True
+    )
     assert (await running)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 300}]
     assert after["meta_info"]["weight_versions"] == [{"version": "v1", "start": 0, "end": 3}]
 

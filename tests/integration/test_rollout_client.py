@@ -28,6 +28,15 @@ from asyncrl.rollout import generation_client
 from asyncrl.rollout.drafts import Draft
 from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
 
+LIMIT_S = 600.0
+"""Of a request: longer than any test, but where the test sets the clock forward."""
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborts that nobody waits for arrive, however slow the machine is."""
+    monkeypatch.setattr(RolloutClient._abort, "__defaults__", (LIMIT_S,))
+
 
 class FixedManager:
     """Routes to the servers in turn; remembers what it was asked."""
@@ -54,7 +63,7 @@ class FixedManager:
 
 @asynccontextmanager
 async def client_of(manager: FixedManager, **settings: Any) -> AsyncIterator[RolloutClient]:
-    settings = {"security": None, "max_concurrent": 8, "request_timeout_s": 10.0, **settings}
+    settings = {"security": None, "max_concurrent": 8, "request_timeout_s": LIMIT_S, **settings}
     async with RolloutClient(manager, **settings) as client:
         yield client
 
@@ -354,7 +363,7 @@ async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_serv
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
     manager = FixedManager(hanging, healthy)
-    async with client_of(manager, request_timeout_s=600.0) as client:
+    async with client_of(manager) as client:
         call = asyncio.create_task(client.generate(request_of()))
         await hanging.until(lambda: "generate" in hanging.calls)
         manager.losses.put_nowait(hanging.url)
@@ -362,11 +371,14 @@ async def test_a_hanging_server_is_left_when_the_manager_says_so(start_fake_serv
     assert len(result.completions) == 2
 
 
-async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any) -> None:
+async def test_a_hanging_server_is_left_at_the_time_limit(start_fake_server: Any, clock: Any) -> None:
     hanging, healthy = await start_fake_server(), await start_fake_server()
     hanging.hang = True
-    async with client_of(FixedManager(hanging, healthy), request_timeout_s=0.5) as client:
-        result = await client.generate(request_of())
+    async with client_of(FixedManager(hanging, healthy, healthy)) as client:  # the first is asked for less
+        call = asyncio.create_task(client.generate(request_of()))
+        await hanging.until(lambda: "generate" in hanging.calls)
+        clock.forward(LIMIT_S)
+        result = await call
     assert len(result.completions) == 2
 
 
@@ -425,7 +437,7 @@ async def test_evaluation_belongs_to_no_rollout(start_fake_server: Any) -> None:
 
 
 async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_there_is(
-    start_fake_server: Any,
+    start_fake_server: Any, clock: Any
 ) -> None:
     """The server generates two tokens a call and then holds the rest back, for ever: six calls make an answer of 12."""
     server, other = await start_fake_server(), await start_fake_server()
@@ -433,8 +445,13 @@ async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_ther
     server.requests.clear()
     server.hold_after = 2
     manager = FixedManager(server, other)
-    async with client_of(manager, request_timeout_s=0.5, max_failures=1) as client:
-        result = await client.generate(request_of(tokens=12))
+    server.generated_tokens = 0
+    async with client_of(manager, max_failures=1) as client:
+        call = asyncio.create_task(client.generate(request_of(tokens=12)))
+        for generated in (4, 8, 12, 16, 20):  # by both samples
+            await server.until(lambda generated=generated: server.generated_tokens == generated)
+            clock.forward(LIMIT_S / 2)
+        result = await call
     assert len(manager.scheduled) == 1
     assert other.requests == [], "the prefix is cached at the first"
     assert [completion.token_ids for completion in result.completions] == expected
@@ -446,27 +463,33 @@ async def test_an_answer_that_takes_longer_than_the_limit_goes_on_from_what_ther
     assert offsets == [[None] * 2, *([{"seed_offset": offset}] * 2 for offset in (2, 4, 6, 8, 10))]
 
 
-async def test_a_long_answer_has_the_version_of_each_of_its_tokens(start_fake_server: Any) -> None:
+async def test_a_long_answer_has_the_version_of_each_of_its_tokens(start_fake_server: Any, clock: Any) -> None:
     server = await start_fake_server()
     server.hold_after = 2
-    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=1) as client:
+    async with client_of(FixedManager(server), max_failures=1) as client:
         call = asyncio.create_task(client.generate(request_of(n=1, tokens=6)))
+        await server.until(lambda: server.generated_tokens == 2)
+        clock.forward(LIMIT_S / 2)
         await server.until(lambda: server.generated_tokens == 4)
         server.version = "3"
+        clock.forward(LIMIT_S / 2)
         (completion,) = (await call).completions
     assert completion.versions == [0, 0, 0, 0, 3, 3]
 
 
 async def test_a_request_that_waits_in_the_queue_for_longer_than_the_limit_does_not_fail(
-    start_fake_server: Any,
+    start_fake_server: Any, clock: Any
 ) -> None:
     """The server says that it lives; it is only busy."""
     server = await start_fake_server()
     expected = await answers(server, request_of())
     server.requests.clear()
     server.busy = True
-    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=1) as client:
+    async with client_of(FixedManager(server), max_failures=1) as client:
         call = asyncio.create_task(client.generate(request_of()))
+        for count in (1, 2, 3):
+            await server.until(lambda count=count: len(server.requests) == count and len(server.running) == 2)
+            clock.forward(LIMIT_S / 2)
         await server.until(lambda: len(server.requests) == 4)
         server.busy = False
         await server.release()
@@ -474,14 +497,20 @@ async def test_a_request_that_waits_in_the_queue_for_longer_than_the_limit_does_
     assert [completion.token_ids for completion in result.completions] == expected
 
 
-async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(start_fake_server: Any) -> None:
+async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(
+    start_fake_server: Any, clock: Any
+) -> None:
     """As behind a proxy that knows no aborts: it answers nothing before it has all that was asked for."""
     server = await start_fake_server()
     expected = await answers(server, request_of(tokens=16))
     server.requests.clear()
-    server.hold_after, server.deaf = 5, True
-    async with client_of(FixedManager(server), request_timeout_s=0.5, max_failures=4) as client:
-        result = await client.generate(request_of(tokens=16))
+    server.generated_tokens, server.hold_after, server.deaf = 0, 5, True
+    async with client_of(FixedManager(server), max_failures=4) as client:
+        call = asyncio.create_task(client.generate(request_of(tokens=16)))
+        for calls, generated in ((1, 10), (2, 20), (4, 38), (6, 56)):  # those that are held; by both samples
+            await server.until(lambda now=(calls, generated): (len(server.requests), server.generated_tokens) == now)
+            clock.forward(LIMIT_S)
+        result = await call
     assert [completion.token_ids for completion in result.completions] == expected
     asked = [sent["sampling_params"][0]["max_new_tokens"] for sent in server.requests]
     assert asked == [16, 8, 4, 8, 4, 8, 4, 4], "more again after each that was answered quickly"

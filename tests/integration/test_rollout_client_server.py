@@ -25,6 +25,7 @@ from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.disk import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
+LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ async def test_a_batch_comes_back_in_order_with_versions_and_log_probabilities(
     first, second = await client.generate(
         [item("a;0;0;", 3), GenerateItem("a;1;0;", [9], 2)],
         SamplingParams(temperature=0.5, stop_token_ids=(96,)),
-        timeout_s=5,
+        timeout_s=LIMIT_S,
     )
     assert (len(first.token_ids), len(second.token_ids)) == (3, 2)
     assert first.versions == [7, 7, 7]
@@ -64,7 +65,7 @@ async def test_aborting_a_request_leaves_those_whose_id_begins_alike(start_fake_
     server.hold_after = 1
     client = GenerationServerClient(http, server.url)
     calls = [
-        asyncio.create_task(client.generate([item(wire_rid(name, 0))], SAMPLING, timeout_s=10))
+        asyncio.create_task(client.generate([item(wire_rid(name, 0))], SAMPLING, timeout_s=LIMIT_S))
         for name in ("a-1", "a-10")
     ]
     await server.until(lambda: server.generated_tokens == 2)
@@ -79,7 +80,7 @@ async def test_aborting_one_sample_leaves_the_tenth(start_fake_server: Any, http
     server.hold_after = 1
     client = GenerationServerClient(http, server.url)
     batch = [item(wire_rid("a", sample)) for sample in (1, 10)]
-    call = asyncio.create_task(client.generate(batch, SAMPLING, timeout_s=10))
+    call = asyncio.create_task(client.generate(batch, SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: server.generated_tokens == 2)
     await client.abort(wire_rid("a", 1))
     await server.release()
@@ -99,19 +100,22 @@ async def test_an_id_that_would_abort_others_is_refused(http: JsonHttp) -> None:
 async def test_readiness_answers_at_once_while_health_would_block(start_fake_server: Any, http: JsonHttp) -> None:
     server = await start_fake_server()
     client = GenerationServerClient(http, server.url)
-    await client.ready(timeout_s=5)
+    await client.ready(timeout_s=LIMIT_S)
     await client.pause()
-    with pytest.raises(HttpTimeout):
-        await http.call("GET", f"{server.url}/health", timeout_s=0.1)
+    blocked = asyncio.create_task(http.call("GET", f"{server.url}/health", timeout_s=LIMIT_S))
+    await server.until(lambda: "health" in server.calls)
     with pytest.raises(HttpRefused, match="503"):
-        await client.ready(timeout_s=5)
+        await client.ready(timeout_s=LIMIT_S)
+    assert not blocked.done()
     assert server.calls.count("health") == 1
+    await client.resume()
+    await blocked
 
 
 async def test_readiness_of_a_version_without_ready_is_asked_elsewhere(start_fake_server: Any, http: JsonHttp) -> None:
     server = await start_fake_server()
     server.has_ready = False
-    await GenerationServerClient(http, server.url).ready(timeout_s=5)
+    await GenerationServerClient(http, server.url).ready(timeout_s=LIMIT_S)
     assert server.calls == ["ready", "model_info"]
 
 
@@ -119,10 +123,10 @@ async def test_a_running_and_a_queued_abort_are_both_understood(start_fake_serve
     server = await start_fake_server()
     client = GenerationServerClient(http, server.url)
     server.hold_after = 2
-    running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=10))
+    running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: server.generated_tokens == 2)
     server.busy = True
-    queued = asyncio.create_task(client.generate([item("b;0;0;")], SAMPLING, timeout_s=10))
+    queued = asyncio.create_task(client.generate([item("b;0;0;")], SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: len(server.running) == 2)
     await client.pause("abort")
     (partial,), (nothing,) = await running, await queued
@@ -135,18 +139,20 @@ async def test_a_reply_without_spans_takes_the_version_of_the_whole_reply(
 ) -> None:
     server = await start_fake_server()
     server.version, server.spans = "3", False
-    (completion,) = await GenerationServerClient(http, server.url).generate([item("a;0;0;")], SAMPLING, timeout_s=5)
+    (completion,) = await GenerationServerClient(http, server.url).generate(
+        [item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S
+    )
     assert completion.versions == [3, 3, 3, 3]
 
 
 async def test_an_update_is_believed_once_the_server_names_the_version(start_fake_server: Any, http: JsonHttp) -> None:
     server = await start_fake_server()
     client = GenerationServerClient(http, server.url)
-    await client.update_weights("/w/v4", 4, timeout_s=5)
+    await client.update_weights("/w/v4", 4, timeout_s=LIMIT_S)
     assert await client.served_version() == 4
     server.update = "lie"
     with pytest.raises(UpdateFailed, match="took version 5 but names 4"):
-        await client.update_weights("/w/v5", 5, timeout_s=5)
+        await client.update_weights("/w/v5", 5, timeout_s=LIMIT_S)
 
 
 async def test_a_refused_update_is_a_failure_although_the_weights_may_be_replaced(
@@ -155,7 +161,7 @@ async def test_a_refused_update_is_a_failure_although_the_weights_may_be_replace
     server = await start_fake_server()
     server.update = "refuse"
     with pytest.raises(UpdateFailed, match="400"):
-        await GenerationServerClient(http, server.url).update_weights("/w/v1", 1, timeout_s=5)
+        await GenerationServerClient(http, server.url).update_weights("/w/v1", 1, timeout_s=LIMIT_S)
     assert server.version == "1"
 
 
@@ -169,7 +175,7 @@ async def test_failures_are_typed(start_fake_server: Any, http: JsonHttp) -> Non
         await client.ready(timeout_s=0.1)
     await server.kill()
     with pytest.raises(HttpUnreachable):
-        await client.ready(timeout_s=5)
+        await client.ready(timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +220,10 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
 
     client = GenerationServerClient(http, server.url)
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
-    await update_server(order, client, DiskManagerEnd(), timeout_s=5, checks=[check])
+    await update_server(order, client, DiskManagerEnd(), timeout_s=LIMIT_S, checks=[check])
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
         await update_server(
-            replace(order, target=Target(2, "/w/v2")), client, DiskManagerEnd(), timeout_s=5, checks=[check]
+            replace(order, target=Target(2, "/w/v2")), client, DiskManagerEnd(), timeout_s=LIMIT_S, checks=[check]
         )
     assert seen == [1, 2]
     assert server.paused
@@ -230,8 +236,15 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
         await update_server(
-            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"), client, DiskManagerEnd(), timeout_s=5
+            BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"),
+            client,
+            DiskManagerEnd(),
+            timeout_s=LIMIT_S,
         )
-    with pytest.raises(HttpTimeout):
-        await client.generate([item("a;0;0;")], SAMPLING, timeout_s=0.1)
-    assert server.generated_tokens == 0
+    held = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
+    await server.until(lambda: bool(server.requests))
+    with pytest.raises(HttpRefused, match="503"):
+        await client.ready(timeout_s=LIMIT_S)
+    assert (held.done(), server.generated_tokens) == (False, 0)
+    held.cancel()
+    await asyncio.wait({held})

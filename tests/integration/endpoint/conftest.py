@@ -160,11 +160,11 @@ def endpoint_in_thread() -> Iterator[Session]:
         served = Endpoint()
         return served, await served.open(RulePolicy(), LONG)
 
-    served, opened = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+    served, opened = asyncio.run_coroutine_threadsafe(begin(), loop).result(60)
     yield opened
-    asyncio.run_coroutine_threadsafe(served.close(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(served.close(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 
