@@ -11,10 +11,11 @@
 #SBATCH --output=asyncrl-%j.log
 set -uo pipefail
 
-signals=
+signals= launcher= early=
+trap 'signals+=x; if [ -n "$launcher" ]; then kill -TERM "$launcher" 2>/dev/null; else early=x; fi' TERM INT
 "${ASYNCRL_PYTHON:-python3}" -m asyncrl.launch "$@" logging.display=plain &
 launcher=$!
-trap 'signals+=x; kill -TERM "$launcher" 2>/dev/null' TERM INT
+[ -z "$early" ] || kill -TERM "$launcher" # a signal that came before there was anybody to pass it on to
 
 while # a signal that comes meanwhile may have ended the wait, and not the launcher; bash remembers how that one ended
     before=$signals
