@@ -11,11 +11,15 @@
 #SBATCH --output=asyncrl-%j.log
 set -uo pipefail
 
+pass_on() {
+    while cmp -s "/proc/$launcher/comm" /proc/$$/comm; do sleep 0.1; done # still bash's copy of itself, which swallows it
+    kill -TERM "$launcher" 2>/dev/null
+}
 signals= launcher= early=
-trap 'signals+=x; if [ -n "$launcher" ]; then kill -TERM "$launcher" 2>/dev/null; else early=x; fi' TERM INT
+trap 'signals+=x; if [ -n "$launcher" ]; then pass_on; else early=x; fi' TERM INT
 "${ASYNCRL_PYTHON:-python3}" -m asyncrl.launch "$@" logging.display=plain &
 launcher=$!
-[ -z "$early" ] || kill -TERM "$launcher" # a signal that came before there was anybody to pass it on to
+[ -z "$early" ] || pass_on # a signal that came before there was anybody to pass it on to
 
 while # a signal that comes meanwhile may have ended the wait, and not the launcher; bash remembers how that one ended
     before=$signals

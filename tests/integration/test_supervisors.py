@@ -31,7 +31,7 @@ import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print(*sys.argv[1:], flush=True)
 if "asked" in sys.argv:
-    print("asked", signal.sigwait([signal.SIGTERM]), flush=True)
+    print("asked", signal.sigtimedwait([signal.SIGTERM], 120).si_signo, flush=True)
 sys.exit(int(os.environ["CODE"]))
 """
 
