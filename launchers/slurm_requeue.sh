@@ -11,10 +11,15 @@
 #SBATCH --output=asyncrl-%j.log
 set -uo pipefail
 
-signals=
+pass_on() {
+    while cmp -s "/proc/$launcher/comm" /proc/$$/comm; do sleep 0.1; done # still bash's copy of itself, which swallows it
+    kill -TERM "$launcher" 2>/dev/null
+}
+signals= launcher= early=
+trap 'signals+=x; if [ -n "$launcher" ]; then pass_on; else early=x; fi' TERM INT
 "${ASYNCRL_PYTHON:-python3}" -m asyncrl.launch "$@" logging.display=plain &
 launcher=$!
-trap 'signals+=x; kill -TERM "$launcher" 2>/dev/null' TERM INT
+[ -z "$early" ] || pass_on # a signal that came before there was anybody to pass it on to
 
 while # a signal that comes meanwhile may have ended the wait, and not the launcher; bash remembers how that one ended
     before=$signals

@@ -113,6 +113,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is someone to pass it on to
     child = _start(command)
 
     def pass_on(*_: object) -> None:
@@ -124,6 +125,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
             os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     status, watched, ends_at = None, [0, woken], math.inf
     while status is None and (left_s := ends_at - time.monotonic()) > 0:
         readable, _, _ = select.select(watched, [], [], silence_s if ends_at == math.inf else left_s)
@@ -192,6 +194,7 @@ def _start(command: list[str]) -> int:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:  # it ended before the call above

@@ -73,10 +73,12 @@ def end_launch(launch: str) -> list[int]:
     mark = f"{LAUNCH_VARIABLE}={launch}".encode()
     killed: set[keeper.Identity] = set()
     deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
-    while (found := _marked(mark)) and time.monotonic() < deadline:  # again: one may have forked meanwhile
+    while found := _marked(mark):  # again: one may have forked meanwhile
         for process in found:
             keeper.kill(process)
         killed.update(found)
+        if time.monotonic() > deadline:
+            break
         time.sleep(_POLL_S)
     return sorted(process.pid for process in killed)
 

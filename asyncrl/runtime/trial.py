@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm.name_resolve.base import HURRY_S
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
@@ -112,7 +113,7 @@ class Trial:
         except OSError as error:
             raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
         try:
-            with open_resolver(self.config, self.run_dir, patience_s=0.0) as resolver:  # somebody waits for the answer
+            with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]

@@ -11,6 +11,8 @@ from aiohttp import web
 
 from asyncrl.comm.http import HttpMalformed, HttpRefused, JsonHttp
 
+LIMIT_S = 60.0
+
 
 class Answer(msgspec.Struct):
     values: list[int]
@@ -39,27 +41,27 @@ async def http() -> AsyncIterator[JsonHttp]:
 
 
 async def test_a_reply_is_decoded_into_the_type_asked_for(echo: str, http: JsonHttp) -> None:
-    assert await http.call("POST", f"{echo}/json", {"values": [1]}, timeout_s=5, reply=Answer) == Answer([1])
-    assert await http.call("POST", f"{echo}/json", Answer([1]), timeout_s=5) == {"values": [1]}
+    assert await http.call("POST", f"{echo}/json", {"values": [1]}, timeout_s=LIMIT_S, reply=Answer) == Answer([1])
+    assert await http.call("POST", f"{echo}/json", Answer([1]), timeout_s=LIMIT_S) == {"values": [1]}
 
 
 async def test_a_reply_of_another_type_says_where_and_what_was_expected(echo: str, http: JsonHttp) -> None:
     with pytest.raises(HttpMalformed, match=r"not as expected: Expected `int`, got `str` - at `\$.values\[1\]`"):
-        await http.call("POST", f"{echo}/json", {"values": [1, "2"]}, timeout_s=5, reply=Answer)
+        await http.call("POST", f"{echo}/json", {"values": [1, "2"]}, timeout_s=LIMIT_S, reply=Answer)
     with pytest.raises(HttpMalformed, match="truncated"):
-        await http.call("GET", f"{echo}/text", timeout_s=5, reply=Answer)
+        await http.call("GET", f"{echo}/text", timeout_s=LIMIT_S, reply=Answer)
 
 
 async def test_what_is_no_json_is_none_where_no_type_was_asked_for(echo: str, http: JsonHttp) -> None:
-    assert await http.call("POST", f"{echo}/text", "words", timeout_s=5) is None
-    assert await http.call("GET", f"{echo}/json", timeout_s=5) is None
+    assert await http.call("POST", f"{echo}/text", "words", timeout_s=LIMIT_S) is None
+    assert await http.call("GET", f"{echo}/json", timeout_s=LIMIT_S) is None
 
 
 async def test_numpy_arrays_are_lists_and_other_objects_are_refused(echo: str, http: JsonHttp) -> None:
     body = {"ids": np.array([1, 2], np.int32), "one": np.int64(3)}
-    assert await http.call("POST", f"{echo}/json", body, timeout_s=5) == {"ids": [1, 2], "one": 3}
+    assert await http.call("POST", f"{echo}/json", body, timeout_s=LIMIT_S) == {"ids": [1, 2], "one": 3}
     with pytest.raises(TypeError, match="JSON has no such thing"):
-        await http.call("POST", f"{echo}/json", {"what": object()}, timeout_s=5)
+        await http.call("POST", f"{echo}/json", {"what": object()}, timeout_s=LIMIT_S)
 
 
 def test_a_malformed_reply_is_not_asked_for_again() -> None:

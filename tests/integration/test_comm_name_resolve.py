@@ -35,8 +35,9 @@ from asyncrl.comm.name_resolve import (
 )
 from asyncrl.comm.name_resolve.base import is_below
 
+from ..leases import LONG_S, PATIENCE_S, assert_stays, renew_often
+
 LEASE_S = 1.0
-PATIENCE_S = 60.0
 
 MakeResolver = Callable[[], NameResolver]
 
@@ -275,11 +276,9 @@ def await_entries(followed: Subtree, expected: dict[str, str]) -> None:
 
 
 def test_a_leased_entry_outlives_its_lease_while_its_owner_lives(make: MakeResolver) -> None:
-    """A lease that outlasts a pause of both, which are one process here."""
     owner, other = make(), make()
-    owner.add("a", "x", lease_s=3 * LEASE_S)
-    with pytest.raises(NameResolveTimeout):
-        other.watch("a", 4 * LEASE_S, "x")
+    owner.add("a", "x", lease_s=2.0)  # etcd's shortest
+    assert_stays(owner, other, "a", "x", lease_s=2.0)
 
 
 def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) -> None:
@@ -311,12 +310,14 @@ def test_closing_leaves_a_name_that_another_owner_has_taken_over(make: MakeResol
     assert other.get("a") == "y"
 
 
-def test_a_deleted_entry_does_not_come_back_by_renewal(make: MakeResolver) -> None:
-    owner, other = make(), make()
-    owner.add("a", "x", lease_s=LEASE_S)
+def test_a_deleted_entry_does_not_come_back_by_renewal(make: MakeResolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    renew_often(monkeypatch)
+    owner, other, lost = make(), make(), queue.Queue[str]()
+    owner.on_lost = lost.put
+    owner.add("a", "x", lease_s=LONG_S)
     other.delete("a")
-    with pytest.raises(NameResolveTimeout):
-        other.wait("a", 3 * LEASE_S)
+    assert lost.get(timeout=PATIENCE_S) == "a", "it was to be renewed"
+    assert other.get_subtree() == {}
 
 
 @pytest.mark.parametrize(
@@ -375,15 +376,16 @@ def test_who_withdraws_a_name_leaves_that_of_another_owner(make: MakeResolver) -
     assert other.get_subtree() == {}
 
 
-def test_an_owner_is_told_of_what_it_has_lost(make: MakeResolver) -> None:
+def test_an_owner_is_told_of_what_it_has_lost(make: MakeResolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    renew_often(monkeypatch)
     owner, other, lost = make(), make(), queue.Queue[str]()
     owner.on_lost = lost.put
     for name in ("kept", "taken", "deleted"):
-        owner.add(name, "x", lease_s=3.0)
+        owner.add(name, "x", lease_s=LONG_S)
     other.add("taken", "y", replace=True)
     other.delete("deleted")
     assert {lost.get(timeout=PATIENCE_S), lost.get(timeout=PATIENCE_S)} == {"taken", "deleted"}
-    assert other.wait("kept", PATIENCE_S) == "x"
+    assert other.get("kept") == "x"
 
 
 def test_of_many_adders_exactly_one_wins(make: MakeResolver) -> None:
@@ -508,7 +510,8 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
     """Away for longer than the lease; `forgets`: it comes back without what it had stored."""
 
     def one() -> NameResolver:
-        return make_resolver("etcd3", "/asyncrl/away", etcd=EtcdAccess.at(etcd_server.address))
+        access = EtcdAccess.at(etcd_server.address)
+        return make_resolver("etcd3", "/asyncrl/away", etcd=access, patience_s=4 * PATIENCE_S)
 
     with one() as owner, one() as other, ThreadPoolExecutor(4) as pool:
         owner.add("leased", "x", lease_s=2.0)
@@ -528,8 +531,7 @@ def test_entries_and_look_ups_survive_an_etcd_server_that_is_away(etcd_server: A
         owner.add("published", "z")
         assert [look.result(PATIENCE_S) for look in looks] == ["z", "y", {}]
         assert other.wait("leased", PATIENCE_S) == "x"
-        with pytest.raises(NameResolveTimeout):  # and it stays
-            other.watch("leased", 4.0, "x")
+        assert_stays(owner, other, "leased", "x", lease_s=2.0)
 
 
 @pytest.mark.etcd
@@ -550,13 +552,13 @@ def test_an_entry_whose_addition_was_not_confirmed_is_known_as_ones_own(
                 raise NameResolveUnavailable("the connection broke")
 
         monkeypatch.setattr(owner, "_put", put_and_lose_the_reply)
-        owner.add("a", "x", lease_s=2.0)
+        owner.add("a", "x", lease_s=LONG_S)
         assert calls == 2
         with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as other:
             with pytest.raises(NameEntryExists):
-                other.add("a", "y", lease_s=2.0)
-            with pytest.raises(NameResolveTimeout):
-                other.watch("a", 4.0, "x")
+                other.add("a", "y", lease_s=LONG_S)
+            assert owner._renew("a"), "it is its own"
+            assert other.get("a") == "x"
 
 
 @pytest.mark.etcd

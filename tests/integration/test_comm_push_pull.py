@@ -17,6 +17,7 @@ import zmq
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.codec import CodecError, Frame
 from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
+from asyncrl.comm.push_pull import puller as puller_module
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
@@ -33,6 +34,8 @@ def make_trajectory(name: object, tokens: int = 5) -> Trajectory:
 
 
 def make_pusher(*addresses: str, security: SocketSecurity | None = None, **settings: float) -> TrajectoryPusher:
+    """One that sends nothing again by itself because a machine is slow, unless it is told to."""
+    settings = {"resend_after_s": 3600.0} | settings
     return TrajectoryPusher(addresses, security, identity="rollout_worker/0", **settings)  # type: ignore[arg-type]
 
 
@@ -140,7 +143,8 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Pu
     assert sorted(number for reply in replies for number in reply.numbers) == list(range(count))
 
 
-async def test_closing_a_puller_acknowledges_what_it_has_accepted() -> None:
+async def test_closing_a_puller_acknowledges_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller_module, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
     accepted = threading.Event()
     puller = TrajectoryPuller(HOST, None, on_message=lambda _: accepted.set())
     pusher = make_pusher(puller.endpoint)

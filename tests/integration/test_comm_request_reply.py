@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,6 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm import awake
 from asyncrl.comm.request_reply import (
     Done,
     MessageError,
@@ -28,6 +28,7 @@ from asyncrl.comm.request_reply import (
     RequestServer,
     RequestTimeout,
 )
+from asyncrl.comm.request_reply import server as server_module
 from asyncrl.comm.request_reply.messages import decode
 from asyncrl.comm.security import RunSecret, SocketSecurity
 
@@ -250,14 +251,15 @@ async def test_a_call_without_answer_times_out_and_its_late_reply_disturbs_nobod
 async def test_a_pause_of_the_caller_is_not_the_servers_silence(
     server: RequestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(awake, "SLICE_S", 0.02)
+    loop, missed_s = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + missed_s)
     async with connected(server) as client:
         await client.call(Echo(), timeout_s=PATIENCE_S)
-        call = asyncio.create_task(client.call(DoubleThem(), timeout_s=2.0))
+        call = asyncio.create_task(client.call(DoubleThem(), timeout_s=PATIENCE_S))
         await asyncio.sleep(0)
-        time.sleep(2.5)  # noqa: ASYNC251  # the caller is stopped, longer than its limit
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        missed_s = 2 * PATIENCE_S  # the caller is stopped, longer than its limit
+        for _ in range(3):
+            await asyncio.sleep(0)
         assert not call.done()
         await serve(server)
         await call
@@ -312,7 +314,10 @@ def test_whatever_bytes_arrive_are_a_request_or_refused(encoded: bytes) -> None:
             assert isinstance(decode(memoryview(prefix + encoded), Echo, 1000), Echo)
 
 
-async def test_closing_the_server_breaks_outstanding_calls_and_sends_given_replies_first(server: RequestServer) -> None:
+async def test_closing_the_server_breaks_outstanding_calls_and_sends_given_replies_first(
+    server: RequestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
     async with connected(server) as client:
         hanging = asyncio.create_task(client.call(Never(), timeout_s=PATIENCE_S))
         queued = asyncio.create_task(client.call(DoubleThem((1,) * 100_000), timeout_s=PATIENCE_S))
@@ -334,12 +339,12 @@ async def test_closing_the_client_fails_its_calls(server: RequestServer) -> None
 
 
 async def test_a_server_that_is_not_there_is_gone_after_the_time_limit() -> None:
-    with closing(RequestServer(HOST, None)) as server:
-        address = server.endpoint
-    client = RequestClient(address, None)
-    with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
-        await client.call(Echo(), timeout_s=0.1)
-    client.close()
+    with socket.socket() as taken:  # which does not listen, and nobody else can there
+        taken.bind((HOST, 0))
+        client = RequestClient(f"tcp://{HOST}:{taken.getsockname()[1]}", None)
+        with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
+            await client.call(Echo(), timeout_s=0.1)
+        client.close()
 
 
 _SERVER_PROCESS = """

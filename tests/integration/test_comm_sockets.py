@@ -34,12 +34,12 @@ def test_a_peer_that_goes_while_its_messages_wait_at_the_high_water_mark_does_no
         context = Context()
         socket = connecting(context, zmq.DEALER, None, high_water=1000)
         socket.connect(bound.stdout.readline().strip())
-        assert socket.poll(10_000, 2)
+        assert socket.poll(60_000, 2)
         sent = 0
         while socket.poll(500, 2):
             sent += send(socket, [bytes(20_000)])
         assert sent > 4, "the bound end has stopped reading"
         socket.close(linger=0)
         context.term()
-        out, error = bound.communicate("gone\n", timeout=30)
+        out, error = bound.communicate("gone\n", timeout=60)
         assert (bound.returncode, out) == (0, "alive\n"), error

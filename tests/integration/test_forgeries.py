@@ -79,7 +79,7 @@ def insider() -> Iterator[zmq.Socket[bytes]]:
 
 
 async def test_what_the_consumer_will_never_take_is_refused_for_good(received: Received) -> None:
-    pusher = TrajectoryPusher([received.puller.endpoint], RUN, identity="rollout_worker/0")
+    pusher = TrajectoryPusher([received.puller.endpoint], RUN, identity="rollout_worker/0", resend_after_s=3600.0)
     with pytest.raises(TrajectoryRejected, match="not for this run"):
         await pusher.push(trajectory("invalid"), LIMIT_S)
     await pusher.push(trajectory("sound"), LIMIT_S)
@@ -217,9 +217,9 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
         security=http_security,
         registry=manager_registry(service, FleetDecisions("interrupt", 1.0)),
     )
-    client = ManagerClient(await http.start(HOST), "rollout_worker/0", http_security, retry_s=1.0)
+    client = ManagerClient(await http.start(HOST), "rollout_worker/0", http_security, retry_s=LIMIT_S)
     wanted = [WantedRollout(name, f"p-{name}", order) for order, name in enumerate("ab")]
-    await client.allocate(wanted, timeout_s=5)
+    await client.allocate(wanted, timeout_s=LIMIT_S)
     client.finish([FinishedRollout("a", True)])
     await client.flush()
     await client.report_consumed(1, ["a"], [])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,11 +28,9 @@ from asyncrl.runtime.process_tree import end_launch, kept, mark_of
 
 LIMIT_S = 90.0
 WORKER = r"""
-import os, signal, socket, subprocess, sys, time
+import os, signal, time
 
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-listener = socket.create_server(("127.0.0.1", 0))
-listener.set_inheritable(True)
 for forks in (["plain"], ["setsid"], ["setsid", "again"], ["ignoring"]):
     if os.fork() == 0:
         if "setsid" in forks:
@@ -45,8 +43,32 @@ for forks in (["plain"], ["setsid"], ["setsid", "again"], ["ignoring"]):
         os.write(1, b"%d\n" % os.getpid())  # whole, whatever the others write
         time.sleep(600)
         os._exit(0)
-os.write(1, b"port %d\n" % listener.getsockname()[1])
+os.write(1, b"worker %d\n" % os.getpid())
 time.sleep(600)
+"""
+
+
+SAYS_AND_WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+print(os.getpid(), os.getcwd(), os.environ["MINE"], flush=True)
+time.sleep(600)
+"""
+SLOW = """
+import importlib.util, os, sys
+
+spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
+keeper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keeper)
+start = keeper._start
+
+def slowly(command):
+    child = start(command)
+    os.read(0, 1)
+    return child
+
+keeper._start = slowly
+keeper._end_as(keeper.main(sys.argv[2:]))
 """
 
 
@@ -59,22 +81,18 @@ class Kept:
         self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert self.keeper.stdout is not None
         words = [self.keeper.stdout.readline().split() for _ in range(5)]
-        self.port = next(int(line[1]) for line in words if line[0] == "port")
-        self.children = [psutil.Process(int(line[0])) for line in words if line[0] != "port"]
-        self.keeper.stdout.close()
-
-    @property
-    def worker(self) -> psutil.Process:
-        found = [p for p in psutil.Process(self.keeper.pid).children() if p.pid not in {c.pid for c in self.children}]
-        return found[0]
+        self.worker = next(psutil.Process(int(line[1])) for line in words if line[0] == "worker")
+        self.children = [psutil.Process(int(line[0])) for line in words if line[0] != "worker"]
 
     def assert_nothing_is_left(self) -> None:
         assert [child for child in psutil.wait_procs(self.children, timeout=LIMIT_S)[1] if runs(child)] == []
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", self.port))  # nobody listens there any more
+        assert self.keeper.stdout is not None
+        assert select.select([self.keeper.stdout], [], [], LIMIT_S)[0], "somebody has what they inherited"
+        assert self.keeper.stdout.read() == ""
 
     def end(self) -> None:
+        assert self.keeper.stdout is not None
+        self.keeper.stdout.close()
         for process in self.children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -108,6 +126,22 @@ def test_when_the_worker_is_killed_everything_goes_and_its_signal_is_told(worker
     worker.assert_nothing_is_left()
 
 
+def test_sigterm_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp_path: Path) -> None:
+    """The keeper has started it, and gets no turn before it is asked to stop."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW)
+    command = [sys.executable, "-I", "-S", str(slow), keeper.__file__, sys.executable, "-c", SAYS_AND_WAITS]
+    environment = os.environ | {"MINE": ""}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.terminate()
+        process.stdin.write(b"g")  # it goes on
+        process.stdin.flush()
+        assert process.wait(LIMIT_S) == 7
+
+
 def test_sigterm_reaches_the_worker_and_its_exit_code_is_told(worker: Kept) -> None:
     worker.keeper.terminate()
     assert worker.keeper.wait(LIMIT_S) == 7
@@ -119,10 +153,9 @@ def test_a_killed_keeper_takes_its_worker_along_and_the_next_start_finds_the_res
     worker = Kept(environment=mark_of(launch))
     try:
         bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        own_worker = worker.worker
         worker.keeper.kill()
-        psutil.wait_procs([own_worker], timeout=LIMIT_S)
-        assert not runs(own_worker)
+        psutil.wait_procs([worker.worker], timeout=LIMIT_S)
+        assert not runs(worker.worker)
         orphans = {child.pid for child in worker.children if runs(child)}
         assert orphans, "the kernel ended them all: nothing to find"
         assert orphans <= set(end_launch(launch))
@@ -289,7 +322,7 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
         guard.start()
         lines = [launcher.stdout.readline().split() for _ in range(5)]
         guard.cancel()
-        children = [psutil.Process(int(words[0])) for words in lines if words[0] != "port"]
+        children = [psutil.Process(int(words[0])) for words in lines if words[0] != "worker"]
         try:
             launcher.kill()
             left = psutil.wait_procs(children, timeout=LIMIT_S)[1]
@@ -340,14 +373,6 @@ class Ordered:
                 stream.close()
 
 
-SAYS_AND_WAITS = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-print(os.getpid(), os.getcwd(), os.environ["MINE"], flush=True)
-time.sleep(600)
-"""
-
-
 def test_on_a_host_with_a_disk_of_its_own_the_files_come_first_and_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "disk" / "runs" / "mine"
     reads = "print(open('secret').read(), open('config.yaml').read(), flush=True)"
@@ -388,9 +413,9 @@ def test_an_end_of_its_own_is_told(tmp_path: Path) -> None:
 
 def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -> None:
     ordered = Ordered(tmp_path, SAYS_AND_WAITS, silence_s=0.5)
-    pid = int(ordered.line().split()[0])
+    assert ordered.process.stdout is not None
+    ordered.process.stdout.read()  # its end: nobody is left that could write to it
     assert ordered.end() == 128 + signal.SIGKILL
-    assert not psutil.pid_exists(pid)
 
 
 def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 ADDED = """
 import os
-
-import psutil
+from pathlib import Path
 
 from asyncrl.runtime.kinds import KINDS, ProcessKind
 from asyncrl.runtime.worker import Worker
@@ -22,26 +21,24 @@ def one(config, index, here):
 
 
 class Leader(Worker):
-    "Ends once the server serves and the panel is dead and gone, as the launcher knows by then."
+    "Ends once the server serves and the launcher has told that it goes on without the panel."
 
     def run(self):
         self.resolver.wait("server", 60)
-        panel = int(self.resolver.wait("panel", 60))
-        while psutil.pid_exists(panel):
+        while "the run goes on without it" not in Path(os.environ["TOLD"]).read_text():
             self.stop_requested.wait(0.01)
         print("threads of the leader:", os.environ["OMP_NUM_THREADS"])
 
 
 class Panel(Worker):
     def run(self):
-        self.resolver.add("panel", str(os.getpid()))
         raise RuntimeError("the panel is broken")
 
 
 class Server(Worker):
     def run(self):
         self.resolver.add("server", "serves")
-        self.stop_requested.wait(60)
+        self.stop_requested.wait(120)
         print("the server was asked to stop:", self.stop_requested.is_set())
 
 
@@ -58,8 +55,10 @@ LAUNCH = """
 import sys
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import make_display
+from asyncrl.runtime import launcher as module
 from asyncrl.runtime.launcher import Launcher
 
+module.STOP_LIMIT_S = 60.0  # a machine may stand still for longer than the usual one
 launcher = Launcher(ExperimentConfig(fileroot=sys.argv[1]), make_display("plain", "", 1, 1))
 launcher.prepare()
 sys.exit(launcher.run())
@@ -69,18 +68,21 @@ sys.exit(launcher.run())
 def test_added_kinds_run_and_the_death_of_one_that_is_not_essential_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ADDED)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "started 3 processes" in ended.stdout
-    assert "panel/0 (pid " in ended.stdout
-    assert "exited with 1; the run goes on without it" in ended.stdout
+    told = tmp_path / "told"
+    with told.open("w") as output:
+        ended = subprocess.run(
+            [sys.executable, "-u", "-c", LAUNCH, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": path, "TOLD": str(told)},
+            stdout=output,
+            stderr=output,
+            timeout=150,
+            check=False,
+        )
+    printed = told.read_text()
+    assert ended.returncode == 0, printed
+    assert "started 3 processes" in printed
+    assert "panel/0 (pid " in printed
+    assert "exited with 1; the run goes on without it" in printed
     logs = {file.name: file.read_text() for file in (tmp_path / "async_ppo" / "trial0" / "logs").iterdir()}
     assert "threads of the leader: 3" in logs["leader-0.log"]
     assert "the panel is broken" in logs["panel-0.log"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.comm import names
+from asyncrl.comm.name_resolve import FileResolver, NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observability.display import make_display
 from asyncrl.runtime.launcher import Launcher
@@ -56,6 +58,21 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
         assert list(resolver.get_subtree()) == [names.LAUNCH_KEY]
     with open_resolver(others, run_dir_of(others)) as resolver:
         assert names.PublishedVersion.decode(resolver.get(names.model_version_key("actor"))) == VERSION
+
+
+def test_what_fails_once_as_where_a_machine_stands_still_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, answered = FileResolver._remove_subtree, iter([False])
+
+    def away_at_first(*args: Any) -> None:
+        if not next(answered, True):
+            raise NameResolveUnavailable("no answer")
+        remove(*args)
+
+    monkeypatch.setattr(FileResolver, "_remove_subtree", away_at_first)
+    prepare(config_of(tmp_path))
+    assert next(answered, True)
 
 
 @pytest.mark.etcd

@@ -63,7 +63,7 @@ class Manager:
         self.url = ""
         self.clients: list[ManagerClient] = []
 
-    def client(self, worker: str = "rollout_worker/0", token: str = "", retry_s: float = 5.0) -> ManagerClient:
+    def client(self, worker: str = "rollout_worker/0", token: str = "", retry_s: float = 60.0) -> ManagerClient:
         security = dataclasses.replace(self.security, token=token or self.security.token)
         self.clients.append(ManagerClient(self.url, worker, security, retry_s=retry_s))
         return self.clients[-1]
@@ -80,7 +80,8 @@ class Manager:
 
 
 @pytest.fixture
-async def manager(http_security: HttpSecurity) -> AsyncIterator[Manager]:
+async def manager(http_security: HttpSecurity, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Manager]:
+    monkeypatch.setattr("asyncrl.manager.client.CLOSE_LIMIT_S", 60.0)
     manager = Manager(http_security)
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)

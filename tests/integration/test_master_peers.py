@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ async def test_hundreds_of_peers_share_a_socket_and_a_low_soft_limit_of_open_fil
 
     serving = RequestServer("0.0.0.0", secret, immediate={Evaluate: share})
     try:
-        with soft_limit(256):
+        with soft_limit(max(map(int, os.listdir("/proc/self/fd"))) + 64):
             threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
             router = router_of_peers(Registered([], secret), peers)
             at = addresses(int(serving.endpoint.rpartition(":")[2]))
@@ -166,15 +167,15 @@ async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_anot
 
 async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_up_are_never_sent() -> None:
     router, context = CallRouter(None), zmq.Context()
-    late = context.socket(zmq.ROUTER)
-    late.bind(f"tcp://{ELSEWHERE}:*")
-    address = late.last_endpoint.rstrip(b"\0").decode()
-    late.unbind(address)
+    late, taken = context.socket(zmq.ROUTER), socket.socket()
+    taken.bind((ELSEWHERE, 0))  # and does not listen
+    address = f"tcp://{ELSEWHERE}:{taken.getsockname()[1]}"
     client = RequestClient(address, None, router=router)
     with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
         await client.call(Evaluate("given up", 0), timeout_s=0.1)
     waiting = asyncio.ensure_future(client.call(Evaluate("waits", 1), timeout_s=60.0))
     await asyncio.sleep(0)
+    taken.close()
     late.bind(address)
     assert await asyncio.to_thread(late.poll, LIMIT_MS)
     sender, number, body = late.recv_multipart()

@@ -31,9 +31,21 @@ import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print(*sys.argv[1:], flush=True)
 if "asked" in sys.argv:
-    print("asked", signal.sigwait([signal.SIGTERM]), flush=True)
+    print("asked", signal.sigtimedwait([signal.SIGTERM], 120).si_signo, flush=True)
 sys.exit(int(os.environ["CODE"]))
 """
+
+
+def environment_of(tmp_path: Path, code: int) -> dict[str, str]:
+    """Of a job whose launcher ends with `code`; what it tells Slurm is in the file `told`."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    python, scontrol = tmp_path / "python", tmp_path / "scontrol"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "launcher.py"} "$@"\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "told"}\n')
+    python.chmod(0o755)
+    scontrol.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ASYNCRL_PYTHON": str(python)}
+    return environment | {"SLURM_JOB_ID": "17", "CODE": str(code)}
 
 
 @pytest.mark.parametrize(
@@ -44,14 +56,7 @@ def test_the_slurm_job_is_requeued_where_it_was_stopped_before_its_end(
     tmp_path: Path, asked: bool, code: int, requeued: bool
 ) -> None:
     """The launcher gets the signal once, and the time that it takes."""
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    python, scontrol = tmp_path / "python", tmp_path / "scontrol"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "launcher.py"} "$@"\n')
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "told"}\n')
-    python.chmod(0o755)
-    scontrol.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ASYNCRL_PYTHON": str(python)}
-    environment |= {"SLURM_JOB_ID": "17", "CODE": str(code)}
+    environment = environment_of(tmp_path, code)
     what = "asked" if asked else "by_itself"
     command = ["bash", str(LAUNCHERS / "slurm_requeue.sh"), "async_ppo", what]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
@@ -63,3 +68,17 @@ def test_the_slurm_job_is_requeued_where_it_was_stopped_before_its_end(
         assert job.wait(LIMIT_S) == code
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == ("requeue 17\n" if requeued else "")
+
+
+SIGNALLED_EARLY = """trap '[ "$BASH_COMMAND" != "launcher=\\$!" ] || kill -TERM $$' DEBUG\n"""
+
+
+def test_a_signal_that_comes_as_the_slurm_job_starts_the_launcher_is_passed_on_and_the_job_requeued(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "early").write_text(SIGNALLED_EARLY)
+    environment = environment_of(tmp_path, 130) | {"BASH_ENV": str(tmp_path / "early")}
+    command = ["bash", str(LAUNCHERS / "slurm_requeue.sh"), "async_ppo", "asked"]
+    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    assert ended.returncode in (128 + signal.SIGTERM, 130), "it may have come before the launcher's handler"
+    assert (tmp_path / "told").read_text() == "requeue 17\n"

@@ -93,7 +93,7 @@ async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_s
 async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
     """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
     run = Run(tmp_path, make_config(checkpoint__interval=1))
-    run.loop._stall.limit_s = 0.05
+    run.workers.on_train = lambda: setattr(run.loop._stall, "limit_s", 0.05)  # for the step after this one
     await run.deliver(range(4))
     run.manager.give_up("e0-20")
     async with running(run) as task:

@@ -27,10 +27,13 @@ from tests.integration.master.fakes import (
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop._stall.limit_s = 0.05  # below the setting's least value
-    await run.deliver(range(3))
-    with pytest.raises(Stalled) as stall:
-        await run.loop.run()
+    await run.deliver(range(2))
+    async with running(run) as task:
+        await until(lambda: len(run.loop.buffer) == 2)
+        run.loop._stall.limit_s = 0.05  # below the setting's least value; it counts from the next one on
+        await run.deliver(range(2, 3))
+        with pytest.raises(Stalled) as stall:
+            await task
     message = str(stall.value)
     assert "step 0 waits for trajectories" in message
     assert "3 of 4 rollouts in the buffer" in message
