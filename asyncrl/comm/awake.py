@@ -5,8 +5,8 @@ passed in which nobody spoke to it. They may have spoken all the time; it did no
 others is a limit on time in which this process could have heard them: gaps in which it did not run itself are left out.
 
 `AwakeClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
-`GAP_S` between two looks is one that the process was not there for. `awake_wait` is for a single wait: it is cut into
-slices, each of which counts for its own length at most, however long it took.
+`GAP_S` between two looks is one that the process was not there for. `awake_wait` and `AwakeTimeout` are for a single
+wait: it is cut into slices, each of which counts for its own length at most, however long it took.
 
     time      0   1   2   3 ................ 63  64  65
     looks     x   x   x   x    (stopped)      x   x   x
@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 TICK_S = 0.25
 GAP_S = 1.0
@@ -61,3 +62,39 @@ async def awake_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
         left_s -= slice_s
         if done or left_s <= 0:
             return
+
+
+class AwakeTimeout:
+    """As `asyncio.timeout`, but of seconds in which this process ran.
+
+    Raises:
+        TimeoutError: from its block, after `limit_s` seconds.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._left_s = max(0.0, limit_s)
+        self._timeout = asyncio.timeout(None)
+
+    def expired(self) -> bool:
+        """Whether it is what ended its block."""
+        return self._timeout.expired()
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._next_slice()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slice.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def _next_slice(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._left_s <= 0:
+            self._timeout.reschedule(loop.time())
+            return
+        slice_s = min(self._left_s, SLICE_S)
+        self._left_s -= slice_s
+        self._slice = loop.call_later(slice_s, self._next_slice)

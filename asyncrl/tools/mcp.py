@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
+from asyncrl.comm.awake import AwakeTimeout
 from asyncrl.tools.settings import PYTHON, McpServerConfig
 
 CLOSE_LIMIT_S = 10.0
@@ -85,7 +86,7 @@ class McpServer:
         client = await self._open(self.config.timeout_s)
         broken = self._broken
         try:
-            async with asyncio.timeout(self.config.timeout_s):
+            async with AwakeTimeout(self.config.timeout_s):
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
             raise McpError(f"it did not answer within {self.config.timeout_s:g} s") from None

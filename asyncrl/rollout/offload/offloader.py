@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
+from asyncrl.comm.awake import AwakeTimeout
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
@@ -195,7 +196,7 @@ class Offloader:
             with self.told(code):
                 running = self._threads.run(partial(_checked, code, function))
                 try:
-                    async with asyncio.timeout(code.timeout_s) as limit:
+                    async with AwakeTimeout(code.timeout_s) as limit:
                         return await asyncio.wrap_future(running)
                 except TimeoutError as error:
                     if not limit.expired():
@@ -224,7 +225,7 @@ class Offloader:
 
         with self.told(code):
             try:
-                async with asyncio.timeout(code.timeout_s) as limit:
+                async with AwakeTimeout(code.timeout_s) as limit:
                     return await run(work())
             except TimeoutError as error:
                 if not limit.expired():

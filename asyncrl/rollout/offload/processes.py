@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.comm.awake import GAP_S, AwakeTimeout
 from asyncrl.rollout.offload import child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
@@ -228,7 +229,7 @@ class ProcessPool:
         self.started += 1
         process.printing = asyncio.create_task(process.drain_prints(2))
         try:
-            async with asyncio.timeout(START_LIMIT_S):
+            async with AwakeTimeout(START_LIMIT_S):
                 await process.ask(b"")
         except BaseException as error:
             await asyncio.shield(self._end(process))
@@ -257,14 +258,15 @@ class ProcessPool:
             UserCodeError: it did, or `answer` raised it.
         """
         asking = asyncio.create_task(process.ask(call, answer))
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        loop = asyncio.get_running_loop()
+        seen, left_s, wait_s = loop.time(), timeout_s, min(WATCH_FROM_S, timeout_s)
         try:
-            wait_s = min(WATCH_FROM_S, timeout_s)
             while True:
                 done, _ = await asyncio.wait({asking}, timeout=wait_s)
                 if done:
                     return asking.result()
-                left_s = deadline - asyncio.get_running_loop().time()
+                seen, before = loop.time(), seen
+                left_s -= min(seen - before, GAP_S)  # longer: it was this process that did not run
                 if left_s <= 0:
                     raise UserCodeError(
                         label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW

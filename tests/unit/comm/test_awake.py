@@ -8,7 +8,7 @@ import time
 import pytest
 
 from asyncrl.comm import awake
-from asyncrl.comm.awake import GAP_S, TICK_S, AwakeClock, awake_wait
+from asyncrl.comm.awake import GAP_S, TICK_S, AwakeClock, AwakeTimeout, awake_wait
 
 
 class Raw:
@@ -82,3 +82,32 @@ async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.Mo
     assert not waiting.done(), "nobody else was silent"
     await waiting
     assert not answer.done(), "and silence has its limit all the same"
+
+
+async def test_a_limit_outlasts_a_pause_of_its_own_process_and_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "SLICE_S", 0.02)
+    limit = AwakeTimeout(0.2)
+
+    async def hang() -> None:
+        async with limit:
+            time.sleep(0.4)  # noqa: ASYNC251  # the process is stopped, twice as long as the limit
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not limit.expired()
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await hang()
+    assert limit.expired()
+
+
+async def test_what_is_done_within_its_limit_is_left_alone_afterwards() -> None:
+    async with AwakeTimeout(0.05) as limit:
+        pass
+    await asyncio.sleep(0.1)
+    assert not limit.expired()
+    limit = AwakeTimeout(600.0)
+    with pytest.raises(TimeoutError, match="of its own"):
+        async with limit:
+            raise TimeoutError("of its own")
+    assert not limit.expired()

@@ -116,6 +116,13 @@ def raises_what_cannot_be_sent(data, completion):
 
 def returns_what_cannot_be_sent(data, completion):
     return lambda: 1
+
+
+def waits(data, completion, *, folder):
+    open(folder + "/begun", "w").close()
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.01)
+    return 7.0
 """
 
 
@@ -193,6 +200,25 @@ async def test_a_hostile_function_costs_its_call_and_the_next_one_is_answered(
         await ask(offloader, code)
     assert failed_label(caught.value) == f"reward hostile.py:{name}"
     assert await ask(offloader, hostile("fine")) == 5.0
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["process", "thread"])
+async def test_time_in_which_the_worker_was_stopped_is_not_that_of_users_code(
+    offloader: Offloader, hostile: Callable[..., Code], tmp_path: Path, in_process: bool
+) -> None:
+    def waits() -> float:
+        (tmp_path / "begun").touch()
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return 7.0
+
+    code = hostile("waits", timeout_s=2.0, folder=str(tmp_path)) if in_process else in_thread(timeout_s=2.0)
+    calling = asyncio.create_task(offloader.call(code, *((print, {}, "") if in_process else (waits,))))
+    while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it may be in another process
+        await asyncio.sleep(0.01)
+    (tmp_path / "go").touch()
+    time.sleep(3.0)  # noqa: ASYNC251  # the worker is stopped, for longer than the limit
+    assert await calling == 7.0
 
 
 async def test_what_a_function_prints_or_forks_does_not_disturb_its_answer(
