@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.awake import GAP_S, AwakeTimeout
+from asyncrl.comm.awake import AwakeTimeout
 from asyncrl.rollout.offload import child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
@@ -258,25 +258,20 @@ class ProcessPool:
             UserCodeError: it did, or `answer` raised it.
         """
         asking = asyncio.create_task(process.ask(call, answer))
-        loop = asyncio.get_running_loop()
-        seen, left_s, wait_s = loop.time(), timeout_s, min(WATCH_FROM_S, timeout_s)
+        limit = AwakeTimeout(timeout_s)
         try:
-            while True:
-                done, _ = await asyncio.wait({asking}, timeout=wait_s)
-                if done:
-                    return asking.result()
-                seen, before = loop.time(), seen
-                left_s -= min(seen - before, GAP_S)  # longer: it was this process that did not run
-                if left_s <= 0:
-                    raise UserCodeError(
-                        label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
-                    )
-                if process.process.returncode is not None:  # and something that it started holds its pipes
-                    raise _Died("ended")
-                used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
-                if used is not None and (why := excess(self._limits, used)):
-                    raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
-                wait_s = min(WATCH_EVERY_S, left_s)
+            async with limit:
+                wait_s = WATCH_FROM_S
+                while not (await asyncio.wait({asking}, timeout=wait_s))[0]:
+                    await self._check(process, label)
+                    wait_s = WATCH_EVERY_S
+                return asking.result()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise UserCodeError(
+                label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
+            ) from error
         except _Died as error:
             code = await self._exit_code(process)
             raise UserCodeError(
@@ -285,6 +280,14 @@ class ProcessPool:
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+
+    async def _check(self, process: _Process, label: str) -> None:
+        """Raise where it is dead, or uses more than it may."""
+        if process.process.returncode is not None:  # and something that it started holds its pipes
+            raise _Died("ended")
+        used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
+        if used is not None and (why := excess(self._limits, used)):
+            raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
 
     async def _exit_code(self, process: _Process) -> str:
         await self._end(process)
