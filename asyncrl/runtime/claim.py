@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -29,6 +27,7 @@ from typing import Self
 import psutil
 
 from asyncrl.comm import names
+from asyncrl.comm.file_lock import take_lock
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
@@ -43,7 +42,6 @@ SAVE_LIMIT_S = 120.0
 """So long the leading process may take to finish its step, save and end, once it was asked to stop."""
 SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
 """So long a launch that was killed may keep its lock."""
-_POLL_S = 0.1
 _ATTEMPTS = 3
 
 
@@ -149,24 +147,13 @@ class TrialClaim:
 
 def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
     """Whether this process has the lock now. Of a launch on this machine that was killed it is waited for."""
-    if _take_lock(lock):
+    if take_lock(lock):
         return True
     holder = read_holder(run_dir)
     if holder is None or not _is_dead(holder):
         return False
     note(f"an earlier launch, pid {holder.pid}, was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
-    deadline = time.monotonic() + SAVING_LIMIT_S
-    while not (locked := _take_lock(lock)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return locked
-
-
-def _take_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return take_lock(lock, SAVING_LIMIT_S)
 
 
 def shares_names(config: ExperimentConfig) -> bool:

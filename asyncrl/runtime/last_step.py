@@ -29,18 +29,17 @@ another host ranks remove theirs when they are asked to stop, and those of launc
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from asyncrl.comm.file_lock import take_lock
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import identity_of
@@ -215,7 +214,8 @@ def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
         yield False
         return
     try:
-        _lock(descriptor, limit_s)
+        if not take_lock(descriptor, limit_s):
+            raise OSError(f"{folder} is being removed by another process, which was not done within {limit_s:g} s")
         yield _is_at(folder, descriptor)
     finally:
         os.close(descriptor)
@@ -226,17 +226,6 @@ def _is_at(folder: Path, descriptor: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:
         return False
-
-
-def _lock(descriptor: int, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(0.01)
 
 
 def _launch_of(run_dir: str | Path) -> str:

@@ -19,7 +19,6 @@ hosts' changes; opening the directory is what makes NFS ask the server (close-to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import tempfile
@@ -33,6 +32,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from asyncrl.comm.file_lock import take_lock
 from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
@@ -46,7 +46,6 @@ from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_pri
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
-_LOCK_POLL_S = 0.002
 _SLOW_LOOK_S = 1.0
 _RACY_S = 2.0
 """Within so long of a change there may be another one with the same modification time: clocks of file systems tick."""
@@ -182,19 +181,12 @@ class FileResolver(NameResolver):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the directory's lock. It is held for microseconds: a long wait means that a stopped process has it."""
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         with open(open_private_file(self._dir / ".lock"), "ab") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise NameResolveUnavailable(
-                            f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
-                            "it (find it with 'fuser'), or the file system does not support flock"
-                        ) from None
-                    time.sleep(_LOCK_POLL_S)
+            if not take_lock(file.fileno(), _LOCK_TIMEOUT_S):
+                raise NameResolveUnavailable(
+                    f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
+                    "it (find it with 'fuser'), or the file system does not support flock"
+                )
             yield  # closing the file releases the lock
 
 

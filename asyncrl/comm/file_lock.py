@@ -1,0 +1,29 @@
+"""An exclusive lock on an open file or folder, which the kernel gives back when its holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
+"""Between two looks; flock has no limit of its own."""
+
+
+def take_lock(descriptor: int, limit_s: float = 0.0) -> bool:
+    """Whether this process has the lock on `descriptor` now; one that another has is waited for, for `limit_s` seconds.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + limit_s
+    pause_s = _FIRST_LOOK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        else:
+            return True
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
