@@ -23,6 +23,8 @@ CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_size
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
+CHUNKED_LAYERS = frozenset({"chunked_attention"})
+"""Layer types whose keys are those of a causal attention within chunks of `attention_chunk_size`."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
 """Layer types that carry a state from token to token; what attention they have sees all keys."""
 TOKENWISE_LAYERS = frozenset({"moe"})
@@ -119,6 +121,15 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return saved
+
+
+def new_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the class `kind` with new weights and transformers' own attention; `config` becomes its own."""
+    model: PreTrainedModel = kind._from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, attn_implementation="eager"
+    )
+    model.train(False)
+    return model
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:

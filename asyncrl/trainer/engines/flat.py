@@ -85,6 +85,9 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         self._place.data.all_reduce_sum(self.optimizer.grad)
         return self.optimizer.step()
 
+    def _proof_engine(self) -> dict[str, Any]:
+        return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
+
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
         with self.replaying(micro_batch):
@@ -176,6 +179,12 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def network(self) -> PreTrainedModel:
         return self._model
 
+    def weights(self) -> dict[str, Tensor]:
+        return _weights_of(self._model)
+
+    def around(self, network: PreTrainedModel) -> FlatPolicyEngine:
+        return FlatPolicyEngine(network, temperature=self._temperature, **self._proof_engine())
+
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_logprobs(self._model, tokens)
 
@@ -235,6 +244,12 @@ class FlatValueEngine(FlatEngine, ValueEngine):
     def network(self) -> PreTrainedModel:
         return self._critic.trunk
 
+    def weights(self) -> dict[str, Tensor]:
+        return _weights_of(self._critic.trunk)
+
+    def around(self, network: PreTrainedModel) -> FlatValueEngine:
+        return FlatValueEngine(Critic(network), **self._proof_engine())
+
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_hidden(self._critic.trunk, tokens)
 
@@ -243,6 +258,11 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
         in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
+
+
+def _weights_of(network: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters by the names that they had before adapters came."""
+    return {plain_name(name): each for name, each in network.named_parameters(remove_duplicate=False)}
 
 
 Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
@@ -310,8 +330,15 @@ class FlatLoader(EngineLoader):
 
     def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
-        refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
-        settle_attention(engine, self._attention, share_prefixes=self._share_prefixes)
+        longest = context_length(self._config, network.config.to_dict())
+        refuse_longer_than_independent(network, longest)
+        settle_attention(
+            engine,
+            self._attention,
+            longest=longest,
+            row=self._config.trainer.tokens_per_micro_batch,
+            share_prefixes=self._share_prefixes,
+        )
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
