@@ -99,7 +99,7 @@ class NameResolver(ABC):
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
         self.on_given_up: Callable[[], None] = lambda: None
-        """Called where adding an entry, or putting one back, finds that this owner was given up, in that very thread."""
+        """Called where adding an entry, or putting one back, finds that this owner was given up; in that thread."""
         self.fences: dict[str, str] = {}
         """Entries are added, and put back once their lease has run out, only while each of these names has this value,
         or none."""

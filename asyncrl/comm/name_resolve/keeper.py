@@ -29,8 +29,8 @@ STOP_LIMIT_S = 5.0
 class LeaseKeeper:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
-    `renew` returns False while the entry is not its caller's (deleted, or taken by another owner). `lost` is called with
-    it once, and returns True if `renew` is to be called again. NameOwnerGivenUp ends the renewals; any other
+    `renew` returns False while the entry is not its caller's (deleted, or taken by another). Then `lost` is called
+    with the name, once; it returns True if `renew` is to be called again. NameOwnerGivenUp ends the renewals; any other
     NameResolveError is told to `patience`, and the renewal made again.
     """
 
