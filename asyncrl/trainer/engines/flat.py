@@ -18,6 +18,7 @@ from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
 from asyncrl.architectures.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.architectures.routing import Routers
+from asyncrl.architectures.transformers_internals import trunk_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import context_length
@@ -119,7 +120,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, lora: LoraConfig | None = None, **engine: Any
     ) -> None:
-        super().__init__(model, model.base_model, **engine)
+        super().__init__(model, trunk_of(model), **engine)
         self._model = model
         self._whole: Published = (
             WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
@@ -292,14 +293,14 @@ class FlatLoader(EngineLoader):
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 model.requires_grad_(False)
-                add_adapters(model.base_model, lora)
+                add_adapters(trunk_of(model), lora)
                 initialise(model.named_parameters(), self._config.seed)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
             made = None if optimizer is None else self._optimizer(model, optimizer)
             routers = None
             if optimizer is not None and self._config.moe.replay_routing:
-                routers = Routers(model.base_model, model.config.get_text_config().model_type)
+                routers = Routers(trunk_of(model), model.config.get_text_config().model_type)
             return FlatPolicyEngine(
                 model, temperature=temperature, optimizer=made, lora=lora, routers=routers, **self._engine
             )

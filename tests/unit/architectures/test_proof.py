@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "minimax": {"num_local_experts": 2, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
     "phi3": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -71,12 +73,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "bos_token_id": 1,
     },
+    "minicpm3": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "dim_model_base": 16,
+    },
+    "modernbert-decoder": {"local_attention": 24, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 3},
 }
 SPREADS = (0.02, 0.25)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.float32, **settings: Any
+) -> PreTrainedModel:
     common = {
         "vocab_size": 40,
         "hidden_size": 32,
@@ -90,7 +104,7 @@ def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.floa
         "initializer_range": spread,
     }
     torch.manual_seed(3)
-    config = CONFIG_MAPPING[model_type](**{**common, **MODELS[model_type]})
+    config = CONFIG_MAPPING[model_type](**{**common, **MODELS[model_type], **settings})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return model
 
@@ -272,8 +286,8 @@ def test_rounding_of_bfloat16_is_no_fault(model_type: str, spread: float) -> Non
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("lfm2", r"it carries a recurrent state from token to token \(in its layers \['conv'\]\)"),
-        ("mamba", "it carries a recurrent state"),
+        ("rwkv", "it carries a state from token to token in a form of its own"),
+        ("minimax", r"its forward with slots fails: ValueError: MiniMax uses cache of its own"),
         ("bloom", "it has an attention of its own; its forward with slots fails"),
     ],
 )
@@ -402,10 +416,27 @@ def plain_and_served(model: PreTrainedModel, length: int) -> tuple[Tensor, Tenso
     return plain_logprobs(model, [*prompt, *output.output_ids]), served
 
 
-@pytest.mark.parametrize("model_type", ["moshi", "phimoe", "qwen2"])
+@pytest.mark.parametrize("model_type", ["moshi", "phimoe", "qwen2", "llama4_text"])
 def test_the_embedded_engine_serves_a_window_as_the_model_uses_it_whatever_the_config_names(model_type: str) -> None:
     plain, served = plain_and_served(build(model_type), 50)
     torch.testing.assert_close(served, plain, rtol=0, atol=2e-5)
+
+
+def test_attention_in_chunks_is_trained_on_padded_rows() -> None:
+    assert settle(build("llama4_text"), longest=64, row=400) == AttentionKind.padded
+
+
+def test_a_context_beyond_a_length_that_an_engine_cannot_keep_to_is_refused_by_the_fields_name() -> None:
+    """Llama 4 scales queries by the place in the row, which of a decoded token is always the first."""
+    GenerationEngine(build("llama4_text", floor_scale=40, attn_scale=2.0), max_model_len=39)
+    reason = r"in rows longer than .*floor_scale=40.* Use generation.context_length="
+    with pytest.raises(UnsupportedModelError, match=reason):
+        GenerationEngine(build("llama4_text", floor_scale=40, attn_scale=2.0), max_model_len=40)
+
+
+@pytest.mark.parametrize("model_type", ["minicpm3", "modernbert-decoder"])
+def test_logits_are_made_by_a_factor_of_the_config_or_by_a_head_of_several_layers(model_type: str) -> None:
+    assert settle(build(model_type)) == AttentionKind.tree
 
 
 # The comparison itself.
