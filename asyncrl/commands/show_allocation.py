@@ -28,6 +28,7 @@ from asyncrl.trainer.sizing.memory import Need, Workload, need, total
 from asyncrl.trainer.sizing.model import SizedModel
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.types import with_types
 from asyncrl.trainer.worker_grid import Placement
 
 GIB = 1 << 30
@@ -58,7 +59,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     if isinstance(config, SFTConfig):
         print("error: a supervised experiment has one process and no layout", file=sys.stderr)
         return 1
-    graph = load_graph(config)
+    config, graph = with_types(config), load_graph(config)
     placed = placement(config, graph)
     rows = allocation(config, graph, placed, folder)
     console = Console(highlight=False, markup=False, width=_WIDTH)

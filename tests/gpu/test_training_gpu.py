@@ -54,7 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model_dir: Path) -> ExperimentConfig:
     made = ExperimentConfig(train_batch_size=4, group_size=4)
-    made.model.path = str(model_dir)
+    made.model.path, made.model.dtype = str(model_dir), Dtype.float32
     made.algorithm.kl_coef = 0.1
     made.trainer.ppo_minibatches, made.trainer.tokens_per_micro_batch = 2, 200
     return made
