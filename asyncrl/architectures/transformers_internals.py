@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
@@ -23,9 +25,12 @@ CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_size
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
-RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
-"""Layer types that carry a state from token to token; what attention they have sees all keys."""
-TOKENWISE_LAYERS = frozenset({"moe"})
+RECURRENT_LAYERS = frozenset(
+    kind for kind, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
+)
+"""Layer types that carry a state from token to token: those for which transformers' cache keeps one. In `hybrid` layers
+attention stands beside it."""
+TOKENWISE_LAYERS = frozenset({"moe", "mlp"})
 """Layer types that look at one token alone."""
 
 EXPERTS_MODULE, EXPERTS_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
@@ -71,7 +76,7 @@ def batch_independent_limit(config: PretrainedConfig) -> int | None:
 
 def layer_types(config: PretrainedConfig) -> frozenset[str]:
     """Types of the layers, as transformers names them; empty where the config does not tell."""
-    return frozenset(text_settings(config).get("layer_types") or ())
+    return frozenset(getattr(config.get_text_config(), "layer_types", None) or ())  # under other names in some configs
 
 
 def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -134,6 +139,26 @@ def attention_is_replaceable(model: PreTrainedModel) -> bool:
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether it carries more from token to token than keys and values."""
     return bool(model._is_stateful) or bool(layer_types(model.config) & RECURRENT_LAYERS)
+
+
+class LayerMemory(NamedTuple):
+    """What a layer keeps of the tokens so far: keys and values, and so many recurrent states."""
+
+    keys: bool
+    states: int
+
+
+def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
+    """What each layer of a model of `config` keeps, as transformers' own cache for it does."""
+    if not layer_types(config) & RECURRENT_LAYERS:
+        return [LayerMemory(keys=True, states=0)] * int(config.get_text_config().num_hidden_layers)
+    return [
+        LayerMemory(
+            isinstance(layer, CacheLayerMixin),
+            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in DynamicCache(config=config).layers
+    ]
 
 
 @contextmanager

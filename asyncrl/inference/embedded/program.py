@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import set_attention
+from asyncrl.architectures.transformers_internals import RECURRENT_LAYERS, set_attention
 from asyncrl.inference.embedded.cached_attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
 from asyncrl.inference.embedded.linears import PackedLinears
 
@@ -52,7 +52,8 @@ class AttentionMasks:
     def argument(self) -> Tensor | dict[str, Tensor | None] | None:
         """What the model's `attention_mask` is to be."""
         if self.mixed:
-            return {"full_attention": self.full, "sliding_attention": self.windowed}
+            nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
+            return {**nothing, "full_attention": self.full, "sliding_attention": self.windowed}
         return self.full if self.windowed is None else self.windowed
 
 

@@ -1,4 +1,5 @@
-"""The engine against transformers at load: prompts that branch into slots, steps of decoding, a prompt scored.
+"""The engine against transformers at load: prompts that branch into slots, steps of decoding, a slot that is copied in
+between, a prompt scored.
 
 A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
 in longer sequences than the proof has (`asyncrl.architectures.proof`) is refused by the types of the model's layers.
@@ -7,7 +8,7 @@ in longer sequences than the proof has (`asyncrl.architectures.proof`) is refuse
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from asyncrl.architectures.proof import (
 )
 from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
+    RECURRENT_LAYERS,
+    TOKENWISE_LAYERS,
     attention_is_replaceable,
     batch_independent_limit,
     keeps_recurrent_state,
@@ -38,20 +41,22 @@ _log = logging.getLogger(__name__)
 STEPS = 5
 """Tokens of each sequence that are decoded one by one; what is before goes into its slot as a prompt."""
 _LATE = 2
-"""The second half of the sequences joins so many steps after the first, while those go on."""
-_POSITIONS = 2 * len(LENGTHS) * (max(LENGTHS) + 2 * LENGTH_STEP)
+"""The others join so many steps after the first, while those go on."""
+_FIRST = 4
+"""Sequences that join first."""
+_POSITIONS = (2 * len(LENGTHS) + 2) * (max(LENGTHS) + 2 * LENGTH_STEP)
 
 
 def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
-    """Refuse what slots of keys and values cannot hold, and what only sequences of up to `longest` tokens would show.
+    """Refuse what slots cannot hold, and what only sequences of up to `longest` tokens would show.
 
     Raises:
         UnsupportedModelError: the model has it.
     """
-    unserved = sorted(layer_types(model.config) - PLAIN_LAYERS)
-    if keeps_recurrent_state(model):
-        where = f" (in its layers {unserved})" if unserved else ""
-        raise _refusal(model, f"it carries a recurrent state from token to token{where}; slots hold keys and values")
+    kinds = layer_types(model.config)
+    unserved = sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS)
+    if keeps_recurrent_state(model) and not kinds & RECURRENT_LAYERS:
+        raise _refusal(model, "it carries a state from token to token in a form of its own, not in transformers' cache")
     if unserved:
         raise _refusal(model, f"its layers {unserved} do not look at all keys or at the last of a window")
     limit = batch_independent_limit(model.config)
@@ -71,9 +76,13 @@ def prove(runner: ModelRunner) -> None:
     """
     model, probes = runner.model, probe_for(runner.model)
     forked = forks(probes)
-    sequences = [*probes[:2], *forked[:2], *probes[2:], *forked[2:]]  # the first ones join as branches of one row
+    first = [*probes[:2], *forked[:2]]  # they join as branches of one row
+    held = first[-1][: len(first[-1]) - 1 - STEPS + _LATE]  # by its slot when the others join, one of them as its copy
+    empty = probes[0][: STEPS + 1]  # of which nothing is prefilled
+    sequences = [*first, *probes[2:], *forked[2:], [*held, *empty], empty]
     try:
         plain = [plain_logprobs(model, tokens) for tokens in sequences]
+        runner.find_states()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's own code raises is the reason of its refusal
@@ -112,18 +121,19 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 @torch.inference_mode()
 def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
     """Log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS] each."""
-    steps = min(STEPS, min(len(tokens) for tokens in sequences) - 2)
+    steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
-    late = len(sequences) // 2
     cache, runner.cache = runner.cache, runner.new_cache(_POSITIONS)
     try:
         logprobs: list[list[Tensor]] = [[] for _ in sequences]
-        _join(runner, prompts, range(late), live=0)
+        _join(runner, prompts, range(_FIRST), {})
         for step in range(steps + _LATE):
             if step == _LATE:
-                _join(runner, prompts, range(late, len(sequences)), live=len(prompts[0]) + step)
-            rows = late if step < _LATE else len(sequences)
-            fed = [min(step - (_LATE if row >= late else 0), steps - 1) for row in range(rows)]  # at the end: once more
+                held = {tuple(sequences[row][: len(prompts[row]) + step]): row for row in range(_FIRST)}
+                _join(runner, prompts, range(_FIRST, len(sequences)), held)
+            rows = _FIRST if step < _LATE else len(sequences)
+            begun = [0 if row < _FIRST else _LATE for row in range(rows)]
+            fed = [min(step - begun[row], steps - 1) for row in range(rows)]  # at the end: once more
             places = [len(prompts[row]) + fed[row] for row in range(rows)]
             runner.cache.reserve(rows, max(places) + 1, rows, max(places))
             tokens_R = torch.tensor([sequences[row][place] for row, place in enumerate(places)], device=runner.device)
@@ -136,13 +146,19 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
         runner.cache = cache
 
 
-def _join(runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, live: int) -> None:
-    """Prefill the prompts of `rows`, while the rows before them hold up to `live` positions."""
-    longest = max(live, max(len(prompts[row]) for row in rows))
-    runner.cache.reserve(rows.stop, longest + 1, rows.start, live)
+def _join(
+    runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
+) -> None:
+    """Copy the prompts of `rows` from rows before them that hold them, and prefill the others."""
+    live = max((len(tokens) for tokens in held), default=0)
+    runner.cache.reserve(rows.stop, max(live, max(len(prompts[row]) for row in rows)) + 1, rows.start, live)
     slots_of: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
-        slots_of.setdefault(prompts[row], []).append(row)
+        if (source := held.get(prompts[row])) is not None:
+            target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, source))
+            runner.cache.move(target, source_1, len(prompts[row]))
+        else:
+            slots_of.setdefault(prompts[row], []).append(row)
     runner.prefill(slots_of)
 
 

@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "minimax": {"num_local_experts": 2, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
     "phi3": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -243,8 +245,8 @@ def test_rounding_of_bfloat16_is_no_fault(model_type: str, spread: float) -> Non
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("lfm2", r"it carries a recurrent state from token to token \(in its layers \['conv'\]\)"),
-        ("mamba", "it carries a recurrent state"),
+        ("rwkv", "it carries a state from token to token in a form of its own"),
+        ("minimax", r"its forward with slots fails: ValueError: MiniMax uses cache of its own"),
         ("bloom", "it has an attention of its own; its forward with slots fails"),
     ],
 )
