@@ -279,6 +279,7 @@ class FlatLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
+        self._dtype = config.model.dtype.on(device.type)
         self._share_prefixes = config.trainer.share_prefixes
         self._engine = {
             "attention": attention_kind(self._attention),
@@ -289,7 +290,7 @@ class FlatLoader(EngineLoader):
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         def load() -> FlatPolicyEngine:
-            model = load_causal_lm(path, dtype, self._attention, self._device)
+            model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 model.requires_grad_(False)
@@ -309,14 +310,14 @@ class FlatLoader(EngineLoader):
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
-            critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
+            critic = load_critic(path, self._dtype, self._attention, self._device)
             return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
 
         return self._together(load, path)
 
     def reward_model(self, path: str) -> FlatValueEngine:
         def load() -> FlatValueEngine:
-            model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
+            model = load_reward_model(path, self._dtype, self._attention, self._device)
             return FlatValueEngine(model, **self._engine)
 
         return self._together(load, path)
