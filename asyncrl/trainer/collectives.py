@@ -10,9 +10,9 @@ peer answers or `trainer.collective_timeout_s` is over. So whoever is to stop in
 
 After that every collective fails, here and at the peers: it is for a process that is about to end.
 
-gloo also listens for as long as its groups live, takes whoever connects and keeps the connection. Torch 2.13 has nothing
-to end that, and closing a listener ends the process. All ranks are connected once the groups are made, so from then on
-the kernel drops what would open a further connection (a socket filter on the listeners).
+gloo also listens for as long as its groups live, takes whoever connects and keeps the connection. Torch 2.13 has
+nothing to end that, and closing a listener ends the process. All ranks are connected once the groups are made, so from
+then on the kernel drops what would open a further connection (a socket filter on the listeners).
 """
 
 from __future__ import annotations
