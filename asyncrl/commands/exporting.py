@@ -91,15 +91,21 @@ def _write_adapters(stored: StoredModel, config: bytes, out: Path, adapter: bool
 
 
 def _has_adapters(checkpoint: Path) -> bool:
-    return checkpoint.is_dir() and any(map(is_adapter, _opened(checkpoint).shapes))
+    return checkpoint.is_dir() and bool(_adapters_in(_opened(checkpoint)))
+
+
+def _adapters_in(stored: StoredTensors) -> dict[str, str]:
+    """The keys of the policy's adapters in a checkpoint, by their names in peft's folder."""
+    keys = [key for key in sorted(stored.shapes) if key.startswith(_WEIGHTS) and is_adapter(key)]
+    return {published_name(key.removeprefix(_WEIGHTS)): key for key in keys}
 
 
 def _adapters_of(run: Path, checkpoint: Path, published: Path) -> tuple[StoredModel, bytes]:
     """The adapters in `checkpoint` of a run that published merged weights, and their configuration."""
     stored, model = _opened(checkpoint), read_run_config(run).model
-    keys = {published_name(key.removeprefix(_WEIGHTS)): key for key in stored.shapes if is_adapter(key)}
+    keys = _adapters_in(stored)
     dtype = next(iter(verify(published).tensors.values())).dtype  # the type in which the trainer holds the base
-    entries = {name: TensorEntry(tuple(stored.shapes[key]), dtype, "") for name, key in sorted(keys.items())}
+    entries = {name: TensorEntry(tuple(stored.shapes[key]), dtype, "") for name, key in keys.items()}
 
     def read(name: str, entry: TensorEntry) -> Tensor:
         return stored.read(keys[name]).to(DTYPES[entry.dtype]).contiguous()
