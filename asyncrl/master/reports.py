@@ -202,7 +202,7 @@ class Reports:
         first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
         known, self._told_already = (self.known.events or first) + self._told_already, 0
         self._ledger.take(reply.events[max(0, known - first) :])
-        self.status = GateStatus(reply.closed_s, frozenset(reply.versions_in_use), reply.books.dropped)
+        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
         self.books, self.known = reply.books, Known(reply.seq, reply.events_seq, reply.measured_seq)
         self._buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:
