@@ -346,6 +346,10 @@ class StalenessGate:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
 
+    def prompts_of(self, owner: str) -> list[str]:
+        """Prompts of which a rollout runs on worker `owner`."""
+        return [live.ticket.prompt_id for live in self._live_of_owner.get(owner, {}).values() if not live.finished]
+
     def live_of(self, owner: str) -> list[Ticket]:
         """Rollouts of worker `owner` that run, or are finished and not yet trained."""
         return [live.ticket for live in self._live_of_owner.get(owner, {}).values()]
