@@ -5,7 +5,7 @@ without a clock. So the inputs, written down in order before anyone learns of th
 a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
 not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
 
-    Began, Admitted, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
+    Began, Admitted, Refused, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
 
 Workers that joined (`asyncrl.manager.shards`) are lent prompts that a worker with a shard has handed out and not begun.
 A prompt that is lent lies in the mailbox of who borrowed it, as one that comes back to its worker does, until it is
@@ -55,6 +55,14 @@ class Admitted(_Event, frozen=True):
     prompt_id: str
     order: int
     attempt: int
+
+
+class Refused(_Event, frozen=True):
+    """A worker is told that a rollout will never start, as its prompt is another's: a late copy of its call may come
+    when the prompt is the worker's again, and the worker knows no such rollout any more.
+    """
+
+    rollout_id: str
 
 
 class Ended(_Event, frozen=True):
@@ -130,6 +138,7 @@ class Remembered(_Event, frozen=True):
 Event: TypeAlias = (
     Began
     | Admitted
+    | Refused
     | Ended
     | Consumed
     | Served
@@ -205,6 +214,8 @@ class RolloutBooks:
                 self._begin(event)
             case Admitted():
                 self._admit(event)
+            case Refused():
+                self.gate.refuse(event.rollout_id)
             case Ended():
                 self._end(event.finished)
             case Consumed():
@@ -411,6 +422,6 @@ class RolloutBooks:
         return True
 
     def _lend(self, lent: Lent) -> None:
-        self.gate.lend(lent.rollout_id)
+        self.gate.refuse(lent.rollout_id)
         self.returned.give_back(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
         self.events.lent(lent.borrower, lent.prompt_id, lent.order, lent.attempt)

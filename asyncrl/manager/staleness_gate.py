@@ -252,7 +252,7 @@ class StalenessGate:
             self._retired.put(rollout_id, _Retired(retired.outcome))
         return None
 
-    def lend(self, rollout_id: str) -> None:
+    def refuse(self, rollout_id: str) -> None:
         """The rollout, which was not admitted, never will be: another worker plays its prompt. It enters no count."""
         self._retired.put(rollout_id, _LENT)
 
