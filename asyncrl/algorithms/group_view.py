@@ -13,7 +13,8 @@ class GroupView:
     """The finished episodes of one prompt: arrays of shape [S], one entry for each episode, in order of their numbers.
 
     An episode of several samples has the mean of their rewards (rewards of turns included), the sum of their lengths,
-    in generated tokens, and is truncated where one of them is.
+    in generated tokens, and is truncated where one of them is. `sample_rewards_U` holds the rewards of the samples
+    themselves, in any order; without it, each episode is one sample.
 
     Raises:
         ValueError: the arrays differ in length or are empty.
@@ -22,6 +23,7 @@ class GroupView:
     rewards_S: NDArray[np.float64]
     lengths_S: NDArray[np.int64]
     truncated_S: NDArray[np.bool_]
+    sample_rewards_U: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         shapes = {self.rewards_S.shape, self.lengths_S.shape, self.truncated_S.shape}
@@ -43,7 +45,8 @@ class GroupView:
         np.add.at(rewards_S, position, np.asarray(rewards, np.float64))
         np.add.at(lengths_S, position, np.asarray(lengths, np.int64))
         np.logical_or.at(truncated_S, position, np.asarray(truncated, np.bool_))
-        return cls(rewards_S / counts, lengths_S, truncated_S), position.astype(np.int64)
+        view = cls(rewards_S / counts, lengths_S, truncated_S, np.asarray(rewards, np.float64))
+        return view, position.astype(np.int64)
 
 
 @dataclass(frozen=True)

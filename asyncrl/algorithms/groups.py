@@ -4,10 +4,17 @@ A group has any number of episodes, also one, and an episode any number of sampl
 deviations are over *episodes*: the return of an episode is the mean of its samples', so that it counts once however
 many conversations it took. With R_e the return of episode e, E episodes in the group, and sample i of episode e:
 
-    mean = 1/E sum_e R_e        std^2 = 1/(E - 1) sum_e (R_e - mean)^2        A_i = (r_i - mean)/std, and the like
+    mean = 1/E sum_e R_e        std^2 = 1/(E - 1) sum_e mean_{i in e} (r_i - mean)^2        A_i = (r_i - mean)/std
 
 With one sample per episode these are the estimators as their papers have them. Samples of one episode that were given
-different rewards keep the difference: each is compared with the same baseline.
+different rewards keep the difference: each is compared with the same baseline. The deviation is that of the samples,
+each episode weighing the same, so it is not 0 where all episodes have the same mean but their samples differ, as in a
+zero-sum game between copies of the policy. With n_e samples in the episode of i it bounds the advantage:
+
+    std^2 >= (r_i - mean)^2 / (n_e (E - 1)), so |A_i| <= sqrt(n_e (E - 1))
+
+A group of one episode has nothing to compare with: its advantages are 0, however many samples it gives, except under
+leave-one-out (`rloo`), where its baseline is 0.
 
 A `turn_discount` g compares turns in place of samples. Turn k of a sample, its k-th unbroken run of policy tokens, has
 the return from there on, of the rewards q_j of its turns (token rewards, and at the last turn the sample's reward):
@@ -98,10 +105,11 @@ class Groups:
         """Mean over each episode's group, shape [E]."""
         return self.sum(values_E) / self.size(values_E)
 
-    def std(self, values_E: Tensor) -> Tensor:
-        """Sample standard deviation (n - 1) over each episode's group, shape [E]; 0 in a group of one."""
-        squares_E = self.sum((values_E - self.mean(values_E)).square())
-        return (squares_E / (self.size(values_E) - 1.0).clamp(min=1.0)).sqrt()
+    def std(self, values_U: Tensor) -> Tensor:
+        """Deviation of each episode's group, shape [E]; see the module's docstring."""
+        mean_E = self.mean(self.episodes(values_U))
+        squares_E = self.sum(self.episodes((values_U - self.spread(mean_E)).square()))
+        return (squares_E / (self.size(squares_E) - 1.0).clamp(min=1.0)).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +133,11 @@ class Compared:
     def minus(self, baseline_E: Tensor) -> Tensor:
         """Returns less the baseline of their episode, shape [U]."""
         return self.returns_U - self.groups.spread(baseline_E)
+
+    def centred(self, baseline_E: Tensor) -> Tensor:
+        """As `minus`, but 0 in a group of one episode, shape [U]."""
+        alone_E = self.groups.size(baseline_E) == 1.0
+        return torch.where(self.groups.spread(alone_E), 0, self.minus(baseline_E))
 
     def over_tokens(self, advantages_U: Tensor) -> AdvantageOutput:
         """One advantage for each of U, given to each of its policy tokens."""

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_EPISODE = (1 << 31) - 1
+MAX_REWARD = 1e30
+"""Advantages are in float32, where the difference of two larger rewards could become infinite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +64,10 @@ class Sample:
             shape = getattr(self, name).shape
             if shape != (length,):
                 raise ValueError(f"Sample.{name} has shape {shape}, expected ({length},) as Sample.tokens")
-        if self.reward is None or not math.isfinite(self.reward):
-            raise ValueError(f"Sample.reward is {self.reward}: the reward of an answer is a finite number")
+        if self.reward is None or not abs(self.reward) <= MAX_REWARD:
+            raise ValueError(
+                f"Sample.reward is {self.reward}: the reward of an answer is a finite number, of at most {MAX_REWARD:g}"
+            )
         finite_T = np.isfinite(self.behave_logprobs)
         if not finite_T.all():
             position = int(finite_T.argmin())
@@ -89,8 +93,11 @@ class Sample:
             raise ValueError(
                 f"Sample.token_rewards has shape {rewards_T.shape}, expected ({len(self.tokens)},) as Sample.tokens"
             )
-        if not np.isfinite(rewards_T).all():
-            raise ValueError("Sample.token_rewards holds a NaN or an infinity: rewards are finite numbers")
+        if not (np.abs(rewards_T) <= MAX_REWARD).all():
+            raise ValueError(
+                "Sample.token_rewards holds a NaN, an infinity or more than "
+                f"{MAX_REWARD:g}: rewards are finite numbers of at most that size"
+            )
         misplaced_T = (rewards_T != 0) & (self.loss_mask == 0)
         if misplaced_T.any():
             position = int(misplaced_T.argmax())

@@ -1,8 +1,9 @@
 """Puts proxies between a run's processes and its servers, by the addresses in name resolution alone.
 
 A server's entry is replaced by one with the address of its proxy as soon as it appears. Its owner then finds that the
-entry is another's and renews it no more; this one is renewed from here instead, and taken away where the owner's status
-is gone, so that a death shows as late as it would have. A successor enters its own address, which is replaced again.
+entry is another's; this one is renewed from here instead, and taken away where the owner's status is gone, so that a
+death shows as late as it would have. A successor enters its own address, and so does an owner that was only stopped
+(`NameResolver.fences`); it is replaced again.
 
 Who read an address in the few milliseconds between goes past the proxy until its connection breaks.
 """
@@ -80,7 +81,7 @@ class Links:
                 link.value, link.proxy.upstream = through(link.key, value, link.port)
                 resolver.add(link.key, link.value, lease_s=self._lease_s, replace=True)
             elif _value(resolver, f"{names.STATUSES}/{link.owner}") is None:
-                resolver.delete_value(link.key, value)
+                resolver.withdraw(link.key)
                 link.value = None
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.datasets.tokenizers import model_files
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, versions_in
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.adapters import are_adapters, model_name
@@ -61,7 +62,7 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
     else:
         template = _any_version(published)
         model = StoredModel(verify(template), _from_checkpoint(saved / f"v{step}", template))
-    beside = {path.name: path.read_bytes() for path in sorted(template.iterdir()) if not _is_ours(path)}
+    beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
     if not are_adapters(template):
         if adapter:
             raise ExportError(f"{run} trained all weights, not adapters; leave --adapter out")

@@ -28,6 +28,7 @@ from asyncrl.runtime.settings import Resume, check_place
 from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.types import with_types
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
@@ -122,9 +123,9 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
 
 
 def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
-    """The config with `model.path` a folder: as set, or the base model, made first if need be."""
+    """The config with `model.path` a folder: as set, or the base model, made first if need be; and with its types."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
     else:
         path = ensure_base_model(base_model_config(config, folder))
-    return replace(config, model=replace(config.model, path=str(path)))
+    return with_types(replace(config, model=replace(config.model, path=str(path))))

@@ -18,8 +18,13 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from asyncrl.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
+
 AUTO, OFF = "auto", "off"
 """Values of `dataset.chat_template` that name no file."""
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates, where a tokenizer has several: for conversations without tools and with tools."""
 
 Message = Mapping[str, Any]
 
@@ -32,27 +37,37 @@ class ChatTemplate:
     """A template with what it is filled with besides the messages.
 
     Args:
-        source: the template.
+        source: the template, or several by name: `tool_use` renders conversations that offer tools if there is one,
+            `default` renders the others. The rest is not used.
         special_tokens: what the template knows as `bos_token`, `eos_token` and so on.
         args: further variables of the template, as `enable_thinking`; they win over `special_tokens`.
         system_prompt: text of a system message put before messages that begin with none; empty: no such message.
 
     Raises:
-        ChatError: `source` is no Jinja template.
+        ChatError: `source` is no Jinja template, or has names and none is `default`.
     """
 
     def __init__(
         self,
-        source: str,
+        source: str | Mapping[str, str],
         special_tokens: Mapping[str, str],
         args: Mapping[str, Any] | None = None,
         system_prompt: str = "",
     ) -> None:
+        named = {DEFAULT: source} if isinstance(source, str) else source
+        if DEFAULT not in named:
+            raise ChatError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))} and none that is called {DEFAULT}; "
+                "set dataset.chat_template to a Jinja file"
+            )
+        self.source_with_tools = named.get(TOOL_USE, named[DEFAULT])
+        """The template of conversations that offer tools."""
+        self.differs_with_tools = self.source_with_tools != named[DEFAULT]
+        """True if conversations that offer tools have a template of their own."""
         try:
-            self._template = _compiled(source)
+            self._template, self._template_with_tools = _compiled(named[DEFAULT]), _compiled(self.source_with_tools)
         except jinja2.TemplateError as error:
             raise ChatError(f"the chat template is no Jinja template ({error})") from None
-        self.source = source
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt
 
@@ -80,9 +95,10 @@ class ChatTemplate:
         filled = {"tools": None, "documents": None, **self._variables}
         if tools:
             filled["tools"] = [dict(tool) for tool in tools]
+        template = self._template_with_tools if tools else self._template
         normalised = [_normalised(turn) for turn in turns]
         try:
-            return self._template.render(messages=normalised, add_generation_prompt=to_answer, **filled)
+            return template.render(messages=normalised, add_generation_prompt=to_answer, **filled)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
 
@@ -125,18 +141,24 @@ def wrong_messages(messages: Any) -> str | None:
     return None
 
 
-def template_source(folder: Path) -> str | None:
-    """The chat template of the tokenizer in `folder`: `chat_template.jinja`, else that of `tokenizer_config.json`, of
-    several the one named `default`; None where it has none.
+def template_source(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
+
+    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
+    before what `tokenizer_config.json` holds.
     """
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
+    if (own := folder / TEMPLATE_FILE).is_file():
+        files = {DEFAULT: own, **files}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    config = folder / CONFIG_FILE
+    if not found and config.is_file():
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}.get("default")
-    return found if isinstance(found, str) else None
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict) and found.keys() == {DEFAULT}:
+        found = found[DEFAULT]
+    return found or None
 
 
 class _Generation(Extension):

@@ -7,12 +7,13 @@ compressed a finished epoch takes next to nothing. Ids of another form (a user's
 from __future__ import annotations
 
 import base64
-import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from asyncrl.comm.sealed_json import unseal
 
 _PROMPT_ID = re.compile(r"e(0|[1-9]\d*)-(0|[1-9]\d*)")
 _MAX_ROW = 1 << 32
@@ -93,14 +94,14 @@ class UsedPrompts:
 
     @classmethod
     def read(cls, path: Path) -> UsedPrompts:
-        """The set in the JSON file at `path` (key `used_prompts`), as the master publishes it under `data_state`.
+        """The set in the sealed file at `path` (key `used_prompts`), as the master publishes it under `data_state`.
 
         Raises:
-            ValueError: it is no such file.
+            ValueError: it is no such file, or its checksum does not fit.
         """
         try:
-            return cls.from_json(json.loads(path.read_text())["used_prompts"])
-        except (LookupError, TypeError, RecursionError) as error:
+            return cls.from_json(unseal(path.read_bytes())["used_prompts"])
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} does not say which prompts are used; it is damaged: {error!r:.200}") from error
 
 

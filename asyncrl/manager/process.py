@@ -13,13 +13,13 @@ were published.
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
+from asyncrl.comm.sealed_json import unseal
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import GenerationBackend
@@ -193,8 +193,10 @@ class GserverManager(AsyncWorker):
         """Let rows rest by what was measured up to the master's last report; the later ones are told to it again."""
         curriculum = self.config.dataset.curriculum
         if curriculum.is_on:
-            text = await asyncio.to_thread(Path(state.path).read_text)
-            measured = json.loads(text)["curriculum"]
+            try:
+                measured = unseal(await asyncio.to_thread(Path(state.path).read_bytes))["curriculum"]
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{state.path} does not hold the curriculum; it is damaged: {error!r:.200}") from error
             self._service.begin_curriculum(Curriculum(curriculum.low, curriculum.high, curriculum.rest, measured))
 
     async def _watch_versions(self) -> None:

@@ -26,11 +26,10 @@ def batch_statistics(batch: TrainBatch) -> Row:
 
     Of each of the rollouts' own metrics the mean over those that have it; lost episodes are added up.
     """
-    by_record = [record.episode_rewards for record in batch.records]
-    rewards = np.array([reward for episodes in by_record for reward in episodes])
+    rewards = np.array([reward for record in batch.records for reward in record.episode_rewards])
     generated = np.array([length for record in batch.records for length in record.generated])
     truncated = np.array([flag for record in batch.records for flag in record.truncated])
-    flat = sum(len(set(episodes)) == 1 for episodes in by_record)
+    flat = sum(len(record.episode_rewards) == 1 or len(set(record.rewards)) == 1 for record in batch.records)
     by_version: Counter[int] = Counter()
     for record in batch.records:
         by_version.update(record.version_tokens)

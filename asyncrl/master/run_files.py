@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.sealed_json import seal
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
@@ -41,7 +42,7 @@ def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -
     the GserverManager; returns the file.
     """
     path = run_dir / DATA_STATE_FILE
-    _write_json(path, {"used_prompts": used.to_json(), "curriculum": curriculum.state()})
+    _write(path, seal({"used_prompts": used.to_json(), "curriculum": curriculum.state()}))
     return path
 
 
@@ -92,10 +93,14 @@ def _plain(books: GateBooks) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary, text = path.with_suffix(".tmp"), json.dumps(value)
+    _write(path, json.dumps(value).encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
 
     def write() -> None:
-        temporary.write_text(text)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
 
     patiently_blocking(write, f"{path}", _log)

@@ -268,6 +268,8 @@ class RolloutWorker(AsyncWorker):
             mine = group({*pushers, me}, pullers)[me]
             if self._has_joined and not known.issuperset(pullers.items()):
                 await asyncio.to_thread(self.end_if_given_up)  # they may be of a run that began anew
+            if known and not pullers:
+                self.log.warning("no training rank is registered: complete trajectories wait here until one is")
             known = set(pullers.items())
             pusher.set_addresses(pullers[key] for key in mine)
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)

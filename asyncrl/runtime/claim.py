@@ -124,14 +124,24 @@ class TrialClaim:
             resolver.delete_value(names.TRIAL_KEY, value)
         return holder
 
+    def announce(self, resolver: NameResolver) -> None:
+        """Say in name resolution that the trial's names are those of this launch. From now on the claim is put back
+        where it was deleted, and lost for good once another launch has announced itself.
+        """
+        resolver.add(names.LAUNCH_KEY, self.holder.launch, replace=True)
+        if self._resolver is not None:
+            self._resolver.fences = {names.LAUNCH_KEY: self.holder.launch}
+
     def is_lost(self) -> bool:
-        """Whether another launch has the names by now, because this one was silent for longer than `LEASE_S`.
+        """True if another launch has the names, or had them, because this one was silent for longer than `LEASE_S`.
 
         Raises:
             NameResolveError: it cannot be told now.
         """
         if self._resolver is None:
             return False
+        if self._resolver.is_fenced():
+            return True
         try:
             return self._resolver.get(names.TRIAL_KEY) != self.holder.encode()
         except NameEntryNotFound:  # nobody has them; the next renewal takes them back

@@ -120,7 +120,7 @@ class Trial:
                     if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
-                    resolver.add(LAUNCH_KEY, self._claim.holder.launch, replace=True)
+                    self._claim.announce(resolver)
                 resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error

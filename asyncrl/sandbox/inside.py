@@ -16,7 +16,8 @@ import resource
 import sys
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
 _LAST_CAPABILITY = 63
 _ROOT = "/tmp"
 """Where the file system is built, in a mount namespace of its own: the real one's content is not touched."""
@@ -40,8 +41,11 @@ def main() -> None:
             written.write(content)
     for kind, limit in spec["limits"].items():
         number = getattr(resource, kind)
-        resource.setrlimit(number, (limit, limit))
+        hard = resource.getrlimit(number)[1]
+        own = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (own, own))
     os.closerange(3, 1 << 16)
+    _filter_system_calls(bytes.fromhex(spec["filter"]))
     _be_first_process()
     os.execve(spec["command"][0], spec["command"], {"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"})
 
@@ -79,7 +83,7 @@ def _build(spec: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # refused where the outer /proc is masked, as in some containers
         _mount("proc", f"{_ROOT}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     os.mkdir(f"{_ROOT}/work")
-    _mount("tmpfs", f"{_ROOT}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['work_bytes']},mode=777")
+    _mount("tmpfs", f"{_ROOT}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"{spec['work']},mode=777")
     _mount("none", _ROOT, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
@@ -105,6 +109,19 @@ def _give_up_rights(uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+
+
+class _FilterProgram(ctypes.Structure):
+    """`struct sock_fprog`: an array of instructions of 8 bytes each."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _filter_system_calls(instructions: bytes) -> None:
+    """Put the filter over this process and all that it starts; it cannot be taken off."""
+    program = _FilterProgram(len(instructions) // 8, instructions)
+    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter (CONFIG_SECCOMP_FILTER)")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:

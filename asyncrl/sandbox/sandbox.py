@@ -1,16 +1,18 @@
 """A stranger's program in a sandbox: no network, of the host's files only the interpreter, limits on all it uses.
 
-Mechanism: Linux namespaces, through `unshare` of util-linux (which every distribution has). For an ordinary user the
-kernel has to allow user namespaces; where asyncrl runs as root the program runs as another user, one for each program
-under way. Inside, `inside.py` builds a file system of the interpreter (read-only) and one folder in memory, gives up
-every right and starts the program. 40 to 80 ms a program.
+Mechanism: Linux namespaces, through `unshare` of util-linux (which every distribution has), and a seccomp filter
+(`system_calls.py`). For an ordinary user the kernel has to allow user namespaces; where asyncrl runs as root each
+program runs as a user of its own (`users.py`). Inside, `inside.py` builds a file system of the interpreter (read-only)
+and one folder in memory, gives up every right and starts the program. 40 to 80 ms a program.
 
 What holds:
 
-- its network has no interface that is up; its processes are alone in their namespace;
-- it writes to its folder alone, which is in memory, limited, and gone with it;
+- its network has no interface that is up, and sockets of other networks are refused; its processes are alone in their
+  namespace;
+- it writes to its folder alone, which is in memory, limited in size and number of files, and gone with it;
 - the host's files, environment and processes are not there;
 - CPU time, address space, file size and number of processes are limited, its output is cut off while it is read;
+- what makes memory outside these limits is refused: files in memory, shared memory, message queues, io_uring and more;
 - at its time limit, and whenever it ends, every process that it started is killed, whatever it did to escape.
 
 It is no protection against faults of the kernel: who fears those runs a virtual machine.
@@ -33,15 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-_FIRST_UID, _UIDS = 20_000, 40_000
-"""Users that root runs programs as: a different one for each program under way, so that their processes count apart."""
-_uid_lock = threading.Lock()
-_uids_taken: set[int] = set()
+from asyncrl.sandbox.system_calls import refusing_filter
+from asyncrl.sandbox.unavailable import SandboxUnavailable
+from asyncrl.sandbox.users import lent_user
+
 _CHUNK = 1 << 16
-
-
-class SandboxUnavailable(RuntimeError):
-    """This machine cannot make a sandbox; the message says what is missing."""
+_FILES_PER_MB = 256
+"""Files and folders in a program's folder; empty ones take memory of the kernel too, about 1 KB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,10 @@ class Sandbox:
         ]
         if shutil.which("unshare") is None:
             raise SandboxUnavailable("the sandbox needs the command `unshare`; install the package util-linux")
+        try:
+            self._filter = refusing_filter().hex()
+        except LookupError as error:
+            raise SandboxUnavailable(str(error)) from None
         tried = self.run({"try.py": "print(6 * 7)"}, ["try.py"])
         if tried.stdout != "42\n":
             raise SandboxUnavailable(
@@ -119,26 +123,28 @@ class Sandbox:
             "command": [self._python, "-I", "-S", *arguments],
             "files": dict(files),
             "readable": self._readable,
-            "work_bytes": limits.work_mb << 20,
+            "filter": self._filter,
+            "work": f"size={limits.work_mb << 20},nr_inodes={limits.work_mb * _FILES_PER_MB}",
             "limits": {
                 "RLIMIT_CPU": limits.cpu_s,
                 "RLIMIT_AS": limits.memory_mb << 20,
                 "RLIMIT_FSIZE": limits.work_mb << 20,
                 "RLIMIT_NOFILE": 128,
-                "RLIMIT_CORE": 0,
+                "RLIMIT_CORE": 1,  # 0 would still start the host's handler of crashes, where it has one
                 "RLIMIT_NPROC": limits.processes,
+                "RLIMIT_SIGPENDING": 256,
             },
         }
-        with self._places, _user() as uid, _specification(spec | {"uid": uid}) as fd:
+        with self._places, lent_user() as user, _specification(spec | {"uid": user.uid}) as fd:
             isolated = ["--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"]
-            isolated += ["--user", "--map-root-user"] if uid is None else []
+            isolated += ["--user", "--map-root-user"] if user.uid is None else []
             inside = [self._python, "-I", "-S", str(Path(__file__).with_name("inside.py")), str(fd)]
             process = subprocess.Popen(
                 ["unshare", *isolated, "--", *inside],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(fd,),
+                pass_fds=(fd, *user.held),
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
                 cwd="/",
                 start_new_session=True,
@@ -203,21 +209,3 @@ def _specification(spec: Mapping[str, object]) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _user() -> Iterator[int | None]:
-    """For root the id of a user that no other program under way has; else None."""
-    if os.getuid() != 0:
-        yield None
-        return
-    with _uid_lock:
-        start = os.getpid() * 32 % _UIDS
-        offset = next(number for number in range(_UIDS) if (start + number) % _UIDS not in _uids_taken)
-        number = (start + offset) % _UIDS
-        _uids_taken.add(number)
-    try:
-        yield _FIRST_UID + number
-    finally:
-        with _uid_lock:
-            _uids_taken.discard(number)

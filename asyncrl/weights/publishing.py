@@ -36,6 +36,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncrl.datasets.tokenizers import model_files
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
@@ -78,6 +79,7 @@ def write_model(
     writing.write()
     writing.write_index()
     for name, content in beside.items():
+        (writing.directory / name).parent.mkdir(exist_ok=True)
         _write_file(writing.directory / name, content)
     atomic_dir.commit(folder)
 
@@ -169,19 +171,18 @@ def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -
     return plan_shards(specs, world, limit), _STEM
 
 
-def tokenizer_assets(model_dir: Path) -> tuple[Path, ...]:
-    """The files beside a model's weights that a server needs: tokenizer, chat template, generation settings."""
+def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
+    """The files that a server needs beside a model's weights, by name: tokenizer, templates, generation settings."""
     made_here = {"config.json", CANARY_FILE, MANIFEST_FILE}
-    return tuple(
-        path
-        for path in sorted(model_dir.iterdir())
-        if path.is_file()
-        and path.name not in made_here
+    return {
+        name: path
+        for name, path in model_files(model_dir).items()
+        if name not in made_here
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
         and path.suffix not in _WEIGHT_SUFFIXES
         and path.stat().st_size <= _MAX_ASSET_BYTES
-    )
+    }
 
 
 def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:

@@ -80,7 +80,7 @@ class MergedModel:
         config = json.loads((self._base / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        files = {path.name: path.read_bytes() for path in tokenizer_assets(self._base)}
+        files = {name: path.read_bytes() for name, path in tokenizer_assets(self._base).items()}
         return files | {"config.json": json.dumps(config, indent=2).encode()}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -276,27 +276,34 @@ def test_a_rollout_function_may_answer_more_than_once(start_run: Any) -> None:
 
 
 OWN_EPISODES = """
+from dataclasses import replace
+
 from asyncrl.api import GenerationRequest
 
 
-async def run(prompt, env, client, *, tokenizer):
-    "Asks once or twice from the beginning, which makes a conversation of its own each time, or not at all."
+async def run(prompt, env, client):
+    "A game of the policy with itself: none, one, two or three players ask from the beginning; the rewards' sum is 0."
     if prompt.order % 4 == 0 and prompt.member == 0:
         return None
-    reward = 0.0
     for number in range(1 + prompt.member % 3):
-        request = GenerationRequest(f"{prompt.member}/{number}", prompt.input_ids, 1, prompt.sampling)
-        (answer,) = (await client.generate(request)).completions
-        await env.reset(options={"data": prompt.data})
-        reward += (await env.step(tokenizer.decode(answer.token_ids)))[1]
-    return reward
+        await client.generate(GenerationRequest(f"{prompt.member}/{number}", prompt.input_ids, 1, prompt.sampling))
+    first, *others = client.samples()
+    if not others:
+        return [first]
+    won = 1.0 if len(first.tokens) > len(others[0].tokens) else -1.0
+    return [replace(first, reward=won), replace(others[0], reward=-won), *others[1:]]
 """
 
 
-def test_an_agents_function_may_give_any_number_of_samples_for_an_episode(start_run: Any, tmp_path: Path) -> None:
+def test_a_zero_sum_game_of_any_number_of_samples_per_episode_trains_with_bounded_advantages(
+    start_run: Any, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(OWN_EPISODES)
-    run = finished(start_run, "async_ppo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
+    run = finished(start_run, "async_grpo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
     rows = run.rows()
+    assert {row["reward/mean"] for row in rows} == {0.0}
+    assert all(row["reward/groups_without_variance"] < 1.0 for row in rows)
+    assert all(0.0 < row["advantage/abs_mean"] < 2.0 for row in rows), "not 1e6, as a deviation of episode means gives"
     assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
     assert any(not row["rollout/samples_per_episode"].is_integer() for row in rows), "one and two in one step"
 

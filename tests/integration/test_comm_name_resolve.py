@@ -342,6 +342,47 @@ def test_what_was_given_up_while_it_was_away_does_not_put_its_entries_back(
         assert launcher.get_subtree("status") == {}
 
 
+def test_an_owner_with_fences_has_its_name_again_once_it_is_free_unless_it_was_given_up(
+    make: MakeResolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a rank stands still and whoever had taken its name, a proxy, leaves it."""
+    renew_often(monkeypatch)
+    owner, other, lost, given_up = make(), make(), queue.Queue[str](), threading.Event()
+    owner.fences = {"incarnations/0": "1"}
+    owner.on_lost, owner.on_given_up = lost.put, given_up.set
+    owner.add("pullers/0", "mine", lease_s=LONG_S)
+    other.delete("pullers/0")
+    assert other.wait("pullers/0", PATIENCE_S) == "mine"
+    other.add("pullers/0", "proxy", lease_s=LONG_S, replace=True)
+    assert lost.get(timeout=PATIENCE_S) == "pullers/0"
+    assert other.get("pullers/0") == "proxy"
+    assert other.withdraw("pullers/0")
+    assert other.wait("pullers/0", PATIENCE_S) == "mine"
+    other.add("incarnations/0", "2")
+    other.delete("pullers/0")
+    assert given_up.wait(PATIENCE_S)
+    assert other.get_subtree("pullers") == {}
+
+
+def test_what_its_owner_deletes_while_it_is_put_back_stays_deleted(
+    make: MakeResolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = make(), make()
+    owner.fences = {"incarnations/0": "1"}
+    owner.add("server/0", "mine", lease_s=LONG_S)
+    abandon(owner)
+    other.delete("server/0")
+    create = owner._create
+
+    def withdrawn_meanwhile(*args: Any, **kwargs: Any) -> None:
+        assert not owner.withdraw("server/0")
+        create(*args, **kwargs)
+
+    monkeypatch.setattr(owner, "_create", withdrawn_meanwhile)
+    owner._keeper._renew("server/0")
+    assert other.get_subtree() == {}
+
+
 @pytest.mark.parametrize("incarnation", [None, "1", "2"])
 @pytest.mark.parametrize("lease_s", [None, 60.0])
 def test_what_was_given_up_adds_no_entry_in_place_of_its_successors(

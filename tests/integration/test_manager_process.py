@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import json
 import logging
 import os
 from collections import Counter
@@ -21,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http import HttpRefused
+from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -683,7 +683,7 @@ async def test_workers_are_told_which_prompts_are_used_and_a_damaged_record_is_n
     state, run = tmp_path / "data_state.json", Run(tmp_path, config_of())
     try:
         client = await run.client()
-        state.write_text(json.dumps({"used_prompts": UsedPrompts(["e0-3", "e1-70000"]).to_json()}))
+        state.write_bytes(seal({"used_prompts": UsedPrompts(["e0-3", "e1-70000"]).to_json()}))
         run.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
         assert list(await client.used_prompts()) == ["e0-3", "e1-70000"]
         state.write_text("{}")
@@ -697,7 +697,7 @@ async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_d
     config = config_of()
     config.dataset.curriculum.high = 0.8
     state = tmp_path / "data_state.json"
-    state.write_text('{"curriculum": [[3, 0, 1.0]]}')
+    state.write_bytes(seal({"curriculum": [[3, 0, 1.0]]}))
     first = Run(tmp_path, config)
     try:
         await first.client()

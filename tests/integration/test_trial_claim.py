@@ -21,6 +21,7 @@ from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.trial import Trial
 from asyncrl.runtime.worker import open_resolver
 
 KEY = names.model_version_key("actor")
@@ -135,6 +136,20 @@ def test_of_two_that_find_the_same_dead_claim_one_wins(
         resolver.add(names.TRIAL_KEY, dead.encode(), replace=True)
         assert other[0].is_lost()
         other[0].release()
+        resolver.clear_subtree()
+
+
+def test_a_launch_that_stood_still_while_another_came_and_went_has_lost_its_names(
+    configs: list[ExperimentConfig],
+) -> None:
+    first, second = (Trial(config, print) for config in configs)
+    first.prepare()
+    with open_resolver(configs[0], first.run_dir) as resolver:
+        resolver.delete(names.TRIAL_KEY)  # its lease has run out
+        second.prepare()
+        second.release()
+        assert first.is_lost()
+        first.release()
         resolver.clear_subtree()
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
@@ -47,6 +48,7 @@ from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
+from asyncrl.comm.sealed_json import seal
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.datasets.readers import read as read_records
 from asyncrl.datasets.record import DataRecord
@@ -384,7 +386,18 @@ def event_log_bytes() -> bytes:
     return b"\n".join(noted) + b"\n"
 
 
-def read_event_log(folder: Path) -> Any:
+def with_checksums(data: bytes) -> bytes:
+    """The lines of `data` as the manager writes them, each with a checksum that fits."""
+    checksum, summed = 0, []
+    for line in data.splitlines():
+        checksum = xxhash.xxh3_64_intdigest(line, checksum)
+        summed.append(f"{checksum:016x} ".encode() + line + b"\n")
+    return b"".join(summed)
+
+
+def read_event_log(folder: Path, *, sum_anew: bool = False) -> Any:
+    if sum_anew:
+        (folder / "log").write_bytes(with_checksums((folder / "log").read_bytes()))
     return EventLog(folder / "log", lambda: RolloutBooks(1, 1).remember()).read()
 
 
@@ -463,6 +476,15 @@ def checkpoint_bytes() -> bytes:
     return js({"master_state": {"version": 3, "buffer": used, "ledger": {"line": 3, "lineage": 0}}})
 
 
+def read_sealed_anew(folder: Path) -> Any:
+    file = folder / "data"
+    try:
+        file.write_bytes(seal(json.loads(file.read_bytes())))
+    except RecursionError as error:  # of this test
+        raise ValueError from error
+    return UsedPrompts.read(file)
+
+
 def kept_inbox(folder: Path) -> Any:
     return list(KeptInbox(folder).read())
 
@@ -493,11 +515,15 @@ def cases() -> Iterator[Case]:
     yield Case("entry of a name", in_file("a.json", resolver_entry), [stored], (NameResolveError,))
     yield Case("manifest", in_file("manifest.json", read_manifest), [js(MANIFEST)], (ManifestError,))
     yield Case("checkpoint's state", in_file("checkpoints/v3/state.json", newest_progress), [checkpoint_bytes()])
-    used = js({"used_prompts": UsedPrompts(["e0-1", "e3-70", "own"]).to_json(), "curriculum": []})
+    state = {"used_prompts": UsedPrompts(["e0-1", "e3-70", "own"]).to_json(), "curriculum": []}
     read_used = in_file("data", lambda folder: UsedPrompts.read(folder / "data"))
-    yield Case("used prompts", read_used, [used], (ValueError,))
+    yield Case("used prompts", read_used, [seal(state)], (ValueError,))
+    yield Case("used prompts, sealed anew", in_file("data", read_sealed_anew), [js(state)], (ValueError,))
     yield Case("ledger", in_file("000001.jsonl", audit), [ledger_bytes()])
-    yield Case("manager's inputs", in_file("log", read_event_log), [event_log_bytes()], (ValueError,))
+    read_summed_anew = in_file("log", lambda folder: read_event_log(folder, sum_anew=True))
+    inputs, summed = event_log_bytes(), with_checksums(event_log_bytes())
+    yield Case("manager's inputs", in_file("log", read_event_log), [summed], (ValueError,))
+    yield Case("manager's inputs, summed anew", read_summed_anew, [inputs], (ValueError,))
     yield Case(
         "metrics", in_file("rows", lambda folder: read_rows(folder / "rows")), [b'{"step": 1}\n{}\n'], (ValueError,)
     )

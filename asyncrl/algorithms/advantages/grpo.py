@@ -18,8 +18,9 @@ def grpo(
     """A_i = (r_i - mean(group)) / (std(group) + std_eps).
 
     DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which `divide_by_std` turns
-    off. A group of one, or one of equal rewards, has advantage 0: there is nothing to compare with. Mean and deviation
-    are over episodes; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
+    off. A group of one episode, or one of equal rewards, has advantage 0: there is nothing to compare with. Mean and
+    deviation weigh each episode once, so |A_i| <= sqrt(n (E - 1)) in a group of E episodes, of which that of sample i
+    has n samples; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
 
     Raises:
         ValueError: std_eps is not positive, or the discount is outside [0, 1].
@@ -27,8 +28,8 @@ def grpo(
     if std_eps <= 0.0:
         raise ValueError(f"std_eps is {std_eps}; it keeps groups of equal rewards finite, set it above 0 (1e-6)")
     units = compared(inputs, turn_discount)
-    groups, returns_E = units.groups, units.returns_E
-    advantages_U = units.minus(groups.mean(returns_E))
+    groups = units.groups
+    advantages_U = units.centred(groups.mean(units.returns_E))
     if divide_by_std:
-        advantages_U = advantages_U / groups.spread(groups.std(returns_E) + std_eps)
+        advantages_U = advantages_U / groups.spread(groups.std(units.returns_U) + std_eps)
     return units.over_tokens(advantages_U)

@@ -12,9 +12,9 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutput:
     """A_i = r_i - b, b = sum_e l_e R_e / sum_e l_e over the group's episodes, l = number of policy tokens.
 
     Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance if a token's score has the same norm
-    everywhere. A group of one has advantage 0. Made for exactly on-policy data.
+    everywhere. A group of one episode has advantage 0. Made for exactly on-policy data.
     """
     samples = compared(inputs)
     groups, lengths_E = samples.groups, samples.groups.episode_sums(samples.lengths_U)
     baseline_E = groups.sum(lengths_E * samples.returns_E) / groups.sum(lengths_E).clamp(min=1.0)
-    return samples.over_tokens(samples.minus(baseline_E))
+    return samples.over_tokens(samples.centred(baseline_E))

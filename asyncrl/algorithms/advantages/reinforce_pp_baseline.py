@@ -12,12 +12,12 @@ from asyncrl.algorithms.whitening import whiten
 def reinforce_pp_baseline(inputs: AdvantageInputs, *, turn_discount: float | None = None) -> AdvantageOutput:
     """r_i - mean(group), whitened over all tokens of the global batch instead of within the group.
 
-    Hu 2025 (arXiv:2501.03262), the variant with a group baseline. A group of one enters the whitening as 0. The
-    mean is over episodes; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
+    Hu 2025 (arXiv:2501.03262), the variant with a group baseline. A group of one episode enters the whitening as
+    0. The mean is over episodes; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
 
     Raises:
         ValueError: the discount is outside [0, 1].
     """
     units = compared(inputs, turn_discount)
-    centred = units.over_tokens(units.minus(units.groups.mean(units.returns_E)))
+    centred = units.over_tokens(units.centred(units.groups.mean(units.returns_E)))
     return AdvantageOutput(whiten(centred.advantages_T, inputs.mask_T, inputs.all_reduce))

@@ -11,9 +11,9 @@ from asyncrl.algorithms.registry import advantage
 def rloo(inputs: AdvantageInputs, *, turn_discount: float | None = None) -> AdvantageOutput:
     """A_i = r_i - mean of the group's other rewards.
 
-    Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740). A group of one has no others: its baseline is 0 and
-    A_i = r_i, plain REINFORCE, which is still unbiased. The others are the group's other episodes; `turn_discount`
-    compares turns (`asyncrl.algorithms.groups`).
+    Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740). A group of one episode has no others: its baseline is
+    0 and A_i = r_i, plain REINFORCE, which is still unbiased. The others are the group's other episodes;
+    `turn_discount` compares turns (`asyncrl.algorithms.groups`).
 
     Raises:
         ValueError: the discount is outside [0, 1].

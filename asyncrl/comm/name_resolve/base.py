@@ -3,11 +3,13 @@
 Names are paths (`workers/model_worker/0`) relative to the resolver's root. An entry added with a lease lives as long as
 its owner renews it, which the owner's resolver does by itself; when the owner dies, the entry is gone once the lease
 has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
-name. An explicit `delete`, by anybody, is final.
+name.
 
 An owner that was given up while it was cut off must not get its entries back, nor add others, not even before its
 successor has registered: others would meet the wrong one. So an owner may say under which `fences` its entries may be
-added and return: entries without a lease, which whoever gives it up changes first.
+added and return: entries without a lease, which whoever gives it up changes first. An owner with fences therefore puts
+an entry back that was deleted, or that another owner took and has left: as long as its fences stand, the name is its
+own. Without fences a deletion, by anybody, is final.
 
 A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
 raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
@@ -36,6 +38,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from asyncrl.comm.name_resolve.errors import (
+    NameEntryExists,
     NameEntryNotFound,
     NameOwnerGivenUp,
     NameResolveError,
@@ -91,11 +94,12 @@ class NameResolver(ABC):
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
-        self._keeper = LeaseKeeper(self._renew, self._patience, lambda name: self.on_lost(name))
+        self._keeper = LeaseKeeper(self._keep, self._patience, self._lost)
+        self._leased: dict[str, tuple[str, float]] = {}  # what was added with a lease: value and seconds
         self.on_lost: Callable[[str], None] = lambda name: None
-        """Called, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
+        """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
         self.on_given_up: Callable[[], None] = lambda: None
-        """Called where `add` finds that this owner was given up, in the thread that called it."""
+        """Called where adding an entry, or putting one back, finds that this owner was given up; in that thread."""
         self.fences: dict[str, str] = {}
         """Entries are added, and put back once their lease has run out, only while each of these names has this value,
         or none."""
@@ -125,6 +129,7 @@ class NameResolver(ABC):
         if lease_s is None:
             self._keeper.forget(name)
         else:
+            self._leased[name] = value, lease_s
             self._keeper.keep(name, lease_s)
 
     def get(self, name: str) -> str:
@@ -312,6 +317,36 @@ class NameResolver(ABC):
         while not self._closing.is_set():
             self._found(subtree, self._read_subtree(subtree.root))
             self._closing.wait(FOLLOW_POLL_S)
+
+    def _keep(self, name: str) -> bool:
+        """Renew the lease of the entry, or put the entry back where its name is free; False if another owner has it, or
+        if it was deleted and there are no fences to tell whether it may return.
+
+        Raises:
+            NameOwnerGivenUp: this owner was given up.
+        """
+        if self._renew(name):
+            return True
+        if not self.fences:
+            return False
+        value, lease_s = self._leased[name]
+        try:
+            self._create(name, value, lease_s, replace=False)
+        except NameEntryExists:
+            return False
+        except NameOwnerGivenUp:
+            self.on_given_up()
+            raise
+        if name not in self._keeper.names():  # deleted by its owner meanwhile
+            self._remove_value(name, value)
+        else:
+            _log.warning("name %r was gone; it is put back", name)
+        return True
+
+    def _lost(self, name: str) -> bool:
+        """Tell of an entry that is not this owner's; True if it may become so again."""
+        self.on_lost(name)
+        return bool(self.fences)
 
     def _give_up(self, names: Collection[str]) -> None:
         """Remove these entries with leases of this resolver where they are still its own."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from asyncrl.comm.name_resolve.errors import NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.errors import NameOwnerGivenUp, NameResolveError, NameResolveUnavailable
 from asyncrl.comm.name_resolve.patience import Patience
 
 _log = logging.getLogger(__name__)
@@ -29,15 +29,17 @@ STOP_LIMIT_S = 5.0
 class LeaseKeeper:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
-    `renew` returns False when the entry is no longer its caller's (deleted, or taken by another owner); the name is
-    then dropped, and told to `lost`. A NameResolveError is told to `patience`, and the renewal made again.
+    `renew` returns False while the entry is not its caller's (deleted, or taken by another). Then `lost` is called
+    with the name, once; it returns True if `renew` is to be called again. NameOwnerGivenUp ends the renewals; any other
+    NameResolveError is told to `patience`, and the renewal made again.
     """
 
     def __init__(
-        self, renew: Callable[[str], bool], patience: Patience, lost: Callable[[str], None] = lambda name: None
+        self, renew: Callable[[str], bool], patience: Patience, lost: Callable[[str], bool] = lambda name: False
     ) -> None:
         self._renew, self._patience, self._lost = renew, patience, lost
         self._leases: dict[str, tuple[float, float]] = {}  # when each is renewed next, and the time between renewals
+        self._missed: set[str] = set()  # those that are not this owner's now
         self._changed = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -47,6 +49,7 @@ class LeaseKeeper:
         with self._changed:
             interval_s = lease_s / RENEWALS_PER_LEASE
             self._leases[name] = (time.monotonic() + interval_s, interval_s)
+            self._missed.discard(name)
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
                 self._thread.start()
@@ -56,6 +59,7 @@ class LeaseKeeper:
         """Stop renewing `name`; unknown names are fine."""
         with self._changed:
             self._leases.pop(name, None)
+            self._missed.discard(name)
         self._patience.worked(_kind(name))
 
     def names(self) -> list[str]:
@@ -75,14 +79,28 @@ class LeaseKeeper:
         while (name := self._next_due()) is not None:
             try:
                 kept = self._renew(name)
+            except NameOwnerGivenUp as error:
+                _log.warning("%s", error)
+                self.forget(name)
+                continue
             except NameResolveError as error:
                 self._again_soon(name, error)
                 continue
             self._patience.worked(_kind(name))
-            if not kept:
-                _log.warning("name %r was deleted or taken by another owner: its lease is no longer renewed", name)
-                self.forget(name)
-                self._lost(name)
+            if self._note(name, kept):
+                _log.warning("name %r was deleted or taken by another owner", name)
+                if not self._lost(name):
+                    self.forget(name)
+
+    def _note(self, name: str, kept: bool) -> bool:
+        """Record whether the entry is this owner's; True if it has just been lost."""
+        with self._changed:
+            if kept or name not in self._leases:  # forgotten while it was renewed
+                self._missed.discard(name)
+                return False
+            lost = name not in self._missed
+            self._missed.add(name)
+            return lost
 
     def _again_soon(self, name: str, error: NameResolveError) -> None:
         with contextlib.suppress(NameResolveUnavailable):  # look-ups give up at some time; others may need this entry

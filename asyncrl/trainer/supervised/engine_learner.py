@@ -178,5 +178,5 @@ def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentCon
 
 def _small_files(published: Path) -> dict[str, bytes]:
     """Configuration and tokenizer in the folder of a version."""
-    names = [file.name for file in tokenizer_assets(published)]
-    return {name: (published / name).read_bytes() for name in ("config.json", *names)}
+    files = {"config.json": published / "config.json", **tokenizer_assets(published)}
+    return {name: file.read_bytes() for name, file in files.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.comm.sealed_json import unseal
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import ConsumedReply, DroppedRollout
@@ -188,11 +189,11 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
     await first.deliver(range(4))
     await first.loop.run()
-    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+    assert unseal((tmp_path / "data_state.json").read_bytes())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
 
     config = dataclasses.replace(config, total_train_steps=2)
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     second.manager.submitted = second.manager.trained = 4
     await second.deliver(range(4, 8), oldest=1)
     await second.loop.run()
-    assert json.loads((tmp_path / "data_state.json").read_text())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+    assert unseal((tmp_path / "data_state.json").read_bytes())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]

@@ -37,15 +37,20 @@ def estimate(name: str, inputs: AdvantageInputs, **params: Any) -> np.ndarray:
     return advantages
 
 
-def baseline_and_scale(name: str, returns: dict[int, float], lengths: dict[int, int], mine: int) -> tuple[float, float]:
-    """What is taken from a return of episode `mine`, and what divides it, from the group's returns by episode."""
-    values = list(returns.values())
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+def advantage_of(
+    name: str, rewards: dict[int, list[float]], lengths: dict[int, int], mine: int, reward: float
+) -> float:
+    """The advantage of a sample of episode `mine`, from the rewards of its group's samples by episode."""
+    returns = {episode: sum(values) / len(values) for episode, values in rewards.items()}
+    if len(returns) == 1:
+        return reward if name == "rloo" else 0.0
+    mean = sum(returns.values()) / len(returns)
+    squares = [sum((value - mean) ** 2 for value in values) / len(values) for values in rewards.values()]
+    spread = math.sqrt(sum(squares) / (len(returns) - 1))
     others = [value for episode, value in returns.items() if episode != mine]
     weighted = sum(lengths[episode] * value for episode, value in returns.items()) / max(1, sum(lengths.values()))
     baseline = {"rloo": sum(others) / max(1, len(others)), "opo": weighted}.get(name, mean)
-    return baseline, spread + 1e-6 if name == "grpo" else 1.0
+    return (reward - baseline) / (spread + 1e-6 if name == "grpo" else 1.0)
 
 
 def whitened(name: str, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -69,10 +74,9 @@ def test_baselines_are_over_episodes_however_many_samples_each_gives(ragged, see
         group: dict[int, list[int]] = {}
         for j in np.flatnonzero(batch.groups == batch.groups[i]).tolist():
             group.setdefault(episodes[j], []).append(j)
-        returns = {episode: sum(rewards[j] for j in members) / len(members) for episode, members in group.items()}
+        by_episode = {episode: [rewards[j] for j in members] for episode, members in group.items()}
         lengths = {episode: sum(len(spans[j]) for j in members) for episode, members in group.items()}
-        baseline, scale = baseline_and_scale(name, returns, lengths, episodes[i])
-        expected[spans[i]] = (rewards[i] - baseline) / scale
+        expected[spans[i]] = advantage_of(name, by_episode, lengths, episodes[i], rewards[i])
     found = estimate(name, inputs)
     np.testing.assert_allclose(found, whitened(name, expected, batch.mask), rtol=1e-9, atol=1e-9)
 
@@ -100,9 +104,7 @@ def test_with_a_turn_discount_turns_are_compared_with_the_same_turn_of_other_epi
             for j in np.flatnonzero(batch.groups == batch.groups[s]).tolist():
                 if len(turns[j]) > k:
                     reached.setdefault(episodes[j], []).append(to_go[j][k])
-            returns = {episode: sum(values) / len(values) for episode, values in reached.items()}
-            baseline, scale = baseline_and_scale(name, returns, dict.fromkeys(returns, 0), episodes[s])
-            expected[turn] = (to_go[s][k] - baseline) / scale
+            expected[turn] = advantage_of(name, reached, dict.fromkeys(reached, 0), episodes[s], to_go[s][k])
     found = estimate(name, inputs, turn_discount=discount)
     np.testing.assert_allclose(found, whitened(name, expected, batch.mask), rtol=1e-8, atol=1e-8)
 

@@ -24,6 +24,13 @@ def test_a_group_of_equal_rewards_is_dropped_and_its_prompt_goes_back_only_if_as
     assert resolve("filter", "zero_variance")(group([1, 0, 1])).keep
 
 
+def test_episodes_of_equal_means_are_kept_if_their_samples_differ_and_one_episode_never_is():
+    zero_sum, _ = GroupView.of_samples([1, -1, -1, 1], [1] * 4, [False] * 4, [0, 0, 1, 1])
+    assert resolve("filter", "zero_variance")(zero_sum).keep
+    alone, _ = GroupView.of_samples([1, -1], [1] * 2, [False] * 2, [0, 0])
+    assert not resolve("filter", "zero_variance")(alone).keep
+
+
 @pytest.mark.parametrize(
     ("rewards", "verdict"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -175,3 +176,37 @@ async def test_entries_are_replaced_also_those_of_successors_and_go_with_their_o
     finally:
         await links.close()
         resolver.close()
+
+
+async def test_an_owner_that_was_stopped_for_longer_than_its_lease_is_reached_again(
+    resolver: FileResolver,
+) -> None:
+    owner, puller, status = "model_worker/0", names.puller_key(0), names.status_key(names.MODEL_WORKER, 0)
+    links = Links(HOST, NO_LEASE_ENDS_S, {owner: puller})
+    await links.start()
+    with FileResolver(resolver.root) as rank:
+        rank._keeper.stop()  # this test says when it renews
+        rank.fences = {names.incarnation_key(names.MODEL_WORKER, 0): "0"}
+        rank.add(status, "ready", lease_s=NO_LEASE_ENDS_S)
+        rank.add(puller, f"tcp://{HOST}:4711", lease_s=NO_LEASE_ENDS_S)
+        try:
+            links.look(resolver)
+            through_proxy = resolver.get(puller)
+            assert not rank._keeper._renew(puller), "it is the proxy's"
+            lapse(resolver, status)
+            links.look(resolver)
+            assert resolver.get_subtree() == {}, "a rank that stands still looks as without a proxy"
+            assert rank._keeper._renew(status)
+            assert rank._keeper._renew(puller)
+            links.look(resolver)
+            assert resolver.get(puller) == through_proxy
+        finally:
+            await links.close()
+            resolver.close()
+
+
+def lapse(resolver: FileResolver, name: str) -> None:
+    """Its owner has not renewed the entry for as long as its lease."""
+    file = resolver._path(name)
+    past = file.stat().st_mtime - NO_LEASE_ENDS_S - 1
+    os.utime(file, (past, past))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,14 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver, NameResolveError, NameResolveTimeout, NameResolveUnavailable, keeper
+from asyncrl.comm.name_resolve import (
+    FileResolver,
+    NameOwnerGivenUp,
+    NameResolveError,
+    NameResolveTimeout,
+    NameResolveUnavailable,
+    keeper,
+)
 from asyncrl.comm.name_resolve.patience import Patience
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
@@ -147,6 +155,33 @@ def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in
     ]
 
 
+def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytest.LogCaptureFixture) -> None:
+    states = iter([True, False, False, True, False])
+    lost, over = list[str](), threading.Event()
+
+    def renew(name: str) -> bool:
+        state = next(states, None)
+        if state is None:
+            over.set()
+            raise NameOwnerGivenUp(name, "/names")
+        return state
+
+    def told(name: str) -> bool:
+        lost.append(name)
+        return True
+
+    keeping = keeper.LeaseKeeper(renew, Patience("/names", 60.0), told)
+    keeping.keep("a", 0.01)
+    assert over.wait(LIMIT_S)
+    keeping.stop()
+    assert lost == ["a", "a"], "once for each time"
+    assert keeping.names() == [], "it is another's for good"
+    assert [record.getMessage() for record in caplog.records] == [
+        *2 * ["name 'a' was deleted or taken by another owner"],
+        "name 'a' under '/names' is not for this process any more: another is in its place",
+    ]
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -183,12 +218,17 @@ def test_calls_of_one_kind_may_fail_for_so_long_whatever_others_do() -> None:
 
 
 async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
-    resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch
+    resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "MEMBERSHIP_INTERVAL_S", 0.0)
     followed: asyncio.Queue[list[str]] = asyncio.Queue()
     pusher = SimpleNamespace(set_addresses=lambda addresses: followed.put_nowait(list(addresses)))
-    own = {"_has_joined": False, "_register_pusher": lambda: resolver.add(names.pusher_key(0), "rollout_worker/0")}
+    log = logging.getLogger("asyncrl.rollout_worker")
+    own = {
+        "log": log,
+        "_has_joined": False,
+        "_register_pusher": lambda: resolver.add(names.pusher_key(0), "rollout_worker/0"),
+    }
     worker = cast(RolloutWorker, SimpleNamespace(resolver=resolver, index=0, **own))
     resolver.add(names.puller_key(0), "tcp://one")
     following = asyncio.create_task(RolloutWorker._follow_pullers(worker, cast(TrajectoryPusher, pusher)))
@@ -199,6 +239,11 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
             resolver.add(names.puller_key(0), "tcp://two", replace=True)
             while await followed.get() != ["tcp://two"]:
                 pass
+            resolver.delete(names.puller_key(0))
+            while await followed.get():
+                pass
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+    told = [record.getMessage() for record in caplog.records if record.name == log.name]
+    assert told == ["no training rank is registered: complete trajectories wait here until one is"]

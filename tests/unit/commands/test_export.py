@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.trainer.calls import StatValues
@@ -41,7 +42,7 @@ def make_run(
     """A run of two steps, each published and saved."""
 
     def make(dtype: str, lora_rank: int = 0) -> Path:
-        config.model.dtype, config.model.lora.rank = dtype, lora_rank
+        config.model.dtype, config.model.lora.rank = Dtype(dtype), lora_rank
         run = tmp_path / "exp" / "trial"
         run.mkdir(parents=True)
         write_run_config(config, run)

@@ -72,6 +72,36 @@ async def test_a_line_that_was_cut_off_is_left_out_and_one_that_is_damaged_is_re
         manager(file).begin_again()
 
 
+async def test_every_flipped_bit_is_refused_and_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    await some_life(manager(file))
+    whole, lines = file.read_bytes(), file.read_bytes().splitlines(keepends=True)
+    places = range(0, len(whole), 7)
+    for at in [*places, len(whole) - 1]:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"log:\d is damaged: .*; start the run again"):
+            manager(file).begin_again()
+    for changed in ([*lines[:1], *lines[2:]], [*lines[:2], *lines[1:]], [lines[0], lines[2], lines[1], *lines[3:]]):
+        file.write_bytes(b"".join(changed))
+        with pytest.raises(ValueError, match="is damaged: its checksum does not fit"):
+            manager(file).begin_again()
+
+
+async def test_a_kill_within_any_byte_of_the_last_line_costs_that_line_alone(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    first = manager(file)
+    await some_life(first)
+    before, whole = first.rollouts.remember(), file.stat().st_size
+    await admit(first, "3")
+    data = file.read_bytes()
+    for end in range(whole + 1, len(data)):
+        file.write_bytes(data[:end])
+        second = manager(file)
+        assert second.begin_again()
+        assert second.rollouts.remember() == before
+        assert file.stat().st_size == whole
+
+
 async def test_a_long_log_is_replaced_by_what_it_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "GROWTH_BYTES", 2_000)
     service = manager(tmp_path / "log")

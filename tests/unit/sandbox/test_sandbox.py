@@ -51,6 +51,56 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(float(sys.argv[2]))
 """
+NO_MEMORY_OUTSIDE = """
+import ctypes, os, platform, socket
+
+libc = ctypes.CDLL(None, use_errno=True)
+column = ("x86_64", "aarch64").index(platform.machine())
+for name, numbers, arguments in (
+    ("shmget", (29, 194), (0, 1 << 24, 0o1600)),
+    ("semget", (64, 190), (0, 32000, 0o1600)),
+    ("msgget", (68, 186), (0, 0o1600)),
+    ("mq_open", (240, 180), (b"q", 66, 0o600, None)),
+    ("vmsplice", (278, 75), (1, None, 0, 0)),
+    ("io_setup", (206, 0), (100, ctypes.byref(ctypes.c_ulong()))),
+    ("io_uring_setup", (425, 425), (8, ctypes.create_string_buffer(200))),
+    ("inotify_init1", (294, 26), (0,)),
+    ("add_key", (248, 217), (b"user", b"k", b"v", 1, -2)),
+    ("memfd_secret", (447, 447), (0,)),
+    ("landlock", (444, 444), (None, 0, 1)),
+    ("unshare", (272, 97), (0x10000000,)),
+    ("clone", (56, 220), (0x10000011, 0, 0, 0, 0)),
+    ("ptrace", (101, 117), (0, 0, 0, 0)),
+):
+    ctypes.set_errno(0)
+    given = libc.syscall(numbers[column], *arguments)
+    print(name, given, os.strerror(ctypes.get_errno()))
+for name in ("AF_NETLINK", "AF_VSOCK", "AF_ALG"):
+    try:
+        print(name, socket.socket(getattr(socket, name), socket.SOCK_RAW).close())
+    except OSError as error:
+        print(name, -1, error.strerror)
+try:
+    print("memfd_create", os.memfd_create("x"))
+except OSError as error:
+    print("memfd_create", -1, error.strerror)
+"""
+USUAL = """
+import asyncio, concurrent.futures, os, sqlite3, subprocess, sys, tempfile, threading
+
+async def main():
+    reader = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(2)", stdout=subprocess.PIPE)
+    return await asyncio.gather(asyncio.to_thread(sum, [1, 2]), reader.communicate())
+
+print(asyncio.run(main()))
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+print(subprocess.check_output(["/bin/sh", "-c", "echo a | cat"]))
+with sqlite3.connect("data.db") as data:
+    print(data.execute("select 3").fetchall())
+print(list(concurrent.futures.ThreadPoolExecutor(2).map(abs, [-1, -2])))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +154,7 @@ def test_it_reads_its_input_and_its_arguments(sandbox: Sandbox) -> None:
         ("x = bytearray(10 << 30)", 1, "MemoryError"),
         ("open('big', 'wb').write(b'x' * (100 << 20))", 1, "OSError"),
         ("for i in range(1000): open(str(i), 'wb').write(b'x' * 100_000)", 1, "No space left"),
+        ("for i in range(100_000): open(str(i), 'w')", 1, "No space left"),
         ("import os; os._exit(9)", 9, ""),
         ("import os; os.kill(os.getpid(), 11)", 139, ""),
         ("raise ValueError('no')", 1, "ValueError: no"),
@@ -113,6 +164,28 @@ def test_what_it_wants_too_much_of_it_does_not_get(sandbox: Sandbox, program: st
     ended = sandbox.run({"a.py": program}, ["a.py"])
     assert said in ended.stderr
     assert (ended.exit_code, ended.stopped) == (exit_code, "")
+
+
+def test_no_memory_is_to_be_had_outside_the_limits(sandbox: Sandbox) -> None:
+    """Files in memory, shared memory, queues, rings, pages in pipes: the limit of address space covers none of them."""
+    ended = sandbox.run({"a.py": NO_MEMORY_OUTSIDE}, ["a.py"])
+    assert ended.exit_code == 0, ended.stderr
+    tried = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
+    assert len(tried) == 18
+    refusals = {"Operation not permitted", "Function not implemented", "Address family not supported by protocol"}
+    assert {name: said for name, said in tried.items() if said.removeprefix("-1 ") not in refusals} == {}
+
+
+def test_what_usual_programs_do_is_allowed(sandbox: Sandbox) -> None:
+    ended = sandbox.run({"a.py": USUAL}, ["a.py"])
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == ["[3, (b'2\\n', None)]", "thread", "b'a\\n'", "[(3,)]", "[1, 2]"]
+
+
+def test_a_machine_whose_system_calls_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(SandboxUnavailable, match="riscv64"):
+        Sandbox()
 
 
 def test_a_fork_bomb_is_stopped_at_its_number_and_a_flood_of_output_at_its_size(sandbox: Sandbox) -> None:

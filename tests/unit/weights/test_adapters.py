@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.parallel import Ranks
@@ -36,7 +37,7 @@ def publish_adapters(
     """Publishes adapters with random values of the model in a folder, as the trainer does."""
 
     def make(model_dir: Path, version: int, dtype: str = "float32", targets: list[str] | None = None) -> Path:
-        config.model.path, config.model.dtype = str(model_dir), dtype
+        config.model.path, config.model.dtype = str(model_dir), Dtype(dtype)
         config.model.lora.rank, config.model.lora.alpha = RANK, ALPHA
         config.model.lora.targets = targets or ["all-linear"]
         policy = make_rank(config).policy("actor")

@@ -38,7 +38,7 @@ class ShardedLoader(EngineLoader):
             built = build_policy(path, plan)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
-            engine = self._engine(optimizer, tied=built.tied is not None)
+            engine = self._engine(optimizer, tied=built.tied is not None and lora is None)
             return ShardedPolicyEngine(built, plan, temperature=temperature, **engine)
 
         return self._place.everyone.together(build, f"building the language model in {path}")
@@ -60,7 +60,7 @@ class ShardedLoader(EngineLoader):
 
     def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
-        torch_dtype: torch.dtype = getattr(torch, str(dtype))
+        torch_dtype: torch.dtype = getattr(torch, str(dtype.on(self._device.type)))
 
         def check() -> None:
             if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):

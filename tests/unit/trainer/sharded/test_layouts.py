@@ -134,7 +134,8 @@ CASES = [
     *(("qwen3", layout) for layout in LAYOUTS),
     *(("qwen2", layout) for layout in ("d2", "p2", "r2d2", "d2t2p2")),
     *(("qwen3+lora4", layout) for layout in ("d1", "d2", "d2t2p2")),
-    *(("llama+lora4", layout) for layout in ("t2", "t4", "p2")),
+    *(("llama+lora4", layout) for layout in ("t2", "t4")),
+    ("qwen2+lora4", "p2"),
     *(("llama", layout) for layout in ("t4", "d3", "t2p2")),  # t4: more slices than key-value heads
     *(("mixtral", layout) for layout in ("d3", "t2p2")),  # d3: a rank without an expert
     *(("qwen3_moe", layout) for layout in ("d2", "d2t2")),
