@@ -1,4 +1,4 @@
-"""What longer schedules of `test_any_schedule` found, each by name: prompts trained and dropped, lost, or told twice."""
+"""What longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or told twice."""
 
 from __future__ import annotations
 
