@@ -16,7 +16,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.gate_queue import GateQueue, WaitingCall
 from asyncrl.manager.lending import Lenders
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, RolloutBooks
+from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, Refused, RolloutBooks
 from asyncrl.manager.router import ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
 
@@ -193,4 +193,7 @@ class Admission:
         """Whether the rollout was given up before its worker knew, or its prompt is another's by now."""
         if self.was_given_up(rollout.rollout_id):
             return True
-        return not self._gate.is_live(rollout.rollout_id) and not self._rollouts.may_begin(worker, rollout.prompt_id)
+        if self._gate.is_live(rollout.rollout_id) or self._rollouts.may_begin(worker, rollout.prompt_id):
+            return False
+        self._apply(Refused(rollout.rollout_id))
+        return True

@@ -143,7 +143,8 @@ class ManagerService:
         self._note_call(request)
         out = self.rollouts.out_of(request.worker)
         return m.TakeOverReply(
-            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.rollouts.given_up.unrecorded
+            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()],
+            [given_up.prompt_id for given_up in self.rollouts.given_up.unrecorded],
         )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:

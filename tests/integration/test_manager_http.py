@@ -24,6 +24,7 @@ from asyncrl.manager.messages import (
     Empty,
     FinishedRollout,
     GateBooks,
+    GivenUp,
     RequestSize,
     RouteRequest,
     StatusReply,
@@ -200,10 +201,10 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
     await worker.flush()
     dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt", False)]
     first = await master.report_consumed(0, [], dropped_by_trainer)
-    assert first.given_up == ["p-a", "p-c"]
+    assert first.given_up == [GivenUp("a", "p-a"), GivenUp("c", "p-c")]
     assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
     again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
-    assert again.given_up == ["p-a", "p-c"], "the first reply may have been lost"
+    assert again.given_up == first.given_up, "the first reply may have been lost"
     assert (await master.report_consumed(0, [], [], given_up_after=first.seq)).given_up == []
 
 
@@ -663,6 +664,8 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
     await client.flush()
     reply = await client.report_consumed(0, [], [])
     assert reply.measured == [("e0-3", 1.0), ("e0-4", 0.5)]
-    assert reply.given_up == ["e0-4", "e1-3"], "it is used: nobody tries it again in this epoch"
+    assert [each.prompt_id for each in reply.given_up] == ["e0-4", "e1-3"], (
+        "it is used: nobody tries it again in this epoch"
+    )
     assert reply.books.dropped == {"dull": 1, "curriculum": 1}
     assert (await client.report_consumed(0, [], [], reply.seq, reply.events_seq, reply.measured_seq)).measured == []

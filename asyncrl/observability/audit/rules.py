@@ -208,9 +208,9 @@ class Replay:
         allowed: dict[str, tuple[PromptGoes, ...]] = {
             _LOST_WORKER: (PromptGoes.returned,),
             _STALE: (PromptGoes.returned, PromptGoes.used),
-            _DUPLICATE: (PromptGoes.used,),
+            _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
         }
-        if line.prompt not in allowed.get(line.reason, (PromptGoes.returned, PromptGoes.given_up)) or not line.reason:
+        if line.prompt not in allowed.get(line.reason, tuple(PromptGoes)) or not line.reason:
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: no such drop"
             )
