@@ -127,7 +127,11 @@ class ModelConfig:
         None, "Hugging Face model folder; null: the base made by `model.base_experiment`, cached", fixed=True
     )
     base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
-    dtype: Dtype = setting(Dtype.float32, "parameter type of the training ranks")
+    dtype: Dtype = setting(
+        Dtype.auto,
+        "type in which the training ranks compute and versions are published; auto: bfloat16 on GPUs, float32 on CPUs; "
+        "what is trained has float32 masters, gradients and moments in either case",
+    )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
         "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.calls import StatValues
@@ -44,7 +45,7 @@ def make_run(
     """A run of two steps, each published and saved."""
 
     def make(dtype: str, lora_rank: int = 0, publishes: LoraPublish = LoraPublish.auto) -> Path:
-        config.model.dtype, config.model.lora.rank, config.model.lora.publish = dtype, lora_rank, publishes
+        config.model.dtype, config.model.lora.rank, config.model.lora.publish = Dtype(dtype), lora_rank, publishes
         run = tmp_path / "exp" / "trial"
         run.mkdir(parents=True)
         write_run_config(config, run)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedModel
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.trainer.lora import adapter_config, add_adapters
 from asyncrl.trainer.messages import Publish as PublishRequest
@@ -48,7 +49,7 @@ def publish_adapters(
         targets: list[str] | None = None,
         publishes: LoraPublish = LoraPublish.auto,
     ) -> Path:
-        config.model.path, config.model.dtype, config.model.lora.publish = str(model_dir), dtype, publishes
+        config.model.path, config.model.dtype, config.model.lora.publish = str(model_dir), Dtype(dtype), publishes
         config.model.lora.rank, config.model.lora.alpha = RANK, ALPHA
         config.model.lora.targets = targets or ["all-linear"]
         policy = make_rank(config).policy("actor")

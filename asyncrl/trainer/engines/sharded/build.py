@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.architectures.routing import Routers
-from asyncrl.architectures.transformers_internals import set_attention
+from asyncrl.architectures.transformers_internals import has_more_than_head, set_attention, trunk_of
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.sharded.gathering import own_parts
@@ -128,7 +128,9 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     model = _on_meta(AutoModelForCausalLM, path, plan)
     folder = folder_tensors(model)
     place, tensor = plan.stage, plan.mesh["tensor"]
-    trunk = cast(PreTrainedModel, model.base_model)
+    trunk = trunk_of(model)
+    if trunk is not model.base_model or has_more_than_head(model):
+        raise LayoutError(f"{type(model).__name__} is not one trunk and its output embedding; use trainer.engine=flat")
     if plan.lora is not None:
         model.requires_grad_(False)
         add_adapters(trunk, plan.lora)

@@ -61,7 +61,7 @@ class ShardedLoader(EngineLoader):
 
     def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
-        torch_dtype: torch.dtype = getattr(torch, str(dtype))
+        torch_dtype: torch.dtype = getattr(torch, str(dtype.on(self._device.type)))
 
         def check() -> None:
             if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
