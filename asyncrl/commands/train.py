@@ -46,6 +46,7 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
+        check_place(config)
         return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +57,6 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
-    check_place(config)
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is not None:
         _check_same_run(run_dir, config)
