@@ -12,6 +12,7 @@ from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
+from asyncrl.commands.devices import device_lines
 from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
@@ -80,6 +81,8 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
+        for line in device_lines(config):
+            console.print(line)
         _show_prompts(config, surveys, run_dir, console)
         code = launcher.run()
     finally:
