@@ -30,6 +30,7 @@ from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.types import with_types
+from asyncrl.weights.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
@@ -74,7 +75,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
-    launcher = Launcher(config, display, detached=detached)
+    launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if config.resume == Resume.auto:
             check_same_data(config)

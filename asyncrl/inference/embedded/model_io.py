@@ -22,7 +22,7 @@ from asyncrl.architectures.transformers_internals import (
     text_settings,
 )
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
-from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention, tree_bias
+from asyncrl.inference.embedded.cached_attention import Reach, causal_bias, decode_bias, install_attention, tree_bias
 from asyncrl.inference.embedded.linears import PackedLinears
 from asyncrl.inference.embedded.prefix_rows import Prefix, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
@@ -40,22 +40,28 @@ PAIRS_PER_WIDTH = 6
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which keys the model's layers see: `window` is that of the sliding layers, `mixed` where full layers exist beside
-    them."""
+    """Which keys the model's layers see.
 
-    window: int | None
+    Attributes:
+        window: of the sliding or chunked layers.
+        mixed: the model takes masks by the type of a layer.
+    """
+
+    window: Reach | None
     mixed: bool
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> AttentionPattern:
-        """Read the pattern of `PLAIN_LAYERS` from a model's config."""
-        settings = config.get_text_config()
-        window, kinds = getattr(settings, "sliding_window", None), layer_types(config)  # some configs rename it
-        if not kinds:
-            return cls(window, mixed=False)
-        if not kinds & {"sliding_attention", "hybrid_sliding"}:
-            return cls(None, mixed=False)
-        return cls(window, mixed=True)
+    def of(cls, config: PretrainedConfig) -> list[AttentionPattern]:
+        """The patterns that a model of `config` may have, the likeliest first."""
+        settings, kinds = config.get_text_config(), layer_types(config)
+        if "chunked_attention" in kinds:
+            return [cls(Reach(settings.attention_chunk_size, chunked=True), mixed=True)]
+        window, everything = getattr(settings, "sliding_window", None), cls(None, mixed=False)  # some configs rename it
+        if window is None or (kinds and not kinds & {"sliding_attention", "hybrid_sliding"}):
+            return [everything]
+        if kinds:
+            return [cls(Reach(window), mixed=True)]
+        return [cls(Reach(window), mixed=False), everything]  # Moshi's text model names a window that it does not use
 
 
 class ModelRunner:
@@ -65,12 +71,15 @@ class ModelRunner:
         model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
         max_total_tokens: bound of the KV cache, in positions.
         record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
+        lean: whether weights are not copied in a faster layout and steps not recorded, as in a proof.
 
     Raises:
         UnsupportedModelError: it has no routers whose choices could be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False, lean: bool = False
+    ) -> None:
         self.model = model
         model.train(False)
         model.requires_grad_(False)
@@ -92,17 +101,24 @@ class ModelRunner:
             shape = routing_shape(model.config.to_dict())
             assert isinstance(shape, RoutingShape), shape
             self.routing = RoutingSlots(self.cache, shape, self.device)
-        self._pattern = AttentionPattern.of(model.config)
+        self.patterns = AttentionPattern.of(model.config)
+        """Those that it may have."""
+        self.pattern = 0
+        """Which of them it has; the proof finds out."""
         self._attends = any(memory.keys for memory in self._memories)
         self._draws_masks = self._attends and not attention_is_replaceable(model)
-        self._linears = PackedLinears.of(model)
-        self._program = DecodeProgram(model, self._linears.weights)
+        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)
+        self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
         """What sharing between prefixes is weighed with, see `PrefixRow.pays`; None: they do not share."""
         self.prefilled_tokens = 0
         """Distinct tokens of prefixes that were computed."""
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
+
+    @property
+    def _pattern(self) -> AttentionPattern:
+        return self.patterns[self.pattern]
 
     def new_cache(self, max_total_tokens: int) -> SlotCache:
         """An empty cache for this model, of so many positions."""

@@ -53,7 +53,8 @@ class AttentionMasks:
         """What the model's `attention_mask` is to be."""
         if self.mixed:
             nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
-            return {**nothing, "full_attention": self.full, "sliding_attention": self.windowed}
+            windowed = dict.fromkeys(("sliding_attention", "chunked_attention"), self.windowed)  # models have one
+            return {**nothing, "full_attention": self.full, **windowed}
         return self.full if self.windowed is None else self.windowed
 
 
@@ -165,13 +166,14 @@ class DecodeProgram:
     Args:
         model: what is recorded.
         weights: the parameters that every step brings packed.
+        usable: whether steps are recorded at all.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor], *, usable: bool = True) -> None:
         self._model, self._weights = model, weights
         self._programs: dict[tuple[bool, bool], Recorded] = {}
         self._checked: dict[tuple[bool, bool], set[tuple[int, int]]] = {}
-        self._usable = model.device.type == "cpu"
+        self._usable = usable and model.device.type == "cpu"
 
     def __call__(self, step: DecodeInputs) -> Tensor | None:
         """Logits `[R, V]`, or None where this shape has to be computed eagerly (then see `check`)."""

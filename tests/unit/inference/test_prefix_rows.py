@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded.cached_attention import tree_bias
+from asyncrl.inference.embedded.cached_attention import Reach, tree_bias
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model_io import ModelRunner
 from asyncrl.inference.embedded.prefix_rows import MOST_SHARED_TOKENS, Prefix, RowTensors, batches_of, rows_of
@@ -56,7 +56,7 @@ def test_every_prefix_is_a_path_that_sees_itself_alone(
             sees = tree_bias(made.ends_BU, made.depths_BU, None, torch.zeros(0))[:, 0] == 0.0
             assert sees.any(-1).all(), "a token that sees nothing is not a number"
             for window in (1, 3):
-                bias = tree_bias(made.ends_BU, made.depths_BU, window, torch.zeros(0))[:, 0] == 0.0
+                bias = tree_bias(made.ends_BU, made.depths_BU, Reach(window), torch.zeros(0))[:, 0] == 0.0
                 age = made.depths_BU[:, :, None] - made.depths_BU[:, None, :]
                 assert torch.equal(bias, sees & (age < window))
         for slot, row, path in zip(made.slots_N.tolist(), made.rows_N.tolist(), made.paths_NL, strict=True):
