@@ -40,6 +40,7 @@ from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolve
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.descriptors import allow_all_files
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
@@ -130,6 +131,7 @@ class Worker(ABC):
     def start(self) -> int:
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
+        allow_all_files()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
         try:
             with contextlib.suppress(_Stopped):

@@ -109,7 +109,7 @@ class SGLangHost:
         assert tree is not None
         limit_s = self._config.generation.start_timeout_s
         death = asyncio.ensure_future(tree.died())
-        ready = asyncio.ensure_future(wait_ready(url, self._security, limit_s, Effort(tree.pid).grew))
+        ready = asyncio.ensure_future(wait_ready(url, self._security, limit_s, Effort(tree.root_pid).grew))
         try:
             await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
             reason = ""
