@@ -15,8 +15,8 @@ demo-tools: setup
 
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit tests/integration -x -q -n $(TEST_WORKERS) --dist loadfile
-	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 	$(PYTHON_IN) -m pytest tests/gpu -q
+	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

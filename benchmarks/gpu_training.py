@@ -19,6 +19,7 @@ What gradient checkpointing computes again is not counted. Target: 40 % and more
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -162,7 +163,9 @@ def measure(variant: Variant, path: str, args: argparse.Namespace, folder: Path)
     config.optimizer.moments_on = variant.moments_on
     graph, resolver = load_graph(config), make_resolver("file", str(folder / "names"))
     lengths = [args.length] * args.sequences
+    gc.collect()  # of the variant before: FSDP2's modules and states refer to each other
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
     def run(world: World) -> float:

@@ -24,7 +24,7 @@ fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 echo "installing $torch into $venv"
-if [ -e /proc/driver/nvidia/version ] || ! "$venv/bin/python" - "$cpu_index" <<'PY'
+if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1 || ! "$venv/bin/python" - "$cpu_index" <<'PY'
 import sys, urllib.request
 try:
     urllib.request.urlopen(sys.argv[1], timeout=5).close()

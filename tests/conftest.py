@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
+
+from .warm import Template, WarmProcess
 
 # Protobuf chooses its implementation when first imported, by TensorBoard in one test and by etcd3 in others, which
 # loads beside this one only. Chosen here, the order of the tests does not matter.
@@ -266,23 +269,34 @@ class Run:
     """One `python -m asyncrl.launch <experiment>` as a child, with what it printed and what it started.
 
     A setting that `overrides` gives as None stays what the experiment says. `experiment` may go on with options;
-    `inside` is what the command line begins with, to run it in a place of its own.
+    `inside` is what the command line begins with, to run it in a place of its own. `template` forks its processes.
     """
 
     def __init__(
-        self, root: Path, overrides: dict[str, Any], experiment: str = "async_ppo", inside: Sequence[str] = ()
+        self,
+        root: Path,
+        overrides: dict[str, Any],
+        experiment: str = "async_ppo",
+        inside: Sequence[str] = (),
+        template: Template | None = None,
     ) -> None:
         settings = SETTINGS | {"fileroot": root} | overrides
         self.run_dir = root / str(settings["experiment_name"]) / str(settings.get("trial_name", "trial0"))
         arguments = [f"{name}={value}" for name, value in settings.items() if value is not None]
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "asyncrl.launch", *experiment.split(), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        arguments = [*experiment.split(), *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process: subprocess.Popen[str] | WarmProcess
+        if template is not None:
+            self.process = template.launch(arguments, environment)
+        else:
+            self.process = subprocess.Popen(
+                [*inside, sys.executable, "-m", "asyncrl.launch", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=environment,
+            )
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -465,21 +479,70 @@ def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
 StartRun = Callable[..., Run]
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template | None]:
+    """What the processes of runs are forked from; None: they import all that they need themselves."""
+    if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
+        yield None
+        return
+    template = Template()
+    yield template
+    template.close()
+
+
 @pytest.fixture
-def start_run(tmp_path: Path, tiny_model: Path) -> Iterator[StartRun]:
-    """`start_run(experiment, **overrides)` starts a run of it on the tiny model; dots in names are written as `__`."""
+def start_run(tmp_path: Path, tiny_model: Path, template: Template | None) -> Iterator[StartRun]:
+    """`start_run(experiment, **overrides)` starts a run of it on the tiny model; dots in names are written as `__`.
+
+    With `cold` its processes are started as a user's are, and not forked from the template.
+    """
     (tmp_path / "rewards.py").write_text(REWARD)
     runs: list[Run] = []
 
-    def start(experiment: str = "async_ppo", *, inside: Sequence[str] = (), **overrides: Any) -> Run:
+    def start(
+        experiment: str = "async_ppo", *, inside: Sequence[str] = (), cold: bool = False, **overrides: Any
+    ) -> Run:
         settings = {"model.path": tiny_model, "reward.path": f"{tmp_path / 'rewards.py'}:even_digits"}
         settings |= {name.replace("__", "."): value for name, value in overrides.items()}
-        runs.append(Run(tmp_path, settings, experiment, inside))
+        runs.append(Run(tmp_path, settings, experiment, inside, None if inside or cold else template))
         return runs[-1]
 
     yield start
     for run in runs:
         run.kill_tree()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: its exit code, and all that it printed."""
+
+    code: int
+    output: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(template: Template | None) -> Command:
+    """`command("eval", ...)` runs `python -m asyncrl.launch eval ...` to its end."""
+
+    def run(*arguments: object, limit_s: float = LIMIT_S) -> Ended:
+        given = list(map(str, arguments))
+        if template is None:
+            asked = [sys.executable, "-m", "asyncrl.launch", *given]
+            ended = subprocess.run(
+                asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False
+            )
+            return Ended(ended.returncode, ended.stdout)
+        process = template.launch(given, os.environ)
+        killer = threading.Timer(limit_s, process.kill)
+        killer.start()
+        output = process.stdout.read()
+        killer.cancel()
+        return Ended(process.wait(LIMIT_S), output)
+
+    return run
 
 
 GATED = """

@@ -3,7 +3,7 @@
 The measure is transformers' own forward: eager attention, one sequence at a time, no cache. An engine is given several
 short sequences at once, as it will get them in a run:
 
-1. **Equal** (`find_difference`). Engine and plain forward sum in other orders and so differ by rounding: in the mean by
+1. **Equal** (`Difference`). Engine and plain forward sum in other orders and so differ by rounding: in the mean by
    some 1e-6 nats a token in fp32, by some 1e-2 in bf16. What is wrong differs by 0.1 to 4 nats on real weights: state
    that leaked from a neighbour, an attention sink or a soft cap that was left out, a slot of another row. The mean over
    all tokens is compared: rounding, and the odd expert that it flips, averages to little, while an error that one in
@@ -14,14 +14,17 @@ short sequences at once, as it will get them in a run:
    masked weight is 0, not small, and a mixture of experts, whose groups change their sizes with the neighbours, passes
    no gradient between tokens either.
 
-Short sequences cannot show what begins later: a window or a chunk of attention that is longer than they are. What
-depends on those is checked by name (`transformers_internals.PLAIN_LAYERS`).
+Short sequences cannot show what begins later: a window or a chunk of attention that is longer than they are. So all is
+asked once more of a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens
+changes little where attention is almost uniform, so there the measure is finer: an engine may differ by a tenth of what
+the short lengths change, or by some times the rounding that it showed without them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +48,24 @@ COARSE_TOLERANCE = 0.05
 """Greatest mean absolute difference a token, in nats or in parts of a hidden state's size; coarse is bf16 and fp16."""
 
 
+_ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
+_COARSE_ROUNDING = 1e-3
+"""Mean differences that every engine may have, however little the model's lengths change."""
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """What is still rounding where parameters are of `dtype`."""
     return FLOAT32_TOLERANCE if dtype in (torch.float32, torch.float64) else COARSE_TOLERANCE
+
+
+def short_tolerance(dtype: torch.dtype, effect: float, rounding: float) -> float:
+    """What is still rounding on a copy of a model with short lengths.
+
+    Args:
+        effect: mean difference of transformers' plain forward of the copy from that of the model.
+        rounding: mean difference of the engine from transformers on the model itself.
+    """
+    return min(tolerance(dtype), max(0.1 * effect, 8 * rounding, _ROUNDING.get(dtype, _COARSE_ROUNDING)))
 
 
 def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[int]]:
@@ -84,22 +102,33 @@ def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
     ]
 
 
-def find_difference(plain: Sequence[Tensor], engine: Sequence[Tensor], dtype: torch.dtype) -> str | None:
-    """What is wrong with what `engine` made of several sequences together; None where it is rounding.
+class Difference(NamedTuple):
+    """How far an engine is from transformers on several sequences, a token: in nats or in parts of a hidden state."""
 
-    Args:
-        plain: what transformers computes of each alone, a number or a vector for each token.
-        engine: the same of the engine. Both in nats, or hidden states `in_rms`.
-    """
-    pairs = list(zip(plain, engine, strict=True))
-    errors = torch.cat([(mine.float() - its.float()).abs().flatten() for its, mine in pairs])
-    difference, allowed = float(errors.mean()), tolerance(dtype)
-    if difference <= allowed:
-        return None
-    return (  # NaN too
-        f"{len(pairs)} sequences computed together differ from transformers' plain forward of each alone by "
-        f"{difference:.2g} a token in the mean, {float(errors.max()):.2g} at worst, where rounding is below {allowed:g}"
-    )
+    mean: float
+    worst: float
+    sequences: int
+
+    @classmethod
+    def of(cls, plain: Sequence[Tensor], engine: Sequence[Tensor]) -> Difference:
+        """Compare what transformers computes of each sequence alone with what an engine computes of them together.
+
+        Args:
+            plain: a number or a vector for each token of each sequence.
+            engine: the same of the engine. Both in nats, or hidden states `in_rms`.
+        """
+        pairs = list(zip(plain, engine, strict=True))
+        errors = torch.cat([(mine.float() - its.float()).abs().flatten() for its, mine in pairs])
+        return cls(float(errors.mean()), float(errors.max()), len(pairs))
+
+    def beyond(self, allowed: float) -> str | None:
+        """The fault that this difference is; None if it is rounding."""
+        if self.mean <= allowed:
+            return None
+        return (  # NaN too
+            f"{self.sequences} sequences computed together differ from transformers' plain forward of each alone by "
+            f"{self.mean:.2g} a token in the mean, {self.worst:.2g} at worst, where rounding is below {allowed:.2g}"
+        )
 
 
 def find_leak(

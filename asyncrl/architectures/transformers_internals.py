@@ -9,23 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """What a layer of a cache has to define: the embedded engine's slots do, and no model asks them for more."""
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
-RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
-"""Layer types that carry a state from token to token; what attention they have sees all keys."""
-TOKENWISE_LAYERS = frozenset({"moe"})
+CHUNKED_LAYERS = frozenset({"chunked_attention"})
+"""Layer types whose keys are those of a causal attention within chunks of `attention_chunk_size`."""
+RECURRENT_LAYERS = frozenset(
+    kind for kind, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
+)
+"""Layer types that carry a state from token to token: those for which transformers' cache keeps one. In `hybrid` layers
+attention stands beside it."""
+TOKENWISE_LAYERS = frozenset({"moe", "mlp"})
 """Layer types that look at one token alone."""
 
 EXPERTS_MODULE, EXPERTS_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
@@ -71,19 +79,52 @@ def batch_independent_limit(config: PretrainedConfig) -> int | None:
 
 def layer_types(config: PretrainedConfig) -> frozenset[str]:
     """Types of the layers, as transformers names them; empty where the config does not tell."""
-    return frozenset(text_settings(config).get("layer_types") or ())
+    return frozenset(getattr(config.get_text_config(), "layer_types", None) or ())  # under other names in some configs
 
 
 def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tensor], Tensor]:
     """The map from hidden states [N, H] to logits [N, V] by the output embedding `head` of a model of `config`."""
-    settings = text_settings(config)
-    factors = [(change, settings[name]) for name, change in _LOGIT_FACTORS.items() if settings.get(name) is not None]
+    settings = config.get_text_config()  # MiniCPM3's factor is a property of its config, not a setting
+    values = {name: getattr(settings, name, None) for name in _LOGIT_FACTORS}
+    factors = [(_LOGIT_FACTORS[name], value) for name, value in values.items() if value is not None]
 
     def logits_of(hidden_NH: Tensor) -> Tensor:
         weight = cast(Tensor, head.weight)
         logits_NV: Tensor = head(hidden_NH.to(weight.dtype))  # Mamba's trunk ends in fp32, its head need not
         for change, value in factors:
             logits_NV = change(logits_NV, value)
+        return logits_NV
+
+    return logits_of
+
+
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model below what makes logits of its hidden states."""
+    if model.base_model is not model:
+        return cast(PreTrainedModel, model.base_model)
+    children = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(children, model)  # Llama 4 has its trunk under another name than it says
+
+
+def has_more_than_head(model: PreTrainedModel) -> bool:
+    """True if parameters beside the output embedding turn hidden states into logits, as in ModernBERT's decoder."""
+    parts = (trunk_of(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    known = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return any(id(parameter) not in known for parameter in model.parameters())
+
+
+def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The map from hidden states [N, H] to logits [N, V] by the model's own code, given the hidden states."""
+    trunk = trunk_of(model)
+
+    def logits_of(hidden_NH: Tensor) -> Tensor:
+        given = BaseModelOutputWithPast(last_hidden_state=hidden_NH[None])
+        ids = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        vars(trunk)["forward"] = lambda *args, **kwargs: given
+        try:
+            logits_NV: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del vars(trunk)["forward"]
         return logits_NV
 
     return logits_of
@@ -121,6 +162,15 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
     return saved
 
 
+def new_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the class `kind` with new weights and transformers' own attention; `config` becomes its own."""
+    model: PreTrainedModel = kind._from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, attn_implementation="eager"
+    )
+    model.train(False)
+    return model
+
+
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Make `function` an attention implementation called `name`; idempotent."""
     AttentionInterface.register(name, function)
@@ -134,6 +184,26 @@ def attention_is_replaceable(model: PreTrainedModel) -> bool:
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether it carries more from token to token than keys and values."""
     return bool(model._is_stateful) or bool(layer_types(model.config) & RECURRENT_LAYERS)
+
+
+class LayerMemory(NamedTuple):
+    """What a layer keeps of the tokens so far: keys and values, and so many recurrent states."""
+
+    keys: bool
+    states: int
+
+
+def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
+    """What each layer of a model of `config` keeps, as transformers' own cache for it does."""
+    if not layer_types(config) & RECURRENT_LAYERS:
+        return [LayerMemory(keys=True, states=0)] * int(config.get_text_config().num_hidden_layers)
+    return [
+        LayerMemory(
+            isinstance(layer, CacheLayerMixin),
+            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in DynamicCache(config=config).layers
+    ]
 
 
 @contextmanager

@@ -247,7 +247,7 @@ class EpisodeClient:
             reasoned = self._reasoned(turn)
             if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
                 return None  # as the template shows it
-        end_id, sampled = chat.findings.end_id, turn.completion.token_ids
+        end_id, sampled = chat.end_id(tools), turn.completion.token_ids
         assert end_id is not None, "only a template with an end-of-turn token has bridges"
         return bridge if sampled and sampled[-1] == end_id else [end_id, *bridge]
 

@@ -107,16 +107,22 @@ class ChatFormat:
         self.parser, self._without_calls = reader, parser("none")
         self.tokenizer = prompts.tokenizer
         self._control_ids = frozenset(self.tokenizer.control_tokens.values())
-        self._end = self._end_of_turn()
-        end_id = self.tokenizer.control_tokens.get(self._end) if self._end else None
+        # With and without tools there may be two templates, of which each is tried.
+        self._offers: tuple[Sequence[ToolSchema], ...] = ((), (_TOOL,)) if self._template.differs_with_tools else ((),)
+        self._end = self._end_of_turn(())
+        self._end_with_tools = self._end_of_turn(self._offers[-1])
         refused = {kind: why for kind, new in _PROBES.items() if (why := self._wrong(new)) is not None}
-        self.findings = Findings(end_id, refused, self._shows_reasoning(), self._rewrites())
+        self.findings = Findings(self.end_id(), refused, self._shows_reasoning(), self._rewrites())
+
+    def end_id(self, tools: Sequence[ToolSchema] = ()) -> int | None:
+        """Return the token that ends an assistant's turn in conversations that offer `tools`; None if there is none."""
+        return self.tokenizer.control_tokens.get(self._end_with_tools if tools else self._end)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the tokenizer's end token, and the template's where it is another."""
-        end_id, eos = self.findings.end_id, self.tokenizer.eos_token_id
-        return (eos,) if end_id in (None, eos) else (eos, end_id)
+        """The tokens that end an answer: the tokenizer's end token, and the templates' where they are others."""
+        ends = (self.tokenizer.eos_token_id, self.end_id(), self.end_id((_TOOL,)))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """Token ids of a whole conversation, up to where the assistant's answer begins.
@@ -202,24 +208,24 @@ class ChatFormat:
         return text[begin:] if begin >= 0 and "</think>" not in text[begin:] else ""
 
     def _bridge_text(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
-        sentinel = _absent(reply, new, tools)
+        sentinel, end = _absent(reply, new, tools), self._end_with_tools if tools else self._end
         for dummy in _dummies(reply, new, sentinel):
             try:
                 text = self._template.render_turns([{"role": "user", "content": "x"}, dummy, *new], tools)
             except ChatError:
                 continue
             _, found, rest = text.rpartition(sentinel)
-            _, ended, bridge = rest.partition(self._end) if self._end else ("", "", "")
+            _, ended, bridge = rest.partition(end) if end else ("", "", "")
             if found and ended:
                 return bridge
         return None
 
-    def _end_of_turn(self) -> str:
+    def _end_of_turn(self, tools: Sequence[ToolSchema]) -> str:
         """The text of the control token that directly follows an assistant's text; empty where none does."""
         sentinel = _absent()
         turns = ({"role": "user", "content": "x"}, {"role": "assistant", "content": sentinel}, _MORE)
         try:
-            rest = self._template.render_turns(turns).partition(sentinel)[2]
+            rest = self._template.render_turns(turns, tools).partition(sentinel)[2]
         except ChatError:
             return ""
         names = [name for name in self.tokenizer.control_tokens if name and rest.startswith(name)]
@@ -227,12 +233,18 @@ class ChatFormat:
 
     def _wrong(self, new: Sequence[Message]) -> str | None:
         """Why conversations are not extended by messages like `new`; None where they may be."""
-        if not self._end:
+        answers_calls = any(message["role"] == "tool" for message in new)
+        offers = [(_TOOL,)] if answers_calls else self._offers
+        return next((why for tools in offers if (why := self._wrong_with(new, tools)) is not None), None)
+
+    def _wrong_with(self, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        """As `_wrong`, for conversations that offer `tools`."""
+        end = self._end_with_tools if tools else self._end
+        if not end:
             return (
                 "the template ends an assistant's message with no special token of the tokenizer; for conversations of "
                 "several turns it needs one directly after the text, as <|im_end|>"
             )
-        tools = [_TOOL] if any(message["role"] == "tool" for message in new) else []
         reply = _answer(min(sum(message["role"] == "tool" for message in new), 2))
         bridge = self._bridge_text(reply, new, tools)
         if bridge is None:
@@ -251,24 +263,30 @@ class ChatFormat:
                 refusal = str(error)
         if whole is None:
             return refusal
-        if not whole.endswith(self._end + bridge):
+        if not whole.endswith(end + bridge):
             return "what the template puts before the next answer depends on the messages before"
         encode, before = self.tokenizer.encode, whole[: len(whole) - len(bridge)]
         try:
             apart = encode(before) + encode(bridge)
         except ValueError as error:  # an alphabet of few characters
             return str(error)
-        return None if encode(whole) == apart else f"the tokenizer joins {self._end!r} with what follows it"
+        return None if encode(whole) == apart else f"the tokenizer joins {end!r} with what follows it"
 
     def _shows_reasoning(self) -> bool:
         turns = [{"role": "user", "content": "x"}, _answer(0), _MORE]
-        return not self.hides_reasoning_of(turns, (), [1])
+        return not any(self.hides_reasoning_of(turns, tools, [1]) for tools in self._offers)
 
     def _rewrites(self) -> bool:
         user = {"role": "user", "content": "x"}
         try:
-            prefix = self._template.render_turns([user]) + "Four." + self._end
-            return not self._template.render_turns([user, _answer(0), _MORE]).startswith(prefix)
+            return any(
+                not self._template.render_turns([user, _answer(0), _MORE], tools).startswith(
+                    self._template.render_turns([user], tools)
+                    + "Four."
+                    + (self._end_with_tools if tools else self._end)
+                )
+                for tools in self._offers
+            )
         except ChatError:
             return False
 

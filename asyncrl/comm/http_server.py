@@ -1,6 +1,7 @@
 """The HTTP server under GserverManager and embedded engine: routes, token, TLS, and limits on what a caller may cost.
 
-A caller without the run's token is refused with 401 before its body is read. One with it may still be at fault, so all
+A caller without the run's token is refused with 401 after the header, and whoever is refused amid a body has its
+connection closed: nothing more of it is read. One with it may still be at fault, so all
 that it can hold is bounded: a body has a limit per route, kept while it is read; the handshake, the header and the body
 have a time limit each; a compressed body is not unpacked. What is refused is counted by reason, shown under `/metrics`,
 and logged once per address.
@@ -32,8 +33,8 @@ HEADER_LIMIT_S: Final = 15.0
 after `asyncrl.comm.http.KEEP_ALIVE_S`."""
 BODY_LIMIT_S: Final = 60.0
 """So long a body may take: the largest of all at 10 Mbit/s."""
-_LINGER_S: Final = 2.0
-"""A refused caller that still sends gets so long to read why."""
+_GOODBYE_LIMIT_S: Final = 2.0
+"""So long the other end of an encrypted connection may take to confirm its end."""
 _SHUTDOWN_S: Final = 1.0
 
 Body: TypeAlias = bytes
@@ -98,9 +99,9 @@ class HttpServer:
         self._runner = await careful_runner(self._handle)
         answering = self._runner.server
         assert answering is not None, "set up"
-        limit_s = None if self._tls is None else HANDSHAKE_LIMIT_S  # aiohttp's TCPSite leaves a handshake a minute
-        self._server = await asyncio.get_running_loop().create_server(
-            answering, host, port, ssl=self._tls, ssl_handshake_timeout=limit_s
+        handshake_s, goodbye_s = (None, None) if self._tls is None else (HANDSHAKE_LIMIT_S, _GOODBYE_LIMIT_S)
+        self._server = await asyncio.get_running_loop().create_server(  # aiohttp's TCPSite leaves a handshake a minute
+            answering, host, port, ssl=self._tls, ssl_handshake_timeout=handshake_s, ssl_shutdown_timeout=goodbye_s
         )
         scheme, shown = "http" if self._tls is None else "https", f"[{host}]" if ":" in host else host
         return f"{scheme}://{shown}:{self._server.sockets[0].getsockname()[1]}"
@@ -125,7 +126,7 @@ class HttpServer:
         except Refused as refused:
             self.refused[refused.reason] += 1
             self._log.note(request.remote or "?", f"{refused.reason}, answered {refused}")
-            return json_response(refused.body, refused.status)
+            return refusal(request, json_response(refused.body, refused.status))
 
     def _check_token(self, request: web.BaseRequest) -> None:
         header = request.headers.get("Authorization", "")  # what is not UTF-8 in it are lone surrogates
@@ -141,7 +142,7 @@ async def careful_runner(handle: Callable[[web.BaseRequest], Awaitable[web.Strea
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=HEADER_LIMIT_S,
-        lingering_time=_LINGER_S,
+        lingering_time=0,  # what is left of a refused body is not read
         auto_decompress=False,
     )
     runner = web.ServerRunner(server, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -164,6 +165,13 @@ class _RefusalCollector(Collector):
 def json_response(body: Any, status: int = 200) -> web.Response:
     """`body` as JSON."""
     return web.Response(body=msgspec.json.encode(body), status=status, headers={"Content-Type": "application/json"})
+
+
+def refusal(request: web.BaseRequest, answer: web.Response) -> web.Response:
+    """`answer`, and the end of the connection where the body of `request` is not all there."""
+    if not request.content.is_eof():
+        answer.force_close()
+    return answer
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> Body:

@@ -37,6 +37,7 @@ from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.types import with_types
 
 _NAME = "run"
 """What a run's own settings are called while they are read as an experiment."""
@@ -90,7 +91,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     for group, found in check_prompts(config, of_evaluation_alone=True).items():
         for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong):
             console.print(f"{group}: {line}")
-    launcher = Launcher(config, _Progress(console), Run.evaluate)
+    launcher = Launcher(with_types(config, Run.evaluate), _Progress(console), Run.evaluate)
     launcher.prepare()
     keep_inputs(config, training=False)
     code = launcher.run()

@@ -85,7 +85,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     if messages := list(_not_found_elsewhere(config)):
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
-    check_format(config, prompt_format.chat.source if prompt_format.chat else None)
+    check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
     prompt_format = replace(prompt_format, tools=offered_tools(config))
     sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
     if not of_evaluation_alone:

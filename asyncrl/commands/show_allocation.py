@@ -21,13 +21,14 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import context_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
-from asyncrl.runtime.hardware import gpu_memory, host_memory
+from asyncrl.runtime.hardware import gpu_details, host_memory
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode, engine_of, model_of, placement
 from asyncrl.trainer.sizing.memory import Need, Workload, need, total
 from asyncrl.trainer.sizing.model import SizedModel
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.types import with_types
 from asyncrl.trainer.worker_grid import Placement
 
 GIB = 1 << 30
@@ -58,16 +59,17 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     if isinstance(config, SFTConfig):
         print("error: a supervised experiment has one process and no layout", file=sys.stderr)
         return 1
-    graph = load_graph(config)
+    config, graph = with_types(config), load_graph(config)
     placed = placement(config, graph)
     rows = allocation(config, graph, placed, folder)
     console = Console(highlight=False, markup=False, width=_WIDTH)
     work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
+    gpu_bytes = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
     lines = [
         f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
         "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
-        *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_memory())),
+        *(f"warning: {line}" for line in warnings(rows, host_memory(), gpu_bytes)),
     ]
     console.print("\n".join(lines[:2]), soft_wrap=True)
     console.print(_table(rows, GIB if unit == "GiB" else GIB >> 10))

@@ -28,6 +28,8 @@ from asyncrl.runtime.settings import Resume, check_place
 from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.types import with_types
+from asyncrl.weights.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
@@ -72,7 +74,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
-    launcher = Launcher(config, display, detached=detached)
+    launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if config.resume == Resume.auto:
             check_same_data(config)
@@ -122,9 +124,9 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
 
 
 def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
-    """The config with `model.path` a folder: as set, or the base model, made first if need be."""
+    """The config with `model.path` a folder: as set, or the base model, made first if need be; and with its types."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
     else:
         path = ensure_base_model(base_model_config(config, folder))
-    return replace(config, model=replace(config.model, path=str(path)))
+    return with_types(replace(config, model=replace(config.model, path=str(path))))

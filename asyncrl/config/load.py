@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 from hydra import compose, initialize
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -19,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
 
@@ -118,17 +120,17 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
     GlobalHydra.instance().clear()
     ExperimentFolders.folders = folders
     with initialize(config_path=None, version_base="1.3"):
-        config = _compose(name, [])
-        accepted, wrong = [], []
-        for text in overrides:
-            try:
-                accepted.append(_checked_override(text, type(config)))
-            except ConfigError as error:
-                wrong.append(str(error))
+        base, schema = _compose(name)
+    accepted, wrong = [], []
+    for text in overrides:
         try:
-            config = _compose(name, accepted) if accepted else config
+            accepted.append(_checked_override(text, schema))
         except ConfigError as error:
-            wrong += [line for text in accepted for line in _refusal(name, text)] or [str(error)]
+            wrong.append(str(error))
+    try:
+        config = _overridden(base, accepted)
+    except ConfigError as error:
+        wrong += [line for text in accepted for line in _refusal(base, text)] or [str(error)]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return config
@@ -138,9 +140,10 @@ def _names_in(folders: Sequence[Path]) -> list[str]:
     return list(dict.fromkeys(name for folder in folders for name in known_experiments(folder)))
 
 
-def _compose(name: str, overrides: list[str]) -> Config:
+def _compose(name: str) -> tuple[DictConfig, type[Config]]:
+    """The experiment as its files say, and the schema that it begins with."""
     try:
-        config: Any = OmegaConf.to_object(compose(name, overrides=overrides))
+        config = compose(name)
     except MissingConfigException as error:
         missing, known = error.missing_cfg_file, _names_in(ExperimentFolders.folders)
         hint = f"{did_you_mean(str(missing), known)}; known: {', '.join((*SCHEMAS, *known))}"
@@ -155,15 +158,31 @@ def _compose(name: str, overrides: list[str]) -> Config:
             f"experiment {name!r}: the defaults lists go round in a circle; a file of yours with a built-in "
             "experiment's name stands for that everywhere and cannot be based on it: give it another name"
         ) from error
-    if not isinstance(config, (ExperimentConfig, SFTConfig)):
-        raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
-    return config
+    for schema in SCHEMAS.values():
+        if OmegaConf.get_type(config) is schema:
+            return config, schema
+    raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
 
 
-def _refusal(name: str, override: str) -> list[str]:
-    """Why `override` alone is refused; nothing where it is not."""
+def _overridden(base: DictConfig, overrides: list[str]) -> Config:
+    """`base` with these settings, as Hydra sets them; it composes everything anew for that, which takes as long again.
+
+    Raises:
+        ConfigError: a value is not of its setting's type.
+    """
+    config = copy.deepcopy(base)
     try:
-        _compose(name, [override])
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), config)
+        made: Config = OmegaConf.to_object(config)  # type: ignore[assignment]  # `_compose` looked at its type
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error)) from error
+    return made
+
+
+def _refusal(base: DictConfig, override: str) -> list[str]:
+    """The reason why `override` alone is refused; nothing where it is not."""
+    try:
+        _overridden(base, [override])
     except ConfigError as error:
         return [str(error)]
     return []

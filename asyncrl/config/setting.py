@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field
-from enum import StrEnum, auto
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,16 @@ def modules_in(folder: Path) -> tuple[str, ...]:
 class Dtype(StrEnum):
     """Type of weights."""
 
-    float32 = auto()
-    bfloat16 = auto()
+    auto = "auto"
+    """bfloat16 on GPUs, float32 on CPUs."""
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+    def on(self, device: str) -> Dtype:
+        """Return the type that this stands for in a process that computes on `device` (`cpu`, `cuda`, `cuda:1`)."""
+        if self is not Dtype.auto:
+            return self
+        return Dtype.bfloat16 if device.startswith("cuda") else Dtype.float32
 
 
 class Device(StrEnum):

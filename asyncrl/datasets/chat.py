@@ -1,25 +1,26 @@
 """Chat templates, rendered as transformers renders them, without transformers (which imports torch).
 
-A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox.
-Environment, filters and functions are those of `transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests
-compare both, text by text.
+A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox,
+in a process with limits (`template_process`). Environment, filters and functions are those of
+`transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from asyncrl.datasets.template_process import RENDERING, TemplateLimit, TemplateRefusal
+from asyncrl.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
 AUTO, OFF = "auto", "off"
 """Values of `dataset.chat_template` that name no file."""
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates, where a tokenizer has several: for conversations without tools and with tools."""
 
 Message = Mapping[str, Any]
 
@@ -32,29 +33,39 @@ class ChatTemplate:
     """A template with what it is filled with besides the messages.
 
     Args:
-        source: the template.
+        source: the template, or several by name: `tool_use` renders conversations that offer tools if there is one,
+            `default` renders the others. The rest is not used.
         special_tokens: what the template knows as `bos_token`, `eos_token` and so on.
         args: further variables of the template, as `enable_thinking`; they win over `special_tokens`.
         system_prompt: text of a system message put before messages that begin with none; empty: no such message.
 
     Raises:
-        ChatError: `source` is no Jinja template.
+        ChatError: `source` is no Jinja template, or has names and none is `default`.
+        TemplateLimit: it takes more than the limits to compile it.
     """
 
     def __init__(
         self,
-        source: str,
+        source: str | Mapping[str, str],
         special_tokens: Mapping[str, str],
         args: Mapping[str, Any] | None = None,
         system_prompt: str = "",
     ) -> None:
-        try:
-            self._template = _compiled(source)
-        except jinja2.TemplateError as error:
-            raise ChatError(f"the chat template is no Jinja template ({error})") from None
-        self.source = source
+        named = {DEFAULT: source} if isinstance(source, str) else source
+        if DEFAULT not in named:
+            raise ChatError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))} and none that is called {DEFAULT}; "
+                "set dataset.chat_template to a Jinja file"
+            )
+        self.source_with_tools = named.get(TOOL_USE, named[DEFAULT])
+        """The template of conversations that offer tools."""
+        self.differs_with_tools = self.source_with_tools != named[DEFAULT]
+        """True if conversations that offer tools have a template of their own."""
+        self._source = named[DEFAULT]
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt
+        for name in named.keys() & {DEFAULT, TOOL_USE}:
+            self._filled(name, named[name], None)
 
     def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
         """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
@@ -68,6 +79,7 @@ class ChatTemplate:
 
         Raises:
             ChatError: the template refuses the messages, or fails.
+            TemplateLimit: the template takes more than the limits of `template_process`.
         """
         return self.render_turns(self.messages(prompt), tools)
 
@@ -75,16 +87,23 @@ class ChatTemplate:
         """As `render`, without the system prompt; not `to_answer`: without the beginning of an answer.
 
         Raises:
-            ChatError: as of `render`.
+            ChatError, TemplateLimit: as of `render`.
         """
         filled = {"tools": None, "documents": None, **self._variables}
         if tools:
             filled["tools"] = [dict(tool) for tool in tools]
-        normalised = [_normalised(turn) for turn in turns]
+        filled |= {"messages": [_normalised(turn) for turn in turns], "add_generation_prompt": to_answer}
+        if tools and self.differs_with_tools:
+            return self._filled(TOOL_USE, self.source_with_tools, filled)
+        return self._filled(DEFAULT, self._source, filled)
+
+    def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
         try:
-            return self._template.render(messages=normalised, add_generation_prompt=to_answer, **filled)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
+            return RENDERING.rendered(source, variables, datetime.now())
+        except TemplateRefusal as error:
+            raise ChatError(f"the chat template {error}") from None
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template {name!r} {error}; set dataset.chat_template to another") from None
 
 
 def _normalised(turn: Message) -> dict[str, Any]:
@@ -125,56 +144,21 @@ def wrong_messages(messages: Any) -> str | None:
     return None
 
 
-def template_source(folder: Path) -> str | None:
-    """The chat template of the tokenizer in `folder`: `chat_template.jinja`, else that of `tokenizer_config.json`, of
-    several the one named `default`; None where it has none.
+def template_source(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
+
+    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
+    before what `tokenizer_config.json` holds.
     """
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
+    if (own := folder / TEMPLATE_FILE).is_file():
+        files = {DEFAULT: own, **files}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    config = folder / CONFIG_FILE
+    if not found and config.is_file():
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}.get("default")
-    return found if isinstance(found, str) else None
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for those who want a mask; it renders as what it encloses."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return str(caller())
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type itself reaches further
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As JSON; Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict) and found.keys() == {DEFAULT}:
+        found = found[DEFAULT]
+    return found or None

@@ -20,12 +20,14 @@ CONFIG_FILE = "tokenizer_config.json"
 SYMBOLS_KEY = "asyncrl_symbols"
 """The key of `tokenizer_config.json` that marks a `CharTokenizer` and holds its alphabet."""
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE, TEMPLATES_DIR = "chat_template.jinja", "additional_chat_templates"
+"""The chat template, and the folder of further ones by name, as transformers saves them."""
 _FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -240,9 +242,16 @@ class FastTokenizer:
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's files into `directory`."""
-        for name in _FILES:
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, directory / name)
+        for name, file in model_files(self._folder).items():
+            if name in _FILES or Path(name).parent.name == TEMPLATES_DIR:
+                (directory / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, directory / name)
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """Return the files of the model in `folder` by their names in it, those of `additional_chat_templates` included."""
+    files = [*folder.iterdir(), *(folder / TEMPLATES_DIR).glob("*.jinja")]
+    return {file.relative_to(folder).as_posix(): file for file in sorted(files) if file.is_file()}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ class GenerationConfig:
     backend: GenerationBackend = setting(GenerationBackend.embedded, "engine behind the HTTP contract")
     servers: int = setting(1, "number of GenerationServers", minimum=1)
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
-    dtype: Dtype = setting(Dtype.float32, "type of weights and KV cache")
+    dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
     max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
     context_length: int = setting(
@@ -83,21 +83,27 @@ def _single_answer(config: ExperimentConfig) -> int:
     return config.dataset.max_prompt_tokens + longest_answer(config)
 
 
+def adopts(generation: GenerationConfig) -> bool:
+    """True if the servers are SGLang's and were started by somebody else."""
+    return generation.backend == GenerationBackend.sglang and bool(generation.sglang.urls)
+
+
 def finds_stop_strings(generation: GenerationConfig) -> bool:
     """Whether the servers have tokenizers, to look for stop strings with: of SGLang's, only those started with one."""
     if generation.backend == GenerationBackend.embedded:
         return True
-    return not generation.sglang.urls and _sglang_flags(generation).get("skip_tokenizer_init") is False
+    return not generation.sglang.urls and sglang_flags(generation).get("skip_tokenizer_init") is False
 
 
 def caches_prefixes(generation: GenerationConfig) -> bool:
     """Whether the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
     if generation.backend == GenerationBackend.embedded:
         return False
-    return not _sglang_flags(generation).get("disable_radix_cache")
+    return not sglang_flags(generation).get("disable_radix_cache")
 
 
-def _sglang_flags(generation: GenerationConfig) -> dict[str, Any]:
+def sglang_flags(generation: GenerationConfig) -> dict[str, Any]:
+    """`generation.sglang.args` by SGLang's own names, whichever way they are spelled."""
     return {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}
 
 
@@ -124,13 +130,15 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if generation.backend == GenerationBackend.sglang:
         yield from _sglang(config)
     if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
-        yield from _gpus(generation)
+        yield from _gpus(config)
 
 
-def _gpus(generation: GenerationConfig) -> Iterator[str]:
+def _gpus(config: ExperimentConfig) -> Iterator[str]:
     """Servers share too few GPUs in turn, but one server cannot be split over more than there are."""
+    from asyncrl.inference import gpu_checks
     from asyncrl.runtime.hardware import count_gpus
 
+    generation = config.generation
     gpus, wanted = count_gpus(), generation.sglang.tensor_parallel
     if generation.device == Device.cuda and gpus == 0:
         yield (
@@ -139,6 +147,8 @@ def _gpus(generation: GenerationConfig) -> Iterator[str]:
         )
     elif generation.backend == GenerationBackend.sglang and generation.device != Device.cpu and 0 < gpus < wanted:
         yield f"generation.sglang.tensor_parallel={wanted}: this machine has {gpus} GPUs; use {gpus} or less"
+    else:
+        yield from gpu_checks.problems(config)
 
 
 def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
@@ -167,11 +177,6 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.inference.sglang.command import check_args
 
     generation = config.generation
-    if config.model.lora.rank:
-        yield (
-            f"generation.backend='sglang': adapters (model.lora.rank={config.model.lora.rank}) are served by the "
-            "embedded engine only; use generation.backend=embedded, or model.lora.rank=0"
-        )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:

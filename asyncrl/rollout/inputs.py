@@ -34,6 +34,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.datasets import Dataset
 from asyncrl.datasets.readers import files_of
 from asyncrl.datasets.record import content_sum
+from asyncrl.datasets.tokenizers import model_files
 from asyncrl.rollout.named_inputs import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
@@ -86,9 +87,9 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     folder = run_dir / INPUTS_DIR
     shutil.rmtree(folder, ignore_errors=True)
     with _told_as(f"model.path={config.model.path!r}"):
-        for file in Path(str(config.model.path)).expanduser().iterdir():
-            if file.is_file() and file.suffix not in _WEIGHTS:
-                _copy(file, folder / _MODEL / file.name)
+        for name, file in model_files(Path(str(config.model.path)).expanduser()).items():
+            if file.suffix not in _WEIGHTS:
+                _copy(file, folder / _MODEL / name)
     if training and (run_dir / DATA_RECORD_FILE).is_file():
         _copy(run_dir / DATA_RECORD_FILE, folder / DATA_RECORD_FILE)
     brought: dict[str, str] = {}

@@ -84,7 +84,7 @@ class Plugins:
         found = _loaded("env", self._env)
         self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
         self._env_in_process = _env_place(config.env, found) == RunIn.process
-        check_format(config, self._format.chat.source if self._format.chat else None)
+        check_format(config, self._format.chat.source_with_tools if self._format.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         """What agents may call; to be entered in the worker's event loop, after the offloader."""
         agent = _agent(config.agent, self._format, self.tools.toolbox)
@@ -238,7 +238,9 @@ def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFor
     if prompts.chat is None:
         return None
     name = config.rollout.chat.parser
-    return ChatFormat(prompts, choose(prompts.chat.source, prompts.tokenizer) if name == AUTO else parser(name))
+    return ChatFormat(
+        prompts, choose(prompts.chat.source_with_tools, prompts.tokenizer) if name == AUTO else parser(name)
+    )
 
 
 def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:

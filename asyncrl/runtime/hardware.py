@@ -6,15 +6,31 @@ import ipaddress
 import os
 import socket
 import subprocess
+from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
 import psutil
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_DEVICES = Path("/dev")
+_NVIDIA_SMI = "nvidia-smi"
 _NVIDIA_SMI_LIMIT_S = 20.0
 """Without its persistence daemon the driver takes seconds to wake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What nvidia-smi says of a GPU.
+
+    Attributes:
+        name: its model, for example `NVIDIA H100 80GB HBM3`.
+        memory: in bytes; None for a GPU that shares the host's memory.
+    """
+
+    name: str
+    memory: int | None
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -22,8 +38,10 @@ def visible_gpus() -> tuple[str, ...]:
 
     As in CUDA itself, that list ends before its first entry that names no GPU.
     """
-    count = len(list(_GPUS.glob("*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen == "":  # every process without a GPU has it so
+        return ()
+    count = _count_installed()
     if chosen is None or not count:
         return tuple(map(str, range(count)))
 
@@ -42,25 +60,53 @@ def count_gpus() -> int:
     return len(visible_gpus())
 
 
+def uncounted_gpus() -> str:
+    """The device files of GPUs where no GPU was counted, although CUDA_VISIBLE_DEVICES does not hide them; else empty.
+
+    So it is where the driver is broken, or a container has the devices without the driver's tools.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _count_installed():
+        return ""
+    return ", ".join(str(file) for file in sorted(_DEVICES.glob("nvidia[0-9]*")))
+
+
+def _count_installed() -> int:
+    """Number of this machine's GPUs. The driver's folder in /proc is not everywhere: WSL2, gVisor, some containers."""
+    return len(list(_GPUS.glob("*"))) or _count_listed(os.environ.get("PATH", ""))
+
+
+@cache
+def _count_listed(path: str) -> int:
+    """Number of GPUs that the nvidia-smi found in `path` lists, asked once: it may take seconds to answer."""
+    return sum(line.startswith("GPU ") for line in _ask_nvidia_smi("-L"))
+
+
+def _ask_nvidia_smi(*arguments: str) -> list[str]:
+    """The lines that nvidia-smi prints; none where it is not installed or fails."""
+    try:
+        return subprocess.run(
+            (_NVIDIA_SMI, *arguments), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     return int(psutil.virtual_memory().total)
 
 
-def gpu_memory() -> dict[str, int]:
-    """Bytes of each GPU's memory by CUDA's names for it, index and UUID; empty where nvidia-smi does not tell."""
-    try:
-        answer = subprocess.run(
-            _NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    memory: dict[str, int] = {}
-    for line in answer.splitlines():
-        index, uuid, mebibytes = (field.strip() for field in line.split(","))
-        if mebibytes.isdecimal():  # else [N/A], of a GPU that shares the host's memory
-            memory |= dict.fromkeys((index, uuid), int(mebibytes) << 20)
-    return memory
+def gpu_details() -> dict[str, Gpu]:
+    """Each GPU of this machine by CUDA's names for it, index and UUID; empty where nvidia-smi does not answer.
+
+    The indices are CUDA's where CUDA_DEVICE_ORDER=PCI_BUS_ID, which every process of a run has.
+    """
+    details: dict[str, Gpu] = {}
+    for line in _ask_nvidia_smi("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"):
+        index, uuid, mebibytes, name = (field.strip() for field in line.split(",", 3))
+        gpu = Gpu(name, int(mebibytes) << 20 if mebibytes.isdecimal() else None)  # else [N/A]
+        details |= dict.fromkeys((index, uuid), gpu)
+    return details
 
 
 def interface_of(host: str) -> str:

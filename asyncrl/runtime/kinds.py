@@ -23,6 +23,7 @@ from asyncrl.comm.names import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.settings import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.settings import placement
@@ -30,6 +31,11 @@ from asyncrl.trainer.settings import placement
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
 trainer that waits leaves the cores to the others anyway."""
+GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+"""Of torch in processes that compute on a GPU. Segments that grow fit micro-batches of ever other sizes without holes,
+and leave more to another process on the same GPU. Pinned host memory above 64 MiB is not rounded up to a power of two,
+which would take up to twice what off-loading needs. SGLang chooses its own: its kernels that share memory between GPUs
+do not take such segments."""
 
 
 class Run(StrEnum):
@@ -117,7 +123,7 @@ def _training_ranks(config: ExperimentConfig) -> int:
 def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """The first GPUs of the host, one each, for the ranks of all roles by worker index."""
     ours = here.gpus if config.trainer.device != Device.cpu else ()
-    return Resources(config.trainer.threads, _dealt(index, 1, ours))
+    return Resources(config.trainer.threads, _dealt(index, 1, ours), allocator=GPU_ALLOCATOR if ours else "")
 
 
 def _generation_servers(config: ExperimentConfig) -> int:
@@ -132,7 +138,9 @@ def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Res
         taken = here.ranks if config.trainer.device != Device.cpu else 0
         ours = here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
     niceness = 0 if ours else _niceness(config, here)
-    return Resources(generation.threads, _dealt(index, generation.sglang.tensor_parallel, ours), niceness)
+    in_process = generation.backend == GenerationBackend.embedded
+    allocator = GPU_ALLOCATOR if ours and in_process else ""
+    return Resources(generation.threads, _dealt(index, generation.sglang.tensor_parallel, ours), niceness, allocator)
 
 
 def _staging_servers(config: ExperimentConfig) -> int:

@@ -41,6 +41,7 @@ def main() -> int:
     args = parser.parse_args()
     os.nice(args.niceness)
     os.umask(PRIVATE_UMASK)
+    os.environ.pop("LOCAL_RANK", None)  # another launcher's, of which torch makes the number of a GPU
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": st
 """glibc's allocator in every worker: buffers of up to 32 MiB, the most it allows, are taken from the heap, and the heap
 keeps up to 128 MiB that are free. Its defaults give the pages of every trajectory back to the kernel and fault them in
 again, which costs more than sending it."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both names by which torch takes the settings of its allocator, today's first."""
 
 HOST_VARIABLE = "ASYNCRL_HOST"
 """Environment variable of a host that says its address, where only what runs there knows it (Ray, Kubernetes)."""
@@ -23,11 +27,14 @@ class Resources:
         threads: CPU threads of its numeric libraries.
         gpus: GPUs that it sees, by CUDA's names for them.
         niceness: by how much its priority is lowered.
+        allocator: settings of torch's GPU allocator (PYTORCH_ALLOC_CONF), unless the user has set some; empty: torch's
+            defaults.
     """
 
     threads: int = 1
     gpus: tuple[str, ...] = ()
     niceness: int = 0
+    allocator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +80,25 @@ class WorkerPlan:
         return [*command, "--run-dir", self.host.run_dir or str(run_dir), "--niceness", str(self.resources.niceness)]
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the process, on top of the launcher's own."""
+        """Environment variables of the process, on top of the launcher's own.
+
+        A user's own choice of CUDA_DEVICE_ORDER and of torch's allocator stays.
+        """
         threads = str(self.resources.threads)
-        return MALLOC | {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(self.resources.gpus),
-        }
+        allocator: dict[str, str] = {}
+        if self.resources.allocator and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+            allocator[_ALLOCATOR_VARIABLES[0]] = self.resources.allocator
+        return (
+            MALLOC
+            | allocator
+            | {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "OPENBLAS_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONUNBUFFERED": "1",
+                "CUDA_VISIBLE_DEVICES": ",".join(self.resources.gpus),
+                # CUDA's default is the fastest first; so its numbers are those of nvidia-smi
+                "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+            }
+        )

@@ -24,6 +24,7 @@ from typing import TypeAlias
 import msgspec
 
 from asyncrl.comm.http import JsonHttp
+from asyncrl.datasets.tokenizers import model_files
 from asyncrl.staging.fetch import fetch_folder, sum_of
 from asyncrl.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, StageRequest
 from asyncrl.weights import atomic_dir
@@ -122,12 +123,14 @@ class Store:
     def _take_in(self, folder: str, path: Path, present: Copy | None) -> Copy:
         """Have what lies at `path` on this disk."""
         if folder in OF_THE_LAUNCH:
-            return present or _described(folder, path, path.iterdir() if folder == MODEL else path.rglob("*"))
+            content = model_files(path).values() if folder == MODEL else path.rglob("*")
+            return present or _described(folder, path, content)
         verify(path, checksums=False)
         if present is not None and present.manifest == (path / MANIFEST_FILE).read_bytes():
             return present
         directory = atomic_dir.begin(self._root / folder)
         for name in (MANIFEST_FILE, *read_manifest(path).files):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(path / name, directory / name)
             except OSError:  # a file system without hard links

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.architectures.routers import routing_shape
+from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config import catalog
-from asyncrl.config.setting import ChoiceConfig, ConfigError, Device
+from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.hardware import count_gpus
+from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import layout_checks, lora_checks
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.settings import AttentionImplementation, placement
+from asyncrl.trainer.types import with_types
 from asyncrl.trainer.worker_grid import Placement
 
 if TYPE_CHECKING:
@@ -48,7 +51,9 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
-    """What is allowed but makes a correction less than its name says, each as `setting=value: what follows`."""
+    """What is allowed but slow, or makes a correction less than its name says: `setting=value: what follows`."""
+    yield from _devices(config)
+    config = with_types(config)
     algorithm, sampling, generation = config.algorithm, config.rollout.sampling, config.generation
     correction = algorithm.correction.name
     if correction == "none":
@@ -74,6 +79,23 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
             "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
             "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+        )
+
+
+def _devices(config: ExperimentConfig) -> Iterator[str]:
+    """Ranks that compute elsewhere or slower than one may expect."""
+    if files := uncounted_gpus():
+        for name, device in (("trainer", config.trainer.device), ("generation", config.generation.device)):
+            if device == Device.auto:
+                yield (
+                    f"{name}.device='auto': {files} is there, but neither /proc/driver/nvidia/gpus nor `nvidia-smi -L` "
+                    "shows a GPU, so the CPU is used; have the driver's tools installed here, or set cpu"
+                )
+    on_gpus = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == MODEL_WORKER)
+    if on_gpus and config.model.dtype == Dtype.float32:
+        yield (
+            "model.dtype='float32': GPUs compute it at about a tenth of bfloat16's rate; use auto, which has float32 "
+            "masters, gradients and moments too"
         )
 
 

@@ -11,12 +11,15 @@ is which no list of names would hold. So each way is tried at load (`asyncrl.arc
 
 Padded rows end in padding, which a causal model cannot look at, be it attention, convolution or recurrence: they are
 right for every causal model, at the price of computing the padding.
+
+Where the run's sequences or rows may be longer than a length in the model's config, a layout has to be right on a copy
+of the model with short lengths too (`asyncrl.architectures.short_lengths`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,14 +27,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.architectures.proof import (
+    Difference,
     Tokens,
     UnsupportedModelError,
-    find_difference,
     find_leak,
     forks,
     probe_for,
+    short_tolerance,
     told,
+    tolerance,
 )
+from asyncrl.architectures.short_lengths import short_model, spoken
 from asyncrl.architectures.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
@@ -56,6 +62,12 @@ class Provable(Protocol):
     @property
     def network(self) -> PreTrainedModel:
         """The transformers model in it, whose attention implementation is set along with `attention`."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The parameters of `network` by the names that they have in a new model."""
+
+    def around(self, network: PreTrainedModel) -> Provable:
+        """An engine that computes `network` as this one computes its own."""
 
     def plain(self, tokens: Tokens) -> Tensor:
         """What transformers' own forward gives of one sequence: log-probabilities, or hidden states of a trunk."""
@@ -97,40 +109,45 @@ def first_layout(setting: AttentionImplementation) -> Layout:
     return _LAYOUTS[setting][0]
 
 
-def settle_attention(engine: Provable, setting: AttentionImplementation, *, share_prefixes: bool = True) -> Layout:
+def settle_attention(
+    engine: Provable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
+) -> Layout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
 
     Args:
+        longest: tokens of the longest sequence of the run.
+        row: tokens that may lie end to end in a packed micro-batch.
         share_prefixes: whether prefixes that samples share may be computed once.
 
     Raises:
         UnsupportedModelError: none is.
     """
-    network = engine.network
-    name, sequences = type(network).__name__, [*(probes := probe_for(network)), *forks(probes)]
-    try:
-        plain = [engine.plain(tokens) for tokens in sequences]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
-        raise UnsupportedModelError(
-            f"{name} cannot be trained: transformers' own forward of it in {_dtype(network)} fails: {told(error)}. "
-            "Use another model.dtype, or another model"
-        ) from error
+    name, own = type(engine.network).__name__, _Subject(engine)
+    copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
         if layout.kind == AttentionKind.tree and not share_prefixes:
             continue
-        fault = _unseen_layers(network, layout) or _fault_of(engine, layout, sequences, plain)
+        fault = _unseen_layers(engine.network, layout) or own.fault(layout)
+        if fault is None:
+            reach = longest if layout.kind == AttentionKind.padded else max(longest, row)
+            if reach not in copies:
+                copies[reach] = own.with_short_lengths(reach)
+            short = copies[reach]
+            fault = None if short is None else short.fault(layout)
         if fault is None:
             if faults:
                 logger.warning("%s is trained %s, and not %s", name, layout, "; nor ".join(faults))
             return layout
         faults.append(f"{layout}: {fault}")
     others = " or ".join(sorted(set(AttentionImplementation) - {setting}))
+    shorter = copies.get(longest)
+    limit = (
+        "" if shorter is None else f"sequences of fewer than {shorter.shortest} tokens (generation.context_length), "
+    )
     raise UnsupportedModelError(
         f"{name} cannot be trained with model.attn_implementation={str(setting)!r}; tried {'; '.join(faults)}. Use "
-        f"model.attn_implementation={others}, or another model"
+        f"{limit}model.attn_implementation={others}, or another model"
     )
 
 
@@ -174,19 +191,65 @@ def _unseen_layers(network: PreTrainedModel, layout: Layout) -> str | None:
     return None
 
 
-def _fault_of(engine: Provable, layout: Layout, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> str | None:
-    network = engine.network
-    try:
-        set_attention(network, layout.attention)
-        engine.attention = layout.kind
-        with torch.no_grad():
-            fault = find_difference(plain, engine.together(sequences), network.dtype)
-        return fault or find_leak(network, sequences, engine.together)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # see `settle_attention`
-        return f"its forward fails: {told(error)}"
+class _Subject:
+    """A model that a layout has to compute right, and what transformers' plain forward makes of it.
 
+    Args:
+        engine: computes the model.
+        original: of a copy with short lengths, what it is a copy of.
+        lengths: of a copy, the fields that were lowered and the original's values.
 
-def _dtype(network: PreTrainedModel) -> str:
-    return str(network.dtype).removeprefix("torch.")
+    Raises:
+        UnsupportedModelError: transformers cannot compute it.
+    """
+
+    def __init__(self, engine: Provable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None):
+        self._engine, self._original, self._lengths = engine, original, lengths or {}
+        self._rounding = 0.0
+        network = engine.network
+        probes = probe_for(network)
+        self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
+        try:
+            self.plain = [engine.plain(tokens) for tokens in self.sequences]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+            raise UnsupportedModelError(
+                f"{type(network).__name__} cannot be trained: transformers' own forward of it in "
+                f"{str(network.dtype).removeprefix('torch.')} fails: {told(error)}. Use another model.dtype, or "
+                "another model"
+            ) from error
+
+    def with_short_lengths(self, reach: int) -> _Subject | None:
+        """A copy whose sequences are longer than the lengths that rows of `reach` tokens are longer than, if any."""
+        fitting = max(len(tokens) for tokens in self.sequences)
+        short = short_model(self._engine.network, self._engine.weights(), reach, fitting)
+        return None if short is None else _Subject(self._engine.around(short.model), self, short.lengths)
+
+    @property
+    def shortest(self) -> int:
+        """The shortest length that was lowered."""
+        return min(self._lengths.values())
+
+    def fault(self, layout: Layout) -> str | None:
+        """What is wrong with the model in `layout`, which is set; None for nothing."""
+        network = self._engine.network
+        try:
+            set_attention(network, layout.attention)
+            self._engine.attention = layout.kind
+            with torch.no_grad():
+                difference = Difference.of(self.plain, self._engine.together(self.sequences))
+            self._rounding = difference.mean
+            fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as above
+            fault = f"its forward fails: {told(error)}"
+        return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _allowed(self) -> float:
+        dtype = self._engine.network.dtype
+        if self._original is None:
+            return tolerance(dtype)
+        effect = Difference.of(self._original.plain, self.plain).mean
+        return short_tolerance(dtype, effect, self._original._rounding)

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import logits_of_head
+from asyncrl.architectures.transformers_internals import has_more_than_head, logits_of_head, logits_of_model
 
 MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""
@@ -46,9 +46,13 @@ Score = Callable[[Tensor, Tensor, EntropyMode], tuple[Tensor, Tensor]]
 
 
 def logits_function(model: PreTrainedModel) -> LogitsOf:
-    """The map from hidden states [N, H] to logits [N, V] of `model`: its output embedding, scaled and soft-capped as
-    its config says. That `model` does no more is proven at load (`asyncrl.trainer.proof`).
+    """The map from hidden states [N, H] to logits [N, V] of `model`.
+
+    It is the output embedding, scaled and soft-capped as the config says, or the model's own code where there are other
+    parameters too. That `model` does no more is proven at load (`asyncrl.trainer.proof`).
     """
+    if has_more_than_head(model):
+        return logits_of_model(model)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     return logits_of_head(model.config, head)
 

@@ -84,7 +84,18 @@ class ReferenceMode(StrEnum):
 
 
 ALL_LINEAR = "all-linear"
-"""In `model.lora.targets`: every linear layer of the model's layers."""
+"""In `model.lora.targets`: every linear layer but the output embedding, as in peft."""
+
+
+class LoraPublish(StrEnum):
+    """What a version of a policy with adapters holds."""
+
+    auto = "auto"
+    """Adapters where all servers can load them, else merged weights."""
+    adapter = "adapter"
+    """The adapters alone."""
+    merged = "merged"
+    """The whole weights, with the adapters merged."""
 
 
 @dataclass
@@ -100,6 +111,12 @@ class LoraConfig:
         factory=lambda: [ALL_LINEAR],
         fixed=True,
     )
+    publish: LoraPublish = setting(
+        LoraPublish.auto,
+        "what each version holds: adapter, the adapters alone, which the embedded engine loads from a shared disk; "
+        "merged, the whole weights with the adapters merged, which every back end and transport takes; auto: adapter "
+        "where possible",
+    )
 
 
 @dataclass
@@ -110,7 +127,11 @@ class ModelConfig:
         None, "Hugging Face model folder; null: the base made by `model.base_experiment`, cached", fixed=True
     )
     base_experiment: str = setting("sft", "experiment that makes the base model where `model.path` is null")
-    dtype: Dtype = setting(Dtype.float32, "parameter type of the training ranks")
+    dtype: Dtype = setting(
+        Dtype.auto,
+        "type in which the training ranks compute and versions are published; auto: bfloat16 on GPUs, float32 on CPUs; "
+        "what is trained has float32 masters, gradients and moments in either case",
+    )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
         "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "

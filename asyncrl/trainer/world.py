@@ -56,10 +56,15 @@ def training_world(
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
             before (`ModelWorker._meet`).
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(
+            device
+        )  # else DeviceMesh and NCCL choose one by the rank, and each rank sees its own only
     if placement.workers == 1 and engine_of(config) == TrainerEngine.flat:
         yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
     if worker == 0:
         meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
         resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
@@ -76,6 +81,9 @@ def training_world(
                 world_size=placement.workers,
                 timeout=timeout,
             )
+            # NCCL connects and fails now, not in the first step. Binding the group to the device (`device_id`) would do
+            # so too, but makes every later group a split of this one, also those with servers of the weight transport.
+            dist.all_reduce(torch.zeros(1, device=device))
             laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
             everyone = Ranks(worker, placement.workers)
             located = _located(config.system.host, everyone, timeout)

@@ -36,6 +36,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncrl.datasets.tokenizers import model_files
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
@@ -78,6 +79,7 @@ def write_model(
     writing.write()
     writing.write_index()
     for name, content in beside.items():
+        (writing.directory / name).parent.mkdir(exist_ok=True)
         _write_file(writing.directory / name, content)
     atomic_dir.commit(folder)
 
@@ -109,8 +111,8 @@ def publish(
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
 
-    A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
-    after it (`collect`): steps that are taken again asynchronously lead to other weights.
+    A version that is there already, whole and with the same tensors, is kept. So whoever goes back to an earlier
+    version first removes those after it (`collect`): steps that are taken again asynchronously lead to other weights.
 
     Args:
         shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
@@ -128,7 +130,7 @@ def publish(
     if shared is None:
         entries = _entries(specs, "")
     else:
-        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
+        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final, {spec.name for spec in specs}))]))
         if whole.item() == ranks.world:
             return final
         shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
@@ -169,19 +171,18 @@ def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -
     return plan_shards(specs, world, limit), _STEM
 
 
-def tokenizer_assets(model_dir: Path) -> tuple[Path, ...]:
-    """The files beside a model's weights that a server needs: tokenizer, chat template, generation settings."""
+def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
+    """The files that a server needs beside a model's weights, by name: tokenizer, templates, generation settings."""
     made_here = {"config.json", CANARY_FILE, MANIFEST_FILE}
-    return tuple(
-        path
-        for path in sorted(model_dir.iterdir())
-        if path.is_file()
-        and path.name not in made_here
+    return {
+        name: path
+        for name, path in model_files(model_dir).items()
+        if name not in made_here
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
         and path.suffix not in _WEIGHT_SUFFIXES
         and path.stat().st_size <= _MAX_ASSET_BYTES
-    )
+    }
 
 
 def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
@@ -196,12 +197,11 @@ def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
     return unwanted
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_whole(directory: Path, names: Collection[str]) -> bool:
     try:
-        verify(directory)
+        return verify(directory).tensors.keys() == names
     except ManifestError:
         return False
-    return True
 
 
 def _shard_name(stem: str, index: int, count: int) -> str:

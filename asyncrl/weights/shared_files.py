@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -22,7 +22,7 @@ _STORE = ".shared"
 
 
 class SharedFiles:
-    """A model's configuration and copies of the files `assets`.
+    """A model's configuration and copies of the files `assets`, by the names that they get.
 
     Args:
         config: the model's; or, of adapters, the content of peft's: all else is the base model's then.
@@ -31,10 +31,10 @@ class SharedFiles:
         adapters: whether the weights are adapters.
     """
 
-    def __init__(self, config: PretrainedConfig | bytes, assets: Sequence[Path] = ()) -> None:
+    def __init__(self, config: PretrainedConfig | bytes, assets: Mapping[str, Path] | None = None) -> None:
         self.adapters = isinstance(config, bytes)
         self._config = config if isinstance(config, bytes) else config.to_json_string(use_diff=True).encode()
-        self._assets = tuple(assets)
+        self._assets = dict(assets or {})
         self._entries: dict[str, FileEntry] = {}
 
     def link_into(self, directory: Path) -> dict[str, FileEntry]:
@@ -47,6 +47,7 @@ class SharedFiles:
         if not (self._entries and store.is_dir()):
             self._entries = self._write(store)
         for name in self._entries:
+            (directory / name).parent.mkdir(exist_ok=True)
             try:
                 os.link(store / name, directory / name)
             except OSError:  # a file system without hard links
@@ -57,10 +58,11 @@ class SharedFiles:
     def _write(self, store: Path) -> dict[str, FileEntry]:
         directory = atomic_dir.begin(store)
         (directory / (CONFIG_FILE if self.adapters else "config.json")).write_bytes(self._config)
-        for asset in self._assets:
-            shutil.copyfile(asset, directory / asset.name)
-        files = sorted(directory.iterdir())
-        for file in files:
-            atomic_dir.sync_file(file)
+        for name, asset in self._assets.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(asset, directory / name)
+        names = [file.relative_to(directory).as_posix() for file in sorted(directory.rglob("*")) if file.is_file()]
+        for name in names:
+            atomic_dir.sync_file(directory / name)
         atomic_dir.commit(store)
-        return {path.name: file_entry(store / path.name) for path in files}
+        return {name: file_entry(store / name) for name in names}

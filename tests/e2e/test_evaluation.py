@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,8 @@ pytestmark = pytest.mark.slow
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 4)]
 
 
-def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asyncrl.launch", "eval", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weights(
-    start_run: Any, tmp_path: Path
+    start_run: Any, command: Any, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -45,27 +38,29 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
     assert "the evaluation of version 1 on broken failed" in run.output
 
     out = tmp_path / "out.json"
-    done = evaluate(run.run_dir, "--step", 2, "--out", out)
-    assert done.returncode == 1, "a set failed"
+    done = command("eval", run.run_dir, "--step", 2, "--out", out)
+    assert done.code == 1, "a set failed"
     measured = {row["set"]: row for row in json.loads(out.read_text())["sets"]}
     for name in ("own", "sampled"):
         for metric in ("reward_mean", "len_mean", "truncated", "prompts"):
             key = f"eval/{name}/{metric}"
-            assert measured[name][key] == pytest.approx(by_step[2][key]), f"{key}: {done.stdout}{done.stderr}"
+            assert measured[name][key] == pytest.approx(by_step[2][key]), f"{key}: {done.output}"
     assert "failed" in measured["broken"]
-    assert "logs are in" in done.stderr
+    assert "logs are in" in done.output
 
 
-def test_the_command_evaluates_a_folder_with_an_experiments_settings(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_command_evaluates_a_folder_with_an_experiments_settings(
+    command: Any, tiny_model: Path, tmp_path: Path
+) -> None:
     settings = ["eval.size=4", "eval.n_samples=2", "system.start_timeout_s=240"]
     settings += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
     out = tmp_path / "out.json"
-    done = evaluate(tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = command("eval", tiny_model, "--experiment", "async_ppo", "--out", out, *settings, "eval.interval=0")
+    assert done.code == 0, done.output
     (row,) = json.loads(out.read_text())["sets"]
     assert row["eval/held_out/accuracy"] <= row["eval/held_out/pass@2"]
     assert (row["eval/held_out/prompts"], row["left_out"]) == (4.0, 0)
-    assert "pass@2" in done.stdout
+    assert "pass@2" in done.output
 
 
 @pytest.mark.parametrize(

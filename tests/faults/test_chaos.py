@@ -38,8 +38,9 @@ class Chaos:
 
 
 class RunChaos:
-    def __init__(self, root: Path, model: Path) -> None:
+    def __init__(self, root: Path, model: Path, command: Any) -> None:
         self._root = root
+        self._command = command
         (root / "rewards.py").write_text(REWARD)
         reward = f"{root / 'rewards.py'}:even_digits"
         self._settings = SETTINGS | {"fileroot": root, "model.path": model, "reward.path": reward}
@@ -49,23 +50,17 @@ class RunChaos:
     def __call__(self, *options: str, **overrides: Any) -> Chaos:
         settings = self._settings | {name.replace("__", "."): value for name, value in overrides.items()}
         file = self._root / "told.json"
-        command = [sys.executable, "-m", "asyncrl.launch", "chaos", "async_ppo", *options, "--json", str(file)]
-        ended = subprocess.run(
-            [*command, *(f"{name}={value}" for name, value in settings.items())],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        given = [f"{name}={value}" for name, value in settings.items()]
+        ended = self._command("chaos", "async_ppo", *options, "--json", file, *given, limit_s=LIMIT_S)
         told = json.loads(file.read_text()) if file.is_file() else {}
         (run_dir,) = (self._root / "tiny").glob("chaos-*/")
-        return Chaos(ended.returncode, ended.stdout + ended.stderr, run_dir, told)
+        return Chaos(ended.code, ended.output, run_dir, told)
 
 
 @pytest.fixture
-def run_chaos(tmp_path: Path, tiny_model: Path) -> Iterator[RunChaos]:
+def run_chaos(tmp_path: Path, tiny_model: Path, command: Any) -> Iterator[RunChaos]:
     """`run_chaos(*options, **overrides)` runs the command on the tiny model."""
-    yield RunChaos(tmp_path, tiny_model)
+    yield RunChaos(tmp_path, tiny_model, command)
     shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
 
 

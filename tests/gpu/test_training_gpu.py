@@ -5,7 +5,9 @@ Each test runs on the CPU too, where it compares little but keeps the test itsel
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +56,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model_dir: Path) -> ExperimentConfig:
     made = ExperimentConfig(train_batch_size=4, group_size=4)
-    made.model.path = str(model_dir)
+    made.model.path, made.model.dtype = str(model_dir), Dtype.float32
     made.algorithm.kl_coef = 0.1
     made.trainer.ppo_minibatches, made.trainer.tokens_per_micro_batch = 2, 200
     return made
@@ -149,15 +151,20 @@ def test_what_is_kept_on_the_host_trains_as_on_the_device(
 ) -> None:
     """Through pinned memory, and the device is free of what is idle."""
     config.trainer.engine, config.model.dtype = TrainerEngine(engine), Dtype.bfloat16
-    results: list[Any] = []
-    for on_host in (False, True):
+
+    def train(on_host: bool) -> tuple[Any, Any, int, weakref.ref[torch.nn.Parameter]]:
         config.trainer.offload = on_host
         config.optimizer.moments_on = MomentsOn.host if on_host else MomentsOn.device
         with built(config, device, tmp_path) as rank:
             told = steps(config, rank, device, count=2)
             allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-            results.append((told["ppo/loss_per_minibatch"], told["grad_norm"], allocated))
-    (losses, norm, kept), (same_losses, same_norm, away) = results
+            parameter = weakref.ref(next(iter(rank.engines["actor"].parameters().values())))
+            return told["ppo/loss_per_minibatch"], told["grad_norm"], allocated, parameter
+
+    losses, norm, kept, parameter = train(on_host=False)
+    gc.collect()  # FSDP2's modules and states refer to each other
+    assert parameter() is None, "the first rank's memory would count in the second's"
+    same_losses, same_norm, away, _ = train(on_host=True)
     assert same_losses == pytest.approx(losses, rel=1e-5)  # a GPU's sums may differ in their order
     assert same_norm == pytest.approx(norm, rel=1e-5)
     assert away < kept or device == "cpu"

@@ -32,6 +32,7 @@ from asyncrl.weights.loading import INDEX_FILE
 
 LIMIT_S = 60.0
 VOCABULARY = 40
+ENDLESS = 32 << 20
 
 
 class Target:
@@ -166,6 +167,33 @@ async def test_a_compressed_body_is_not_unpacked(target: Target) -> None:
     headers = ("Content-Encoding: gzip", f"Content-Length: {len(body)}")
     status, _ = await target.say(target.head(target.post, *headers) + body)
     assert status == 400
+
+
+async def test_a_strangers_endless_body_ends_with_its_connection(target: Target) -> None:
+    """Nothing is read of it after the header; what fits into the kernel's buffers may have been sent."""
+    _reader, writer = await target.connect()
+    writer.write(target.head(target.post, "Transfer-Encoding: chunked", token=b"wrong"))
+    chunk, sent = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n", 0
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        async with asyncio.timeout(LIMIT_S):
+            while sent < ENDLESS:
+                writer.write(chunk)
+                await writer.drain()
+                sent += len(chunk)
+    writer.transport.abort()
+    assert sent < ENDLESS
+    assert target.http.refused == {"unauthorized": 1}
+
+
+async def test_who_is_refused_amid_a_body_reads_why_and_that_the_connection_closes(target: Target) -> None:
+    reader, writer = await target.connect()
+    writer.write(target.head(target.post, "Content-Length: 1000000", token=b"wrong") + b"x" * 1000)
+    async with asyncio.timeout(LIMIT_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 401 " in head
+        assert b"connection: close" in head.lower()
+        assert b"bearer token" in await reader.read()
+    writer.close()
 
 
 @pytest.mark.parametrize("stage", ["handshake", "header", "body", "second header"])

@@ -48,7 +48,8 @@ FAKE_SGLANG = textwrap.dedent(
     if mode == "port_taken" and attempts == 1:
         sys.exit("OSError: [Errno 98] Address already in use")
     if mode == "broken":
-        sys.exit("RuntimeError: boom")
+        print("RuntimeError: boom", *("line" for _ in range(80)), "the end", sep="\\n", flush=True)
+        sys.exit(1)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     scheduler = "import time; from setproctitle import setproctitle as s; s('sglang::scheduler'); print(flush=True)"
@@ -223,7 +224,9 @@ async def test_it_can_be_started_again_after_a_death(make: Make, security: HttpS
 
 
 async def test_a_server_that_does_not_start_says_why_and_leaves_nothing(make: Make, started: Started) -> None:
-    with pytest.raises(EngineStartError, match=r"exited with code 1(?s:.*)RuntimeError: boom"):
+    with pytest.raises(
+        EngineStartError, match=r"exited with code 1(?s:.*)the end\n(?s:.*)first error in its log: RuntimeError: boom"
+    ):
         await make("broken").start()
     assert not started()
 

@@ -27,7 +27,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free port, printed at the start")
     parser.add_argument("--api-key", help="bearer token asked of every call but health, readiness and metrics")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dtype", choices=list(Dtype), default=Dtype.float32, type=Dtype)
+    parser.add_argument("--dtype", choices=list(Dtype), default=Dtype.auto, type=Dtype)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the computation")
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")

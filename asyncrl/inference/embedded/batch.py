@@ -225,17 +225,20 @@ class DecodeBatch:
         return len(sequence.prefix) + self.steps - sequence.joined_at
 
     def _fill_slots(self, admitted: list[Sequence], running: list[Sequence]) -> None:
-        """Copy the prefix from a running sample that has it, else prefill it; what several share is prefilled once."""
-        donors = {s.prefix_hash: s for s in running if s.weights_epoch == self.weights_epoch}
+        """Copy the prefix from a running sample that has it, else prefill it; what several share is prefilled once.
+
+        Recurrent states are of a sample's whole length, so that one that has gone on since it joined has none of its
+        prefix to give.
+        """
+        epoch, donating = self.weights_epoch, [] if self.runner.cache.states else running
+        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
         fresh: dict[Prefix, list[Sequence]] = {}
         copies: dict[int, int] = {}
         longest = 0
         for sequence in admitted:
             self.prompt_tokens += len(sequence.request.input_ids)
             donor = donors.get(sequence.prefix_hash)
-            if not sequence.prefix:
-                continue
-            if donor is not None and donor.prefix == sequence.prefix:
+            if donor is not None and donor.prefix == sequence.prefix != ():
                 copies[sequence.slot] = donor.slot
                 longest = max(longest, len(sequence.prefix))
                 self._count_cached(sequence, len(sequence.prefix))

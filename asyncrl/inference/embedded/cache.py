@@ -1,4 +1,5 @@
-"""The KV cache of the running samples: two tensors a layer, `[rows, kv_heads, length, head_dim]`, without gaps.
+"""The cache of the running samples: two tensors a layer, `[rows, kv_heads, length, head_dim]`, without gaps; and where
+the model has them, its recurrent states (`states`).
 
 Row r of the decode batch is slot r, so that a step reads the first R slots as a view and never gathers. A sample that
 leaves makes a hole; the engine fills it with a new sample or moves the last row into it (`move`).
@@ -15,13 +16,15 @@ masked, so they weigh nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from asyncrl.architectures.transformers_internals import Cache, CacheLayerMixin
+from asyncrl.architectures.transformers_internals import Cache, CacheLayerMixin, LayerMemory
+from asyncrl.inference.embedded.states import SlotStates, StateLayer
 
 LENGTH_STEP = 16
 """Least step of the length: what a short sample wastes at most, against one re-layout in so many decode steps."""
@@ -154,6 +157,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._owner.length
 
 
+class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,override]
+    """A layer that has both recurrent states and keys and values."""
+
+    def __init__(self, owner: SlotCache, states: int) -> None:
+        SlotLayer.__init__(self, owner)
+        StateLayer.__init__(self, states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values where they are given, by place; else of states, by name."""
+        (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+
 class Companion(Protocol):
     """What is kept of every position beside keys and values, in the same layout."""
 
@@ -168,17 +183,20 @@ class SlotCache(Cache):
     """The slots of every layer, their common layout, and the plan of the forward to come.
 
     Args:
-        num_layers: attention layers of the model.
+        memories: what each layer of the model keeps.
         device: where the model lives.
         max_total_tokens: bound of rows x length.
     """
 
-    def __init__(self, num_layers: int, device: torch.device, max_total_tokens: int) -> None:
-        self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+    def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
+        layers = [self._layer(memory) for memory in memories]
+        self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        self.states: list[SlotStates] = [layer for layer in layers if isinstance(layer, SlotStates)]
         self.companions: list[Companion] = []
-        super().__init__(layers=list(self._slot_layers))
+        super().__init__(layers=list(layers))
         self._device = device
-        self._limit = max_total_tokens
+        self.limit = max_total_tokens
+        """Bound of rows x length."""
         self.length = 0
         self.tokens = 0
         self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
@@ -187,14 +205,21 @@ class SlotCache(Cache):
         self._bases: dict[int, Tensor] = {}
         self._index: tuple[int, Tensor] | None = None
 
+    def _layer(self, memory: LayerMemory) -> SlotLayer | StateLayer:
+        if not memory.states:
+            return SlotLayer(self)
+        return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
+
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
-        planned = plan_length(self.length, length, self._limit // rows)
+        for states in self.states:
+            states.reserve(rows, live_rows)
+        planned = plan_length(self.length, length, self.limit // rows)
         if planned == self.length and rows * planned <= self.tokens:
             return
         self.length = planned
         if rows * planned > self.tokens:
-            self.tokens = max(rows * planned, min(self._limit, int(rows * planned * BUFFER_GROWTH)))
+            self.tokens = max(rows * planned, min(self.limit, int(rows * planned * BUFFER_GROWTH)))
         self._bases.clear()
         for layer in (*self._slot_layers, *self.companions):
             layer.relayout(live_rows, min(live_length, planned))
@@ -207,10 +232,27 @@ class SlotCache(Cache):
             return buffer.new_zeros(self.tokens, buffer.shape[1])
         return spare
 
+    def begin_prefill(self, plan: PrefillPlan) -> None:
+        """Set the plan: whole prefixes."""
+        self.plan = plan
+        for states in self.states:
+            states.begin_prefill()
+
     def begin_decode(self, rows: int, positions: Tensor) -> None:
         """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""
         self.plan = DecodePlan(rows, positions)
         self._index = None
+        for states in self.states:
+            states.begin_decode(rows)
+
+    def end_forward(self) -> None:
+        """Keep what the planned forward has made of the states; keys and values are in their slots already."""
+        plan = self.plan
+        for states in self.states:
+            if isinstance(plan, PrefillPlan):
+                states.end_prefill(plan.slots_N, plan.rows_N)
+            else:
+                states.end_decode(plan.rows)
 
     def write_index(self, kv_heads: int) -> Tensor:
         """Flat index `[R * kv_heads]` of this step's positions in a `[rows * kv_heads * length, head_dim]` view."""
@@ -239,12 +281,21 @@ class SlotCache(Cache):
         return slots
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `sources` into slots `targets`, in every layer."""
+        """Copy the first `length` positions of slots `sources`, and their states, into slots `targets`."""
         for layer in (*self._slot_layers, *self.companions):
             layer.move(targets, sources, length)
+        for states in self.states:
+            states.copy(targets, sources)
+
+    def clear(self, slots: Tensor) -> None:
+        """Have `slots` begin with no token; keys and values of the former samples there are masked anyway."""
+        for states in self.states:
+            states.clear(slots)
 
     def scrub(self) -> None:
         """Zero all slots; only while no sample runs."""
+        for states in self.states:
+            states.zero()
         for layer in self._slot_layers:
             layer.scrub()
         for spare in self._spares.values():

@@ -11,7 +11,7 @@ E = that of values (DeepSeek's latent attention has another).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ from asyncrl.architectures.transformers_internals import register_attention
 ATTENTION_NAME = "asyncrl_slots"
 DECODE_ATTENTION_NAME = "asyncrl_slots_decode"
 """The same for one query a row, without the branch on the number of queries: for recording a decode step."""
+
+
+class Reach(NamedTuple):
+    """How far back a layer looks: at the last `size` keys, or, `chunked`, at those of its own chunk of `size`."""
+
+    size: int
+    chunked: bool = False
+
+    def first(self, positions: Tensor) -> Tensor:
+        """The first position that each of `positions` sees."""
+        return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
 def slot_attention(
@@ -118,32 +129,31 @@ def _additive(allowed: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, blocked)
 
 
-def causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
-    """Additive mask `[1, 1, length, length]` of a prefill, limited to the last `window` keys where one is given."""
+def causal_bias(length: int, reach: Reach | None, like: Tensor) -> Tensor:
+    """Additive mask `[1, 1, length, length]` of a prefill, limited to `reach` where one is given."""
     positions = torch.arange(length, device=like.device)
     allowed = positions[None, :] <= positions[:, None]
-    if window is not None:
-        allowed &= positions[None, :] > positions[:, None] - window
+    if reach is not None:
+        allowed &= positions[None, :] >= reach.first(positions)[:, None]
     return _additive(allowed, like)[None, None]
 
 
-def tree_bias(ends_BU: Tensor, depths_BU: Tensor, window: int | None, like: Tensor) -> Tensor:
-    """Additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree it is, the
-    last `window` where one is given."""
+def tree_bias(ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor) -> Tensor:
+    """Additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree it is,
+    within `reach` where one is given."""
     places = torch.arange(ends_BU.shape[1], device=like.device)
     allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
-    if window is not None:
-        allowed &= depths_BU[:, None, :] > depths_BU[:, :, None] - window
+    if reach is not None:
+        allowed &= depths_BU[:, None, :] >= reach.first(depths_BU)[:, :, None]
     return _additive(allowed, like)[:, None]
 
 
-def decode_bias(position_R: Tensor, length: int, window: int | None, like: Tensor) -> Tensor:
-    """Additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, the last `window` where one is
-    given."""
+def decode_bias(position_R: Tensor, length: int, reach: Reach | None, like: Tensor) -> Tensor:
+    """Additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, within `reach` where one is given."""
     keys = torch.arange(length, device=like.device)
     allowed = keys <= position_R[:, None]
-    if window is not None:
-        allowed &= keys > position_R[:, None] - window
+    if reach is not None:
+        allowed &= keys >= reach.first(position_R)[:, None]
     return _additive(allowed, like)[:, None, None, :]
 
 

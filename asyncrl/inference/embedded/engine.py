@@ -109,7 +109,7 @@ class GenerationEngine:
         self._weights = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing)
-        prove(runner)
+        prove(runner, longest)
         self._limits = RequestLimits(
             runner.vocab_size,
             self.max_model_len,

@@ -32,7 +32,9 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
     """The causal LM in the folder `path`, on its device; this process is set up to run it on `threads` CPU threads."""
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=str(dtype), local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=str(dtype.on(device)), local_files_only=True
+    )
     torch.nn.Module.to(model, device=torch.device(device))
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,16 +16,18 @@ from asyncrl.architectures.routers import RoutingShape, routing_shape
 from asyncrl.architectures.routing import Routers
 from asyncrl.architectures.transformers_internals import (
     attention_is_replaceable,
+    layer_memories,
     layer_types,
     set_attention,
     text_settings,
 )
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
-from asyncrl.inference.embedded.cached_attention import causal_bias, decode_bias, install_attention, tree_bias
+from asyncrl.inference.embedded.cached_attention import Reach, causal_bias, decode_bias, install_attention, tree_bias
 from asyncrl.inference.embedded.linears import PackedLinears
 from asyncrl.inference.embedded.prefix_rows import Prefix, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.routing import RoutingSlots
+from asyncrl.inference.embedded.states import ModuleStates, Place, states_in_modules
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
@@ -37,21 +40,28 @@ PAIRS_PER_WIDTH = 6
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which keys the model's layers see: `window` is that of the sliding layers, `mixed` where full layers exist beside
-    them."""
+    """Which keys the model's layers see.
 
-    window: int | None
+    Attributes:
+        window: of the sliding or chunked layers.
+        mixed: the model takes masks by the type of a layer.
+    """
+
+    window: Reach | None
     mixed: bool
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> AttentionPattern:
-        """Read the pattern of `PLAIN_LAYERS` from a model's config."""
-        window, kinds = text_settings(config).get("sliding_window"), layer_types(config)
-        if not kinds:
-            return cls(window, mixed=False)
-        if "sliding_attention" not in kinds:
-            return cls(None, mixed=False)
-        return cls(window, mixed=True)
+    def of(cls, config: PretrainedConfig) -> list[AttentionPattern]:
+        """The patterns that a model of `config` may have, the likeliest first."""
+        settings, kinds = config.get_text_config(), layer_types(config)
+        if "chunked_attention" in kinds:
+            return [cls(Reach(settings.attention_chunk_size, chunked=True), mixed=True)]
+        window, everything = getattr(settings, "sliding_window", None), cls(None, mixed=False)  # some configs rename it
+        if window is None or (kinds and not kinds & {"sliding_attention", "hybrid_sliding"}):
+            return [everything]
+        if kinds:
+            return [cls(Reach(window), mixed=True)]
+        return [cls(Reach(window), mixed=False), everything]  # Moshi's text model names a window that it does not use
 
 
 class ModelRunner:
@@ -61,19 +71,26 @@ class ModelRunner:
         model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
         max_total_tokens: bound of the KV cache, in positions.
         record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
+        lean: whether weights are not copied in a faster layout and steps not recorded, as in a proof.
 
     Raises:
         UnsupportedModelError: it has no routers whose choices could be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False, lean: bool = False
+    ) -> None:
         self.model = model
         model.train(False)
         model.requires_grad_(False)
         set_attention(model, install_attention())
         self.device = model.device
         self.vocab_size = int(text_settings(model.config)["vocab_size"])
+        self._memories = layer_memories(model.config)
+        self._places: list[Place] = []
         self.cache = self.new_cache(max_total_tokens)
+        takes = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"
         self.routing: RoutingSlots | None = None
         """The experts chosen for what the slots hold, where they are recorded."""
         self._routers: Routers | None = None
@@ -84,20 +101,37 @@ class ModelRunner:
             shape = routing_shape(model.config.to_dict())
             assert isinstance(shape, RoutingShape), shape
             self.routing = RoutingSlots(self.cache, shape, self.device)
-        self._pattern = AttentionPattern.of(model.config)
-        self._draws_masks = not attention_is_replaceable(model)
-        self._linears = PackedLinears.of(model)
-        self._program = DecodeProgram(model, self._linears.weights)
+        self.patterns = AttentionPattern.of(model.config)
+        """Those that it may have."""
+        self.pattern = 0
+        """Which of them it has; the proof finds out."""
+        self._attends = any(memory.keys for memory in self._memories)
+        self._draws_masks = self._attends and not attention_is_replaceable(model)
+        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)
+        self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
-        self.pairs_per_token: int | None = PAIRS_PER_WIDTH * _width(model)
+        self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
         """What sharing between prefixes is weighed with, see `PrefixRow.pays`; None: they do not share."""
         self.prefilled_tokens = 0
         """Distinct tokens of prefixes that were computed."""
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
 
+    @property
+    def _pattern(self) -> AttentionPattern:
+        return self.patterns[self.pattern]
+
     def new_cache(self, max_total_tokens: int) -> SlotCache:
         """An empty cache for this model, of so many positions."""
-        return SlotCache(int(self.model.config.get_text_config().num_hidden_layers), self.device, max_total_tokens)
+        cache = SlotCache(self._memories, self.device, max_total_tokens)
+        if self._places:
+            cache.states.append(ModuleStates(self._places))
+        return cache
+
+    def find_states(self) -> None:
+        """Look for states that the model keeps outside its cache, by a forward of it; only while no sample runs."""
+        if self.cache.states:
+            self._places = states_in_modules(self.model)
+            self.cache = self.new_cache(self.cache.limit)
 
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""
@@ -111,29 +145,33 @@ class ModelRunner:
 
     def _logits_with_slots(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """One eager forward that writes to the slots, and beside them what it chooses."""
-        inputs |= {"past_key_values": self.cache, "use_cache": True}
+        inputs |= {self._cache_argument: self.cache, "use_cache": True}
         if self._routers is None or self.routing is None or self.routing.owner is not self.cache:
-            return self._logits(input_ids, **inputs)
-        with self._routers.recording() as recorded:
             logits = self._logits(input_ids, **inputs)
-        self.routing.record(recorded)
+        else:
+            with self._routers.recording() as recorded:
+                logits = self._logits(input_ids, **inputs)
+            self.routing.record(recorded)
+        self.cache.end_forward()
         return logits
 
     def prefill(self, slots_of: Mapping[Prefix, Sequence[int]]) -> dict[Prefix, int]:
-        """Compute keys and values of the prefixes and store each in its slots.
+        """Compute keys, values and states of the prefixes and store each in its slots; an empty prefix has none.
 
         Returns:
             How much of each prefix was computed for another one anyway.
         """
-        rows = rows_of(slots_of, self.pairs_per_token)
-        for batch in batches_of(rows, self.prefill_tokens):
+        if empty := slots_of.get(()):
+            self.cache.clear(torch.tensor(empty, device=self.device))
+        rows = rows_of(filter(None, slots_of), self.pairs_per_token)
+        for batch in batches_of(rows, self.prefill_tokens, ragged=not self.cache.states):
             self._prefill(RowTensors.of(batch, slots_of, self.device))
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
     def _prefill(self, rows: RowTensors) -> None:
         width = rows.tokens_BU.shape[1]
-        self.cache.plan = PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width)
+        self.cache.begin_prefill(PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width))
         self._logits_with_slots(
             rows.tokens_BU,
             attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
@@ -155,13 +193,14 @@ class ModelRunner:
         """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
         length, window = self.cache.length, self._pattern.window
         self.cache.begin_decode(tokens_R.shape[0], positions_R)
-        needs_full = (self._draws_masks or not full_rows) and (window is None or self._pattern.mixed)
+        sees_all = self._attends and (window is None or self._pattern.mixed)
+        needs_full = sees_all and (self._draws_masks or not full_rows)
         masks = AttentionMasks(
             full=decode_bias(positions_R, length, None, self._like) if needs_full else None,
             windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
             mixed=self._pattern.mixed,
         )
-        slots = self.cache.decode_slots()
+        slots = None if self.cache.states else self.cache.decode_slots()
         if slots is None or self._routers is not None:
             return self._decode_eagerly(tokens_R, positions_R, masks)
         step = DecodeInputs(

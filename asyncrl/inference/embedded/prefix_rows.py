@@ -82,13 +82,14 @@ def rows_of(prefixes: Iterable[Prefix], pairs: int | None) -> list[PrefixRow]:
     return rows
 
 
-def batches_of(rows: Sequence[PrefixRow], most: int) -> list[list[PrefixRow]]:
+def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
     """Rows that are computed together, shortest first, of at most `most` tokens with their padding, but one row at
-    least; those that need no mask by themselves."""
+    least; those that need no mask by themselves, and without `ragged` none that need padding."""
     batches: list[list[PrefixRow]] = []
     for row in sorted(rows, key=lambda row: (row.branching, row.size)):
         batch = batches[-1] if batches else [row]
-        if batches and row.branching == batch[0].branching and (len(batch) + 1) * row.size <= most:
+        alike = row.branching == batch[0].branching and (ragged or row.size == batch[0].size)
+        if batches and alike and (len(batch) + 1) * row.size <= most:
             batch.append(row)
         else:
             batches.append([row])

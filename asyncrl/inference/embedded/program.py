@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import set_attention
+from asyncrl.architectures.transformers_internals import RECURRENT_LAYERS, set_attention
 from asyncrl.inference.embedded.cached_attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
 from asyncrl.inference.embedded.linears import PackedLinears
 
@@ -52,7 +52,9 @@ class AttentionMasks:
     def argument(self) -> Tensor | dict[str, Tensor | None] | None:
         """What the model's `attention_mask` is to be."""
         if self.mixed:
-            return {"full_attention": self.full, "sliding_attention": self.windowed}
+            nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
+            windowed = dict.fromkeys(("sliding_attention", "chunked_attention"), self.windowed)  # models have one
+            return {**nothing, "full_attention": self.full, **windowed}
         return self.full if self.windowed is None else self.windowed
 
 
@@ -164,13 +166,14 @@ class DecodeProgram:
     Args:
         model: what is recorded.
         weights: the parameters that every step brings packed.
+        usable: whether steps are recorded at all.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, weights: Sequence[Tensor], *, usable: bool = True) -> None:
         self._model, self._weights = model, weights
         self._programs: dict[tuple[bool, bool], Recorded] = {}
         self._checked: dict[tuple[bool, bool], set[tuple[int, int]]] = {}
-        self._usable = model.device.type == "cpu"
+        self._usable = usable and model.device.type == "cpu"
 
     def __call__(self, step: DecodeInputs) -> Tensor | None:
         """Logits `[R, V]`, or None where this shape has to be computed eagerly (then see `check`)."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http_server import Refused, careful_runner, read_body
+from asyncrl.comm.http_server import Refused, careful_runner, read_body, refusal
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.calls import Api
 from asyncrl.inference.openai.chat_completions import ChatCompletions
@@ -114,12 +114,12 @@ class Endpoint:
             if request.method != method:
                 raise ApiError(405, f"{path} takes {method}", code="unknown_path")
             return await handler(request, session, path)
-        except Refused as refusal:
-            error = ApiError(refusal.status, str(refusal.body["error"]), code=refusal.reason)
-        except ApiError as refusal:
-            error = refusal
+        except Refused as refused:
+            error = ApiError(refused.status, str(refused.body["error"]), code=refused.reason)
+        except ApiError as refused:
+            error = refused
         self.refused[error.code or "invalid_request"] += 1
-        return _json(api.error(error), error.status, HEADERS)
+        return refusal(request, _json(api.error(error), error.status, HEADERS))
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         return await read_body(request, self._max_body_bytes)

@@ -99,7 +99,7 @@ def build_command(
         "port": ports.http,
         "nccl_port": ports.nccl,
         "tp_size": generation.sglang.tensor_parallel,
-        "dtype": generation.dtype,
+        "dtype": generation.dtype.on(device),
         "context_length": _served_context(config, model_config),
         "weight_version": BASE_VERSION,
         "skip_tokenizer_init": True,  # token ids go in and come out; detokenizing them would cost a process its CPU

@@ -26,6 +26,7 @@ from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
+from asyncrl.inference.sglang.start_failures import explained
 from asyncrl.runtime.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
@@ -119,7 +120,7 @@ class SGLangHost:
                 reason = str(ready.exception())
             if reason:
                 await tree.stop()  # its last lines are complete only then
-                raise EngineStartError("\n".join([f"{reason}; the end of its log:", *tree.last_lines]))
+                raise EngineStartError(explained(reason, tree.last_lines, tree.first_error))
         finally:
             for task in (death, ready):
                 task.cancel()
@@ -128,7 +129,7 @@ class SGLangHost:
         """Wait until one of the server's processes ends; returns which and the end of its log."""
         assert self._tree is not None, "not started"
         reason = await self._tree.died()
-        return "\n".join([f"SGLang: {reason}; the end of its log:", *self._tree.last_lines])
+        return explained(f"SGLang: {reason}", self._tree.last_lines, self._tree.first_error)
 
     async def stop(self) -> None:
         """End the server's processes, give its ports back and remove its files."""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -23,7 +24,8 @@ import psutil
 
 from asyncrl.inference.sglang import supervisor
 
-LAST_LINES: Final = 20
+LAST_LINES: Final = 60  # of two schedulers that fail at once, each with a traceback
+_ERROR: Final = re.compile(r"\b\w*Error\b")
 _MAX_LINE_BYTES: Final = 1 << 20  # SGLang logs its 500 settings as one line
 _LOG_DRAIN_S: Final = 0.5
 _STOP_MARGIN_S: Final = 8.0  # what the supervisor may take beyond the grace that it gives
@@ -56,6 +58,8 @@ class ProcessTree:
         self._died: asyncio.Future[str] | None = None
         self._pidfds: list[int] = []
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.first_error = ""
+        """First line of its output that names an error, since the start or the last call of `watch`."""
 
     async def start(self) -> None:
         """Start the command."""
@@ -99,6 +103,7 @@ class ProcessTree:
         """From now on the death of a descendant whose title begins so counts as the tree's; returns their number."""
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
+        self.first_error = ""
         self._process.stdin.write(b"\n")  # by now its shared memory is there for the supervisor to note
         loop = asyncio.get_running_loop()
         watched = [p for p in self._descendants() if _title(p).startswith(title_prefix)]
@@ -149,6 +154,8 @@ class ProcessTree:
             if self._redact is not None:
                 line = line.replace(self._redact, "***")
             self.last_lines.append(line)
+            if not self.first_error and _ERROR.search(line):
+                self.first_error = line
             self._log.info("%s", line)
 
     async def _reap(self, process: asyncio.subprocess.Process, forwarding: asyncio.Task[None]) -> None:

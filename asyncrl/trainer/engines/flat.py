@@ -18,6 +18,7 @@ from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
 from asyncrl.architectures.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.architectures.routing import Routers
+from asyncrl.architectures.transformers_internals import trunk_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import context_length
@@ -34,7 +35,16 @@ from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
+from asyncrl.trainer.lora import (
+    Merged,
+    WholeAdapters,
+    WholeBase,
+    adapters_off,
+    add_adapters,
+    initialise,
+    plain_name,
+)
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Place
@@ -85,6 +95,9 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         self._place.data.all_reduce_sum(self.optimizer.grad)
         return self.optimizer.step()
 
+    def _proof_engine(self) -> dict[str, Any]:
+        return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
+
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
         with self.replaying(micro_batch):
@@ -114,13 +127,22 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     """A whole causal language model."""
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, lora: LoraConfig | None = None, **engine: Any
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        lora: LoraConfig | None = None,
+        merge: bool = False,
+        **engine: Any,
     ) -> None:
-        super().__init__(model, model.base_model, **engine)
+        super().__init__(model, trunk_of(model), **engine)
         self._model = model
         self._whole: Published = (
             WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
         )
+        if lora is not None and merge:
+            base = WholeBase(model, self._place.worker)
+            self._whole = Merged(base, self._whole, lora, base.folder, model.config)
         self._temperature = temperature
         self._logits_of = logits_function(model)
 
@@ -175,6 +197,12 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     @property
     def network(self) -> PreTrainedModel:
         return self._model
+
+    def weights(self) -> dict[str, Tensor]:
+        return _weights_of(self._model)
+
+    def around(self, network: PreTrainedModel) -> FlatPolicyEngine:
+        return FlatPolicyEngine(network, temperature=self._temperature, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_logprobs(self._model, tokens)
@@ -235,6 +263,12 @@ class FlatValueEngine(FlatEngine, ValueEngine):
     def network(self) -> PreTrainedModel:
         return self._critic.trunk
 
+    def weights(self) -> dict[str, Tensor]:
+        return _weights_of(self._critic.trunk)
+
+    def around(self, network: PreTrainedModel) -> FlatValueEngine:
+        return FlatValueEngine(Critic(network), **self._proof_engine())
+
     def plain(self, tokens: Tokens) -> Tensor:
         return plain_hidden(self._critic.trunk, tokens)
 
@@ -243,6 +277,11 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
         in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
+
+
+def _weights_of(network: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters by the names that they had before adapters came."""
+    return {plain_name(name): each for name, each in network.named_parameters(remove_duplicate=False)}
 
 
 Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
@@ -258,6 +297,7 @@ class FlatLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
+        self._dtype = config.model.dtype.on(device.type)
         self._share_prefixes = config.trainer.share_prefixes
         self._engine = {
             "attention": attention_kind(self._attention),
@@ -268,34 +308,40 @@ class FlatLoader(EngineLoader):
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         def load() -> FlatPolicyEngine:
-            model = load_causal_lm(path, dtype, self._attention, self._device)
+            model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 model.requires_grad_(False)
-                add_adapters(model.base_model, lora)
+                add_adapters(trunk_of(model), lora)
                 initialise(model.named_parameters(), self._config.seed)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
             made = None if optimizer is None else self._optimizer(model, optimizer)
             routers = None
             if optimizer is not None and self._config.moe.replay_routing:
-                routers = Routers(model.base_model, model.config.get_text_config().model_type)
+                routers = Routers(trunk_of(model), model.config.get_text_config().model_type)
             return FlatPolicyEngine(
-                model, temperature=temperature, optimizer=made, lora=lora, routers=routers, **self._engine
+                model,
+                temperature=temperature,
+                optimizer=made,
+                lora=lora,
+                merge=not publishes_adapters(self._config),
+                routers=routers,
+                **self._engine,
             )
 
         return self._together(load, path)
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
-            critic = load_critic(path, self._config.model.dtype, self._attention, self._device)
+            critic = load_critic(path, self._dtype, self._attention, self._device)
             return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
 
         return self._together(load, path)
 
     def reward_model(self, path: str) -> FlatValueEngine:
         def load() -> FlatValueEngine:
-            model = load_reward_model(path, self._config.model.dtype, self._attention, self._device)
+            model = load_reward_model(path, self._dtype, self._attention, self._device)
             return FlatValueEngine(model, **self._engine)
 
         return self._together(load, path)
@@ -310,8 +356,15 @@ class FlatLoader(EngineLoader):
 
     def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
-        refuse_longer_than_independent(network, context_length(self._config, network.config.to_dict()))
-        settle_attention(engine, self._attention, share_prefixes=self._share_prefixes)
+        longest = context_length(self._config, network.config.to_dict())
+        refuse_longer_than_independent(network, longest)
+        settle_attention(
+            engine,
+            self._attention,
+            longest=longest,
+            row=self._config.trainer.tokens_per_micro_batch,
+            share_prefixes=self._share_prefixes,
+        )
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
         steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncrl.comm.private_files import NotPrivate, make_private_folder
-from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
@@ -70,8 +70,8 @@ def _name(config: SFTConfig) -> str:
 
 def _content(folder: Path) -> dict[str, str]:
     """The digest of each file in `folder`."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    return {file.name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files}
+    files = model_files(folder).items()
+    return {name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for name, file in files}
 
 
 def _is_model(folder: Path) -> bool:

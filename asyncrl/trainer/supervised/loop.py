@@ -46,6 +46,7 @@ from asyncrl.datasets.tokenizers import (
     FastTokenizer,
     HuggingFaceTokenizer,
     load_tokenizer,
+    model_files,
 )
 from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
@@ -376,8 +377,9 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, besi
         )
     tokenizer.save(aside)
     for name, content in beside.items():
+        (aside / name).parent.mkdir(exist_ok=True)
         (aside / name).write_bytes(content)
-    for file in aside.iterdir():
+    for file in model_files(aside).values():
         atomic_dir.sync_file(file)
     atomic_dir.commit(out_dir)
 

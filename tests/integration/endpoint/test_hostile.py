@@ -286,3 +286,19 @@ async def test_thousands_of_sessions_leave_nothing_behind(endpoint: Endpoint, ma
     assert len(endpoint) == 0
     gc.collect()
     assert not list(left)
+
+
+async def test_a_strangers_endless_body_ends_with_its_connection(session: Session) -> None:
+    """Nothing is read of it after the header; what fits into the kernel's buffers may have been sent."""
+    host, port = session.base_url.split("/")[2].split(":")
+    _reader, writer = await asyncio.open_connection(host, int(port))
+    path = session.base_url.partition(port)[2]
+    writer.write(f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+    chunk, sent, endless = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n", 0, 64 << 20
+    with contextlib.suppress(ConnectionError):
+        while sent < endless:
+            writer.write(chunk)
+            await writer.drain()
+            sent += len(chunk)
+    writer.transport.abort()
+    assert sent < endless

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.architectures.proof import UnsupportedModelError, find_difference, probe_sequences
+from asyncrl.architectures.proof import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.inference.embedded import cached_attention, model_io
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.trainer import packed_attention, proof
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.micro_batch_layout import AttentionKind
@@ -34,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "minimax": {"num_local_experts": 2, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
     "phi3": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -44,12 +48,49 @@ MODELS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 24,
         "eos_token_id": 2,
     },
+    "phimoe": {"num_local_experts": 4, "sliding_window": 24},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 24,
+        "max_position_embeddings": 128,
+    },
+    "moshi": {"ffn_dim": 48, "sliding_window": 24, "audio_vocab_size": 40, "num_key_value_heads": 4},
+    "llama4_text": {
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "attention_chunk_size": 24,
+        "no_rope_layers": [1, 0],
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
+    "minicpm3": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "dim_model_base": 16,
+    },
+    "modernbert-decoder": {"local_attention": 24, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 3},
 }
 SPREADS = (0.02, 0.25)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.float32, **settings: Any
+) -> PreTrainedModel:
     common = {
         "vocab_size": 40,
         "hidden_size": 32,
@@ -63,7 +104,7 @@ def build(model_type: str, spread: float = 0.25, dtype: torch.dtype = torch.floa
         "initializer_range": spread,
     }
     torch.manual_seed(3)
-    config = CONFIG_MAPPING[model_type](**{**common, **MODELS[model_type]})
+    config = CONFIG_MAPPING[model_type](**{**common, **MODELS[model_type], **settings})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return model
 
@@ -72,10 +113,12 @@ def settle(
     model: PreTrainedModel,
     setting: AttentionImplementation = AttentionImplementation.sdpa,
     *,
+    longest: int = 24,
+    row: int = 0,
     share_prefixes: bool = True,
 ) -> AttentionKind:
     engine = FlatPolicyEngine(model, temperature=0.7, attention=first_layout(setting)[0], tokens_per_micro_batch=16)
-    settle_attention(engine, setting, share_prefixes=share_prefixes)
+    settle_attention(engine, setting, longest=longest, row=row, share_prefixes=share_prefixes)
     return engine.attention
 
 
@@ -220,7 +263,7 @@ def test_a_critic_is_proven_by_its_trunk_though_its_values_are_all_zero(model_ty
     critic = FlatValueEngine(
         Critic(build(model_type, 0.02).base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16
     )
-    settle_attention(critic, AttentionImplementation.sdpa)
+    settle_attention(critic, AttentionImplementation.sdpa, longest=24)
     assert critic.attention == kind
 
 
@@ -243,8 +286,8 @@ def test_rounding_of_bfloat16_is_no_fault(model_type: str, spread: float) -> Non
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("lfm2", r"it carries a recurrent state from token to token \(in its layers \['conv'\]\)"),
-        ("mamba", "it carries a recurrent state"),
+        ("rwkv", "it carries a state from token to token in a form of its own"),
+        ("minimax", r"its forward with slots fails: ValueError: MiniMax uses cache of its own"),
         ("bloom", "it has an attention of its own; its forward with slots fails"),
     ],
 )
@@ -311,7 +354,7 @@ def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
 def test_a_long_neighbour_changes_the_rotary_positions_of_longrope_so_that_it_is_refused() -> None:
     model = build("phi3")
     engine = FlatPolicyEngine(model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=99)
-    settle_attention(engine, AttentionImplementation.sdpa)  # short sequences do not show it
+    settle_attention(engine, AttentionImplementation.sdpa, longest=24)  # short sequences do not show it
     short, long = list(range(9)), [5] * 30
     (alone,), (_, beside) = engine.score_sequences([short]), engine.score_sequences([long, short])
     assert max(abs(a - b) for a, b in zip(alone, beside, strict=True)) > 0.01
@@ -328,6 +371,74 @@ def test_the_embedded_engine_refuses_longrope_beyond_its_first_length() -> None:
         GenerationEngine(build("phi3"), max_model_len=25)
 
 
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["phimoe", "qwen2_moe"])
+def test_a_window_that_packed_attention_is_not_told_of_is_seen_where_sequences_may_be_longer(
+    model_type: str, spread: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(model_type, spread)
+    assert settle(model, longest=23) == AttentionKind.tree
+    with caplog.at_level(logging.WARNING):
+        assert settle(model, longest=24) == AttentionKind.padded
+    assert "in rows longer than sliding_window=24, 8 sequences computed together differ" in caplog.text
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("qwen2", AttentionKind.tree), ("phi3", AttentionKind.tree)])
+def test_a_window_that_it_is_told_of_is_packed(model_type: str, kind: AttentionKind) -> None:
+    assert settle(build(model_type), longest=64, row=400) == kind
+
+
+def test_rows_longer_than_a_table_of_positions_are_not_packed_where_they_go_by_places_in_the_row() -> None:
+    model = build("gpt_neo")
+    assert settle(model, longest=20, row=127) == AttentionKind.packed
+    assert settle(model, longest=20, row=128) == AttentionKind.padded
+
+
+def test_a_critic_is_proven_beyond_the_lengths_of_its_trunk() -> None:
+    critic = FlatValueEngine(
+        Critic(build("phimoe").base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16
+    )
+    settle_attention(critic, AttentionImplementation.sdpa, longest=64)
+    assert critic.attention == AttentionKind.padded
+
+
+def plain_and_served(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a prompt and an answer, by transformers and by the embedded engine."""
+    draw = random.Random(0)
+    prompt = tuple(draw.randrange(3, 40) for _ in range(length))
+    engine = GenerationEngine(model, max_running_requests=2, max_model_len=length + 6)
+    engine.eos_token_ids = ()
+    future = engine.submit(Job((GenerationInput("a", prompt, SamplingSpec(max_new_tokens=6), prompt_logprobs_from=0),)))
+    while engine.step():
+        pass
+    (output,) = future.result(timeout=0)
+    served = torch.tensor([*(output.prompt_logprobs or [])[1:], *output.logprobs])
+    return plain_logprobs(model, [*prompt, *output.output_ids]), served
+
+
+@pytest.mark.parametrize("model_type", ["moshi", "phimoe", "qwen2", "llama4_text"])
+def test_the_embedded_engine_serves_a_window_as_the_model_uses_it_whatever_the_config_names(model_type: str) -> None:
+    plain, served = plain_and_served(build(model_type), 50)
+    torch.testing.assert_close(served, plain, rtol=0, atol=2e-5)
+
+
+def test_attention_in_chunks_is_trained_on_padded_rows() -> None:
+    assert settle(build("llama4_text"), longest=64, row=400) == AttentionKind.padded
+
+
+def test_a_context_beyond_a_length_that_an_engine_cannot_keep_to_is_refused_by_the_fields_name() -> None:
+    """Llama 4 scales queries by the place in the row, which of a decoded token is always the first."""
+    GenerationEngine(build("llama4_text", floor_scale=40, attn_scale=2.0), max_model_len=39)
+    reason = r"in rows longer than .*floor_scale=40.* Use generation.context_length="
+    with pytest.raises(UnsupportedModelError, match=reason):
+        GenerationEngine(build("llama4_text", floor_scale=40, attn_scale=2.0), max_model_len=40)
+
+
+@pytest.mark.parametrize("model_type", ["minicpm3", "modernbert-decoder"])
+def test_logits_are_made_by_a_factor_of_the_config_or_by_a_head_of_several_layers(model_type: str) -> None:
+    assert settle(build(model_type)) == AttentionKind.tree
+
+
 # The comparison itself.
 
 
@@ -342,8 +453,8 @@ def test_probes_are_of_the_vocabulary_within_the_context_and_of_two_halves() -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number_is_a_difference(dtype: torch.dtype) -> None:
     plain = [torch.zeros(3)]
-    assert find_difference(plain, plain, dtype) is None
-    assert find_difference(plain, [torch.tensor([0.0, float("nan"), 0.0])], dtype) is not None
+    assert Difference.of(plain, plain).beyond(tolerance(dtype)) is None
+    assert Difference.of(plain, [torch.tensor([0.0, float("nan"), 0.0])]).beyond(tolerance(dtype)) is not None
 
 
 def test_an_output_that_does_not_depend_on_its_tokens_proves_nothing() -> None:

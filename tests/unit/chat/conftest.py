@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -149,8 +149,8 @@ def tokenizer(tokenizer_folder: Path) -> ChatTokenizer:
 def chat_format(tokenizer_folder: Path, tokenizer: ChatTokenizer) -> Callable[..., ChatFormat]:
     """A chat format by the name or source of its template."""
 
-    def make(template: str, reader: Parser | None = None, system_prompt: str = "") -> ChatFormat:
-        source = TEMPLATES.get(template, template)
+    def make(template: str | Mapping[str, str], reader: Parser | None = None, system_prompt: str = "") -> ChatFormat:
+        source = TEMPLATES.get(template, template) if isinstance(template, str) else template
         chat = ChatTemplate(source, special_tokens(tokenizer_folder), system_prompt=system_prompt)
         return ChatFormat(PromptFormat(tokenizer, chat), reader or parser("hermes"))
 

@@ -28,6 +28,8 @@ from asyncrl.datasets.prompts import PromptFormat
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import SFTConfig
 
+from .conftest import TEMPLATES as SOURCES
+
 Formats = Callable[..., ChatFormat]
 TEMPLATES = ["chatml", "qwen2.5", "qwen3", "qwen3-no-thinking", "opens-thinking", "llama3.1"]
 END = {name: "<|eot_id|>" if name == "llama3.1" else "<|im_end|>" for name in TEMPLATES}
@@ -117,6 +119,12 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(chat_format: Format
     assert call.endswith(END[template])
     assert answer == f"It is 7.{END[template]}"
     assert "Adds." in chat.tokenizer.decode_all(item.token_ids)
+
+
+def test_demonstrations_with_tools_are_those_of_the_tool_use_template(chat_format: Formats) -> None:
+    named = chat_format({"default": "{{ 'D' }}", "tool_use": SOURCES["qwen2.5"]})
+    of_tools = encode(chat_format("qwen2.5"), prompt=CALLING, tools=[ADD])
+    assert encode(named, prompt=CALLING, tools=[ADD]) == of_tools
 
 
 def test_names_of_control_tokens_in_a_message_are_text(chat_format: Formats) -> None:

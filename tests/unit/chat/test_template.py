@@ -9,9 +9,11 @@ import pytest
 
 from asyncrl.chat.parsers import parser
 from asyncrl.chat.template import ChatFormat, kind_of
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.chat import ChatTemplate
 from asyncrl.datasets.prompts import PromptFormat
 from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.rollout.user_code import load_chat_format
 
 from .conftest import END, SPECIAL, TEMPLATES
 
@@ -158,3 +160,52 @@ def test_an_answer_is_read_with_the_reasoning_that_the_prompt_opens(chat_format:
     assert (
         chat_format("qwen3").answer_text(chat_format("qwen3").begin([user("x")]), answer, ended=True).startswith("so")
     )
+
+
+NO_TOOLS = """{%- for m in messages %}
+    {%- if m.role == 'tool' or m.tool_calls %}{{ raise_exception('no tools here') }}{% endif %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"""
+NAMED = {"default": NO_TOOLS, "tool_use": TEMPLATES["qwen2.5"]}
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_conversations_that_offer_tools_are_those_of_the_tool_use_template(
+    chat_format: Callable[..., ChatFormat], kind: str
+) -> None:
+    chat, alone, new = chat_format(NAMED), chat_format(TEMPLATES["qwen2.5"]), NEW[kind]
+    assert chat.findings.refused == {}
+    reply = assistant("", sum(message["role"] == "tool" for message in new))
+    history = [user("What?"), reply, *new]
+    assert chat.begin(history, TOOLS) == alone.begin(history, TOOLS)
+    assert chat.shown(history, TOOLS) == alone.shown(history, TOOLS)
+    assert chat.bridge(reply, new, TOOLS) == alone.bridge(reply, new, TOOLS)
+
+
+def test_conversations_without_tools_are_those_of_the_default_template_with_its_end(
+    chat_format: Callable[..., ChatFormat],
+) -> None:
+    chat, alone = chat_format(NAMED), chat_format(NO_TOOLS)
+    history = [user("What?"), assistant("4"), user("And?")]
+    assert chat.begin(history) == alone.begin(history)
+    assert chat.bridge(assistant("4"), [user("And?")]) == alone.bridge(assistant("4"), [user("And?")])
+    control = chat.tokenizer.control_tokens
+    assert (chat.end_id(), chat.end_id(TOOLS)) == (control["<|eot_id|>"], control["<|im_end|>"])
+    assert {control["<|eot_id|>"], control["<|im_end|>"]} <= set(chat.stop_token_ids)
+
+
+def test_a_continuation_that_the_tool_use_template_alone_spoils_is_not_extended(
+    chat_format: Callable[..., ChatFormat],
+) -> None:
+    counts = TEMPLATES["qwen2.5"].replace(
+        "{%- if add_generation_prompt", "{{ messages | length }}{%- if add_generation_prompt"
+    )
+    assert counts != TEMPLATES["qwen2.5"]
+    assert "user" in chat_format({"default": TEMPLATES["chatml"], "tool_use": counts}).findings.refused
+
+
+def test_the_format_of_calls_is_that_of_the_tool_use_template(chat_format: Callable[..., ChatFormat]) -> None:
+    prompts = chat_format(NAMED)._prompts
+    chat = load_chat_format(ExperimentConfig(), prompts)
+    assert chat is not None
+    assert chat.parser.name == "hermes"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from asyncrl.commands.show_allocation import GIB, RUNTIME_BYTES, RankRow, allocation, show_allocation, warnings
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.config.setting import Device
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks, placement
 from asyncrl.trainer.sizing.memory import Need
@@ -51,7 +51,7 @@ def test_every_rank_is_listed_with_its_roles_and_what_they_need(config: Experime
 def test_a_moving_average_is_held_in_fp32(config: ExperimentConfig) -> None:
     config.trainer.device = Device.cpu
     config.algorithm.kl_coef = 0.1
-    config.model.dtype = "bfloat16"  # type: ignore[assignment]
+    config.model.dtype = Dtype.bfloat16
     frozen = rows_of(config)[0].need.weights
     config.algorithm.reference.mode = ReferenceMode.ema
     average = rows_of(config)[0].need.weights

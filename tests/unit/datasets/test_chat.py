@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
@@ -115,8 +118,8 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Now(datetime):
         @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Now:
-            return cls(2024, 7, 26, tzinfo=tz)
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime(2024, 7, 26, tzinfo=tz)
 
     monkeypatch.setattr("asyncrl.datasets.chat.datetime", Now)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Now)
@@ -214,15 +217,87 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
         ChatTemplate("{% for %}", {})
 
 
-def test_a_template_of_its_own_file_wins_and_of_several_the_default(folder: Path, tmp_path: Path) -> None:
+def test_a_template_of_its_own_file_wins(folder: Path, tmp_path: Path) -> None:
     assert template_source(folder) == QWEN
     assert template_source(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
-    )
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "D"}]}')
     assert template_source(tmp_path) == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert template_source(tmp_path) == "J"
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+]
+NAMED = {"default": QWEN.replace("{%- if tools %}", "{%- if false %}"), "tool_use": QWEN, "rag": "RAG"}
+
+
+def in_the_config(source: Path, folder: Path) -> None:
+    """As tokenizers had several templates before transformers kept them in files."""
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": template} for name, template in NAMED.items()]
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.jinja"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def as_transformers_saves_them(source: Path, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = NAMED
+    tokenizer.save_pretrained(folder)
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
+def files_over_the_config(source: Path, folder: Path) -> None:
+    """What the config holds is not used where there are files."""
+    as_transformers_saves_them(source, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": "OLD"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def a_single_one_called_default(source: Path, folder: Path) -> None:
+    in_the_config(source, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"][:1]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize(
+    "lay_out", [in_the_config, as_transformers_saves_them, files_over_the_config, a_single_one_called_default]
+)
+def test_of_named_templates_the_one_is_used_that_transformers_uses(
+    folder: Path, tmp_path: Path, lay_out: Callable[[Path, Path], None], conversation: str, tools: list[dict[str, Any]]
+) -> None:
+    lay_out(folder, tmp_path / "named")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "named")
+    source = template_source(tmp_path / "named")
+    assert source is not None
+    chat = ChatTemplate(source, special_tokens(tmp_path / "named"))
+    messages = chat.messages(CONVERSATIONS[conversation])
+    options = {"tools": tools or None, "add_generation_prompt": True}
+    assert chat.render(messages, tools) == reference.apply_chat_template(messages, tokenize=False, **options)
+    form = PromptFormat(load_tokenizer(tmp_path / "named"), chat, tools=tools)
+    if messages[-1]["role"] != "assistant":
+        assert form.encode({"prompt": messages}) == reference.apply_chat_template(
+            messages, return_dict=False, **options
+        )
+
+
+def test_named_templates_without_a_default_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    as_transformers_saves_them(folder, tmp_path / "named")
+    (tmp_path / "named" / "chat_template.jinja").unlink()
+    source = template_source(tmp_path / "named")
+    assert source is not None
+    with pytest.raises(ChatError, match="chat templates rag, tool_use and none that is called default; set dataset"):
+        ChatTemplate(source, {})
+
+
+def test_a_saved_tokenizer_keeps_its_named_templates(folder: Path, tmp_path: Path) -> None:
+    as_transformers_saves_them(folder, tmp_path / "named")
+    (tmp_path / "saved").mkdir()
+    load_tokenizer(tmp_path / "named").save(tmp_path / "saved")
+    assert template_source(tmp_path / "saved") == NAMED
 
 
 LONG = "0123456789" * 30

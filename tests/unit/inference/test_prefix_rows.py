@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded.cached_attention import tree_bias
+from asyncrl.inference.embedded.cached_attention import Reach, tree_bias
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model_io import ModelRunner
 from asyncrl.inference.embedded.prefix_rows import MOST_SHARED_TOKENS, Prefix, RowTensors, batches_of, rows_of
@@ -32,14 +32,17 @@ def distinct(prefixes: list[Prefix]) -> int:
     return len({prefix[:length] for prefix in prefixes for length in range(1, len(prefix) + 1)})
 
 
-@given(tries, st.sampled_from([None, 0, 40, TOGETHER]), st.integers(1, 60))
-def test_every_prefix_is_a_path_that_sees_itself_alone(found: list[Prefix], pairs: int | None, most: int) -> None:
+@given(tries, st.sampled_from([None, 0, 40, TOGETHER]), st.integers(1, 60), st.booleans())
+def test_every_prefix_is_a_path_that_sees_itself_alone(
+    found: list[Prefix], pairs: int | None, most: int, ragged: bool
+) -> None:
     rows = rows_of(found, pairs)
     assert sorted(prefix for row in rows for prefix in row.prefixes) == sorted(found)
     assert all(row.size == distinct(row.prefixes) for row in rows), "what a row's prefixes share is there once"
     assert pairs is not None or len(rows) == len(found)
     assert pairs != TOGETHER or sum(row.size for row in rows) == distinct(found)
-    batches = batches_of(rows, most)
+    batches = batches_of(rows, most, ragged=ragged)
+    assert ragged or all(len({row.size for row in batch}) == 1 for batch in batches)
     assert sorted(map(id, rows)) == sorted(id(row) for batch in batches for row in batch)
     slots = {prefix: [3 * number, 3 * number + 1] for number, prefix in enumerate(found)}
     filled: dict[int, Prefix] = {}
@@ -53,7 +56,7 @@ def test_every_prefix_is_a_path_that_sees_itself_alone(found: list[Prefix], pair
             sees = tree_bias(made.ends_BU, made.depths_BU, None, torch.zeros(0))[:, 0] == 0.0
             assert sees.any(-1).all(), "a token that sees nothing is not a number"
             for window in (1, 3):
-                bias = tree_bias(made.ends_BU, made.depths_BU, window, torch.zeros(0))[:, 0] == 0.0
+                bias = tree_bias(made.ends_BU, made.depths_BU, Reach(window), torch.zeros(0))[:, 0] == 0.0
                 age = made.depths_BU[:, :, None] - made.depths_BU[:, None, :]
                 assert torch.equal(bias, sees & (age < window))
         for slot, row, path in zip(made.slots_N.tolist(), made.rows_N.tolist(), made.paths_NL, strict=True):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import check
+from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference.settings import GenerationBackend, check
 from asyncrl.runtime import hardware
 
 
@@ -50,12 +51,65 @@ def test_a_server_over_more_gpus_than_there_are_is_refused_but_many_servers_shar
 ) -> None:
     with_gpus(machine, 2)
     config = config_of("sglang", device)
+    config.trainer.device = Device.cpu
     config.generation.sglang.tensor_parallel = 2
+    config.generation.sglang.args = {"mem_fraction_static": 0.1}
     config.generation.servers = 8
     assert not list(check(config))
     config.generation.sglang.tensor_parallel = 4
     assert list(check(config)) == ["generation.sglang.tensor_parallel=4: this machine has 2 GPUs; use 2 or less"]
     config.generation.device = "cpu"
+    assert not list(check(config))
+
+
+def test_gpus_that_training_takes_are_not_a_servers(machine: Path) -> None:
+    with_gpus(machine, 4)
+    config = config_of("sglang")
+    config.trainer.parallel = "d3"
+    config.generation.sglang.tensor_parallel = 2
+    (message,) = check(config)
+    assert message.startswith("generation.sglang.tensor_parallel=2: training ranks leave a server 1 GPU; use 1, fewer")
+    config.trainer.parallel = "d2"
+    assert not list(check(config))
+
+
+def test_sglang_computes_float32_on_gpus_only_by_kernels_that_are_chosen_for_it(machine: Path) -> None:
+    config = config_of("sglang")
+    config.generation.dtype = Dtype.float32
+    assert not list(check(config)), "on a CPU it does"
+    with_gpus(machine, 2)
+    (message,) = check(config)
+    assert message.startswith("generation.dtype='float32': SGLang's attention kernels for GPUs compute in 16 bits; ")
+    config.generation.sglang.args = {"attention-backend": "triton"}
+    assert not list(check(config))
+    config.generation.sglang.args = {}
+    config.generation.dtype = Dtype.auto
+    assert not list(check(config))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "servers", "trainer", "shared"),
+    [
+        (1, 1, "auto", "generation_server/0 and model_worker/0 are both on GPU 0"),
+        (2, 2, "auto", "generation_server/0 and generation_server/1 are both on GPU 1"),
+        (1, 2, "cpu", "generation_server/0 and generation_server/1 are both on GPU 0"),
+        (3, 2, "auto", ""),
+        (1, 1, "cpu", ""),
+        (0, 2, "auto", ""),
+    ],
+)
+def test_sglang_on_a_gpu_that_it_shares_is_told_its_part_of_the_memory(
+    gpus: int, servers: int, trainer: str, shared: str, machine: Path
+) -> None:
+    with_gpus(machine, gpus)
+    config = config_of("sglang")
+    config.generation.servers, config.trainer.device = servers, Device(trainer)
+    messages = list(check(config))
+    assert [shared in message for message in messages] == ([True] if shared else [])
+    assert all("generation.sglang.args={mem_fraction_static: 0.3}" in message for message in messages)
+    config.generation.sglang.args = {"mem-fraction-static": 0.3}
+    assert not list(check(config))
+    config.generation.sglang.args, config.generation.backend = {}, GenerationBackend.embedded
     assert not list(check(config))
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
+from asyncrl.inference.sglang.start_failures import advice, explained
 
 
 @pytest.fixture
@@ -50,6 +52,43 @@ def test_a_gpu_server_is_left_to_size_itself(model_dir: Path, ports: PortBlock) 
     assert flag(built.argv, "--tp-size") == "4"
     assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(built.argv)
     assert "SGLANG_USE_CPU_ENGINE" not in built.env
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "given"),
+    [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32")],
+)
+def test_a_server_is_given_a_type_that_its_device_computes_well(
+    dtype: str, device: str, given: str, model_dir: Path, ports: PortBlock
+) -> None:
+    config = ExperimentConfig()
+    config.generation.dtype = Dtype(dtype)
+    assert flag(command(config, model_dir, ports, device=Device(device)).argv, "--dtype") == given
+
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB. GPU 0 has a total capacity of"
+
+
+@pytest.mark.parametrize(
+    ("line", "what_to_do"),
+    [
+        (OUT_OF_MEMORY, "lower generation.sglang.args.mem_fraction_static"),
+        ("RuntimeError: CUDA error: out of memory", "lower generation.sglang.args.mem_fraction_static"),
+        (
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: 0.1",
+            "raise generation.sglang.args.mem_fraction_static",
+        ),
+        ("RuntimeError: boom", ""),
+    ],
+)
+def test_a_start_that_failed_for_memory_is_told_apart_by_its_log(line: str, what_to_do: str) -> None:
+    after = [f"line {number}" for number in range(60)]
+    for lines, first_error in (([*after, line], line), (after, line)):  # a log's end need not hold the cause
+        message = explained("SGLang ended", lines, first_error).splitlines()
+        assert message[0] == "SGLang ended; the end of its log:"
+        assert f"the first error in its log: {line}" in message[-2:]
+        assert bool(advice([line])) == bool(what_to_do)
+        assert what_to_do in message[-1]
 
 
 def test_every_port_comes_from_the_reserved_block(model_dir: Path, ports: PortBlock) -> None:

@@ -41,6 +41,8 @@ def here(tmp_path: Path) -> Path:
     (folder / "model").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / "model" / name).write_text("{}")
+    (folder / "model" / "additional_chat_templates").mkdir()
+    (folder / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("T")
     return folder
 
 
@@ -76,7 +78,8 @@ def test_data_code_and_the_models_other_files_are_read_where_they_were_brought_t
     there = brought(config)
     inputs = read_from(there, config)
     assert config.model.path == str(there / "model")
-    assert sorted(file.name for file in (there / "model").iterdir()) == ["config.json", "tokenizer.json"]
+    brought_files = [file.name for file in sorted((there / "model").rglob("*")) if file.is_file()]
+    assert brought_files == ["tool_use.jinja", "config.json", "tokenizer.json"]
     train = load_train_set(config)
     assert [train.row(row)["prompt"] for row in (0, 4)] == ["train 0", "train 4"]
     check_rows(inputs, "dataset", config.dataset.path, train)

@@ -12,7 +12,7 @@ from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime import hardware
-from asyncrl.runtime.hardware import count_gpus, interface_of, visible_gpus
+from asyncrl.runtime.hardware import Gpu, count_gpus, interface_of, uncounted_gpus, visible_gpus
 
 
 @pytest.fixture
@@ -89,17 +89,61 @@ def test_a_host_of_no_interface_is_refused_with_those_there_are_before_anything_
     assert "127.0.0.1 (lo), 192.0.2.7 (eth0)" in message
 
 
-def test_the_memory_of_gpus_is_known_by_index_and_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in place of the tool, on a machine whose /proc shows no GPU; it lists none until it is written."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-1a2b, 81559'\necho '1, GPU-3c4d, [N/A]'\n")
+    tool.write_text("#!/bin/sh\nexit 9\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(hardware, "_NVIDIA_SMI_LIMIT_S", 120.0)
-    assert hardware.gpu_memory() == {"0": 81559 << 20, "GPU-1a2b": 81559 << 20}
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert hardware.gpu_memory() == {}
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert hardware.gpu_memory() == {}
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "absent")
+    monkeypatch.setattr(hardware, "_DEVICES", tmp_path / "dev")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    hardware._count_listed.cache_clear()
+    return tool
+
+
+def test_gpus_that_proc_does_not_show_are_counted_by_nvidia_smi(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = (
+        "GPU 0: NVIDIA A100 (UUID: GPU-1a2b)\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA A100 (UUID: GPU-3c4d)"
+    )
+    nvidia_smi.write_text(f'#!/bin/sh\n[ "$*" = "-L" ] && echo "{listed}"\n')
+    assert visible_gpus() == ("0", "1")
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert visible_gpus() == ("0", "1"), "it is asked once"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == ("1",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == ()
+
+
+def test_device_files_of_gpus_that_nothing_counts_are_told_unless_they_are_hidden_on_purpose(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert uncounted_gpus() == ""
+    devices = nvidia_smi.parent / "dev"
+    devices.mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert count_gpus() == 0
+    assert uncounted_gpus() == f"{devices}/nvidia0, {devices}/nvidia1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert uncounted_gpus() == ""
+
+
+def test_name_and_memory_of_gpus_are_known_by_index_and_uuid(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi.write_text(
+        "#!/bin/sh\necho '0, GPU-1a2b, 81559, NVIDIA H100 80GB HBM3'\necho '1, GPU-3c4d, [N/A], NVIDIA GB10'\n"
+    )
+    first, second = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA GB10", None)
+    assert hardware.gpu_details() == {"0": first, "GPU-1a2b": first, "1": second, "GPU-3c4d": second}
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert hardware.gpu_details() == {}
+    monkeypatch.setenv("PATH", str(nvidia_smi.parent / "empty"))
+    assert hardware.gpu_details() == {}
 
 
 def test_the_machines_memory_is_known() -> None:

@@ -1,34 +1,35 @@
-"""What of the log of a worker process is kept."""
+"""The entry point of a worker process."""
 
 from __future__ import annotations
 
-import logging
+import os
+import pkgutil
+import sys
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from asyncrl.runtime.main import is_wanted
+from asyncrl.runtime import main as entry
+from asyncrl.runtime.worker import WorkerSpec
 
-SITE = Path(aiohttp.__file__).parent.parent
 
-
-@pytest.mark.parametrize(
-    ("name", "file", "level", "wanted"),
-    [
-        ("httpx", aiohttp.__file__, logging.INFO, False),
-        ("httpx", aiohttp.__file__, logging.WARNING, True),
-        ("asyncio", logging.__file__, logging.INFO, False),
-        ("my_agent", "/home/me/my_agent.py", logging.INFO, True),
-        (
-            "asyncrl.rollout.loop",
-            f"{SITE}/asyncrl/loop.py",
-            logging.INFO,
-            True,
-        ),
-    ],
-)
-def test_a_log_has_the_lines_of_the_user_and_of_asyncrl_and_the_warnings_of_libraries(
-    name: str, file: str, level: int, wanted: bool
+def test_a_rank_that_another_launcher_left_in_the_environment_is_not_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_wanted(logging.LogRecord(name, level, file, 1, "a line", None, None)) is wanted
+    """Torch would take the GPU with that number, and a training rank sees one."""
+    seen: list[str | None] = []
+
+    class Probe:
+        def __init__(self, spec: WorkerSpec) -> None:
+            assert (spec.kind, spec.index) == ("model_worker", 3)
+
+        def start(self) -> int:
+            seen.append(os.environ.get("LOCAL_RANK"))
+            return 7
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda path: Probe)
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    monkeypatch.setattr(sys, "argv", ["main", "model_worker", "3", "--run-dir", str(tmp_path)])
+    assert entry.main() == 7
+    assert seen == [None]

@@ -7,10 +7,12 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.kinds import SHARED_CPU_NICENESS
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.runtime.kinds import GPU_ALLOCATOR, SHARED_CPU_NICENESS
 from asyncrl.runtime.last_step import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig, brings_inputs, check, staging_hosts
@@ -75,6 +77,31 @@ def test_the_gpus_keep_the_names_that_they_were_chosen_by() -> None:
     plans = {plan.name: plan for plan in plan_workers(ExperimentConfig(), ("6", "GPU-1a2b"))}
     assert plans["model_worker/0"].resources.gpus == ("6",)
     assert plans["generation_server/0"].resources.gpus == ("GPU-1a2b",)
+
+
+def test_processes_on_gpus_number_them_by_bus_and_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    config = ExperimentConfig()
+
+    def set_for(kind: str, gpus: int = 2) -> tuple[str, str | None]:
+        environment = plans_of(config, gpus)[f"{kind}/0"].environment()
+        return environment["CUDA_DEVICE_ORDER"], environment.get("PYTORCH_ALLOC_CONF")
+
+    grow = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+    assert set_for("model_worker") == set_for("generation_server") == ("PCI_BUS_ID", grow)
+    assert set_for("rollout_worker") == set_for("model_worker", gpus=0) == ("PCI_BUS_ID", None)
+    config.generation.backend = GenerationBackend.sglang
+    assert set_for("generation_server") == ("PCI_BUS_ID", None), "SGLang's kernels share memory between GPUs"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert set_for("model_worker") == ("FASTEST_FIRST", None), "the user's own choice stays"
+
+
+@pytest.mark.parametrize("setting", [pair.partition(":")[0] for pair in GPU_ALLOCATOR.split(",")])
+def test_torch_knows_each_setting_of_the_allocator(setting: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)):  # it passes over what it does not know
+        torch._C._accelerator_setAllocatorSettings(f"{setting}:no value")
 
 
 def several_hosts(**away: list[str]) -> ExperimentConfig:
@@ -204,7 +231,6 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
         (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
         (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
         (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: nothing brings"),
-        (set_to("model.lora.rank", 8), "model.lora.rank=8: adapters name the folder"),
         (set_to("system.shared", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
     ],
 )

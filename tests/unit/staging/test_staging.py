@@ -161,13 +161,16 @@ async def test_the_initial_model_is_served_from_where_it_lies_and_stays(
 ) -> None:
     model = tmp_path / "model"
     (model / "folder").mkdir(parents=True)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("T")
     (model / "model.safetensors").write_bytes(LARGE)
     (model / "link").symlink_to(model / "model.safetensors")
     origin, host = await start_host("one"), await start_host("two")
     first = await origin.stage(MODEL, path=str(model))
     copy = Path((await host.stage(MODEL, origin.url, manifest_sum=first.manifest_sum)).path)
     assert (origin.for_the_launch, host.for_the_launch) == ([(MODEL, model)], [(MODEL, copy)])
-    assert listed(copy) == ["link", "manifest.json", "model.safetensors"]
+    assert listed(copy) == ["additional_chat_templates", "link", "manifest.json", "model.safetensors"]
+    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert verify(copy).version == 0
     await host.stage("v1", origin.url, manifest_sum=(await origin.stage("v1", path=str(published))).manifest_sum)
     assert listed(host.disk / "staged") == ["model", "v1"]

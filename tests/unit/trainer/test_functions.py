@@ -14,7 +14,7 @@ import torch
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ChoiceConfig
+from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
@@ -374,7 +374,7 @@ def test_a_bfloat16_actor_trains_near_the_fp32_one(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:
     expected = run_step(config, make_rank(config), make_batch())["actor_train"]
-    config.model.dtype = "bfloat16"
+    config.model.dtype = Dtype.bfloat16
     stats = run_step(config, make_rank(config), make_batch())["actor_train"]
     assert stats["optimizer/steps"] == 2
     assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected["ppo/loss_per_minibatch"], abs=0.02)

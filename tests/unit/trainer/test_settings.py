@@ -16,6 +16,7 @@ from asyncrl.config.catalog import known, resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
 from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, warnings
 from asyncrl.trainer.settings import (
@@ -330,6 +331,22 @@ def test_what_makes_a_correction_less_than_its_name_is_told(config: ExperimentCo
     assert "'embedded' in bfloat16 rounds otherwise than training in float32" in rounded
     config.algorithm.correction.name = "none"
     assert list(warnings(config)) == []
+
+
+def test_a_cpu_in_place_of_gpus_that_nothing_counts_and_float32_on_gpus_are_told(
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "uncounted_gpus", lambda: "/dev/nvidia0")
+    trains, serves = warnings(config)
+    assert trains.startswith("trainer.device='auto': /dev/nvidia0 is there, but neither /proc/driver/nvidia/gpus nor")
+    assert serves.startswith("generation.device='auto': ")
+    config.trainer.device = config.generation.device = Device.cpu
+    assert list(warnings(config)) == []
+    monkeypatch.setattr(checks, "uncounted_gpus", lambda: "")
+    monkeypatch.setattr(checks, "plan_workers", lambda config: plan_workers(config, ("0", "1")))
+    config.trainer.device, config.model.dtype = Device.auto, Dtype.float32
+    (slow,) = warnings(config)
+    assert slow.startswith("model.dtype='float32': GPUs compute it at about a tenth of bfloat16's rate; use auto")
 
 
 def test_the_behaviour_stands_for_the_proximal_policy_only_where_no_sample_is_older(config: ExperimentConfig) -> None:

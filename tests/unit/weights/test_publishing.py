@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
+from asyncrl.datasets.chat import template_source
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.models import load_causal_lm
@@ -223,6 +224,20 @@ def test_what_no_version_changes_is_written_once_and_linked(qwen_dir: Path, tmp_
         assert (paths[0] / name).samefile(paths[1] / name)
     weights.collect(tmp_path, "actor", {2})
     assert verify(paths[1]).version == 2
+
+
+def test_named_chat_templates_are_published_with_every_version(qwen_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(qwen_dir, folder)
+    (folder / "chat_template.jinja").write_text("D")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    model = load_causal_lm(folder, "float32", "sdpa", CPU)
+    shared = SharedFiles(model.config, weights.tokenizer_assets(folder))
+    for version in (1, 2):
+        path = weights.publish(WholeModel(model), tmp_path, role="actor", version=version, ranks=Ranks(), shared=shared)
+        assert "additional_chat_templates/tool_use.jinja" in verify(path).files
+        assert template_source(path) == {"default": "D", "tool_use": "T"}
 
 
 def test_the_shared_files_are_written_anew_where_somebody_removed_them(qwen_dir: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedV
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.settling import settled_layout
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -38,7 +39,7 @@ class ShardedLoader(EngineLoader):
             built = build_policy(path, plan)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
-            engine = self._engine(optimizer, tied=built.tied is not None)
+            engine = self._engine(optimizer, tied=built.tied is not None and lora is None)
             return ShardedPolicyEngine(built, plan, temperature=temperature, **engine)
 
         return self._place.everyone.together(build, f"building the language model in {path}")
@@ -60,7 +61,7 @@ class ShardedLoader(EngineLoader):
 
     def _plan(self, path: str, dtype: Dtype, trained: bool, lora: LoraConfig | None = None) -> BuildPlan:
         assert self._place.mesh is not None
-        torch_dtype: torch.dtype = getattr(torch, str(dtype))
+        torch_dtype: torch.dtype = getattr(torch, str(dtype.on(self._device.type)))
 
         def check() -> None:
             if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
@@ -77,6 +78,7 @@ class ShardedLoader(EngineLoader):
             torch_dtype,
             trained,
             lora=lora,
+            merge=not publishes_adapters(self._config),
             seed=self._config.seed,
             recompute=trained and self._config.trainer.gradient_checkpointing,
             replay_routing=trained and self._config.moe.replay_routing,

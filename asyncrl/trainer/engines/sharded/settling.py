@@ -43,9 +43,16 @@ def settled_layout(
         model = _surrogate(path, dtype)
         nn.Module.to(model, device)
         engine = FlatPolicyEngine(model, temperature=1.0, attention=choices[0].kind, tokens_per_micro_batch=1)
-        settled = settle_attention(engine, setting, share_prefixes=config.trainer.share_prefixes)
+        longest = context_length(config, model.config.to_dict())
+        refuse_longer_than_independent(model, longest)
+        settled = settle_attention(
+            engine,
+            setting,
+            longest=longest,
+            row=config.trainer.tokens_per_micro_batch,
+            share_prefixes=config.trainer.share_prefixes,
+        )
         chosen.fill_(choices.index(settled))
-        refuse_longer_than_independent(model, context_length(config, model.config.to_dict()))
 
     place.everyone.together(settle, f"proving a layout for {path}")
     return choices[int(place.everyone.broadcast(chosen))]

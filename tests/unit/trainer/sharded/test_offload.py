@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ChoiceConfig
+from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines import adamw
 from asyncrl.trainer.engines.flat import FlatEngine
@@ -114,7 +114,7 @@ def settings_of(case: str, config: ExperimentConfig) -> str:
     if "ema" in words:
         config.algorithm.reference.mode = ReferenceMode.ema
     if "bf16" in words:
-        config.model.dtype = "bfloat16"  # type: ignore[assignment]
+        config.model.dtype = Dtype.bfloat16
     if "recomputed" in words:
         config.trainer.gradient_checkpointing = True
     return layout

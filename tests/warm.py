@@ -1,0 +1,380 @@
+"""Whole runs whose processes are forked from one that has imported torch and transformers already.
+
+Nine tenths of the processor time of a short run are imports: a ModelWorker and a GenerationServer take five seconds
+each until they do anything. So tests start a template once (`Template`), a process that imports what any process of a
+run imports, and then only forks. Everything else is as it is without it: the launcher, its keepers and the workers are
+processes of their own with the same parents, arguments, environments, descriptors and signals, and run the same code.
+
+    pytest ── template (imports, then forks)
+                 └─ launcher ── spawner (forks keepers from the template's state, not the launcher's)
+                       └─ keeper ── worker
+
+Each process begins with the modules of the template and nothing else of any run: the spawner is forked before the
+launcher does anything. A keeper is the spawner's grandchild whose parent ends at once, so that the kernel hands it to
+the launcher, which is a subreaper.
+
+Only `python -m asyncrl.launch`, keepers, workers and the making of base models are forked; whatever else a process
+starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about what a
+process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test` runs
+everything so.
+
+Linux only, like keepers.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+PRELOADED = (
+    "cryptography.x509",
+    "omegaconf",
+    "peft",
+    "rich.console",
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "setproctitle",
+    "asyncrl.commands.train",
+    "asyncrl.config.checks",
+    "asyncrl.config.describe",
+    "asyncrl.config.load",
+    "asyncrl.inference.embedded.host",
+    "asyncrl.inference.process",
+    "asyncrl.manager.process",
+    "asyncrl.master.process",
+    "asyncrl.rollout.process",
+    "asyncrl.trainer.process",
+)
+"""What the processes of a run import, one or the other."""
+MODULES = ("asyncrl.launch", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
+"""What is forked, beside keepers, where a launcher starts it."""
+_TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
+_ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
+_SUBREAPER = 36
+
+
+class WarmProcess:
+    """A forked `python -m asyncrl.launch`, with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, connection: socket.socket, stdout: IO[str]) -> None:
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._connection = connection
+        self.pid = int(_line(connection))
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; returns the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None:
+            ended, _, _ = select.select([self._connection], [], [], timeout)
+            if not ended:
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(int(_line(self._connection)))
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Template:
+    """The process that has imported everything; started on first use, it ends with this one."""
+
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+
+    def launch(self, arguments: Sequence[str], environment: Mapping[str, str]) -> WarmProcess:
+        """Fork `python -m asyncrl.launch *arguments` in a session of its own, with both outputs in one pipe."""
+        if self._control is None:
+            self._control = self._start()
+        ours, theirs = socket.socketpair()
+        output, written = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            command = [sys.executable, "-m", "asyncrl.launch", *arguments]
+            _send(
+                self._control,
+                {"arguments": command, "environment": dict(environment), "folder": os.getcwd()},
+                [nothing, written, written, theirs.fileno()],
+            )
+        finally:
+            theirs.close()
+            os.close(written)
+            os.close(nothing)
+        return WarmProcess(ours, os.fdopen(output, encoding="utf-8", errors="replace"))
+
+    def close(self) -> None:
+        """End it; what it forked goes on."""
+        if self._control is not None:
+            self._control.close()
+            self._process.wait()
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        number = theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(number), _TITLE_SPACE],
+            pass_fds=[number],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1", "SPACE": "-" * _ENVIRONMENT_SPACE},
+        )
+        theirs.close()
+        return ours
+
+
+def main(number: int) -> None:
+    """Import everything, then fork a launcher for each request that comes over descriptor `number`."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    _become_titled("tests of asyncrl: template")
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=number)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle
+    told: dict[int, socket.socket] = {}
+    while True:
+        readable, _, _ = select.select([control, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+            for pid in list(told):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    told.pop(pid).sendall(b"%d\n" % status)
+        if control in readable:
+            request, descriptors = _receive(control)
+            if not request:
+                os._exit(0)
+            *standard, teller = descriptors
+            pid = os.fork()
+            if not pid:
+                _launch(request, standard)
+            for descriptor in standard:
+                os.close(descriptor)
+            told[pid] = socket.socket(fileno=teller)
+            told[pid].sendall(b"%d\n" % pid)
+
+
+def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:
+    """Be the launcher, in a process that has just been forked from the template."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _take(standard, ())
+    os.setsid()
+    _become(request)
+
+
+def _spawn(requests: socket.socket) -> NoReturn:
+    """Be the spawner: fork a keeper for each request, until the launcher has ended."""
+    _become_titled("tests of asyncrl: spawner")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        request, descriptors = _receive(requests)
+        if not request:
+            os._exit(0)
+        told, tells = os.pipe()
+        middle = os.fork()
+        if not middle:
+            pid = os.fork()
+            if pid:
+                os.write(tells, b"%d\n" % pid)
+                os._exit(0)
+            requests.detach()
+            _take(descriptors[:3], list(zip(request["kept"], descriptors[3:], strict=True)))
+            _become(request)
+        os.waitpid(middle, 0)  # the keeper is the launcher's child by now
+        requests.sendall(os.read(told, 64))
+        for descriptor in (told, tells, *descriptors):
+            os.close(descriptor)
+
+
+def _spawn_below() -> None:
+    """Give this process a spawner, which starts what `subprocess` is to start here and is `_is_forked`."""
+    spawner, theirs = socket.socketpair()
+    if not os.fork():
+        spawner.close()
+        _spawn(theirs)
+    theirs.close()
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    start, one_at_a_time = subprocess._fork_exec, threading.Lock()  # type: ignore[attr-defined]
+
+    def fork_exec(arguments: Sequence[str], *rest: Any) -> int:
+        command = list(map(os.fsdecode, arguments))
+        if not _is_forked(command):
+            return int(start(arguments, *rest))
+        _, _, kept, folder, environment, stdin, _, _, stdout, _, stderr, _, errors, *_ = rest
+        kept = [descriptor for descriptor in kept if descriptor != errors]
+        pairs = os.environb.items() if environment is None else (entry.split(b"=", 1) for entry in environment)
+        request = {
+            "arguments": command,
+            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in pairs},
+            "folder": os.getcwd() if folder is None else os.fsdecode(folder),
+            "kept": kept,
+        }
+        standard = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
+        with one_at_a_time:
+            _send(spawner, request, [*standard, *kept])
+            return int(_line(spawner))
+
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+
+
+def _is_forked(command: Sequence[str]) -> bool:
+    if list(command[:2]) == [sys.executable, "-m"]:
+        return command[2] in MODULES
+    return list(command[:3]) == [sys.executable, "-I", "-S"] and command[3].endswith("/asyncrl/runtime/keeper.py")
+
+
+def _become(request: Mapping[str, Any]) -> NoReturn:
+    """Be what `request` asks for, as if it had been executed, to its end."""
+    os.chdir(request["folder"])
+    command = request["arguments"]
+    if command[2] == "asyncrl.launch":
+        _spawn_below()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _show_environment()
+    _run(command)
+
+
+def _run(command: Sequence[str]) -> NoReturn:
+    """Run this command of Python in this process, and end it as Python ends."""
+    _become_titled(" ".join(command))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, closefd=False, encoding="utf-8", errors=errors, buffering=1)
+        for number, mode, errors in ((0, "r", "strict"), (1, "w", "strict"), (2, "w", "backslashreplace"))
+    )
+    search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    code: object = 0
+    try:
+        if command[1] == "-m":
+            sys.path[:0] = [os.getcwd(), *search]
+            sys.argv = ["-m", *command[3:]]
+            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command[3:])
+            os.execvp = _execute  # type: ignore[assignment]
+            runpy.run_path(command[3], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+    os._exit(int(code or 0))  # type: ignore[call-overload]
+
+
+def _execute(file: str, command: Sequence[str]) -> NoReturn:
+    """`os.execvp` in the child of a keeper."""
+    if not _is_forked(command):
+        os.execvpe(file, list(command), dict(os.environ))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that listed them
+            if number > 2 and not os.get_inheritable(number):
+                os.close(number)
+    _run(command)
+
+
+def _take(standard: Sequence[int], kept: Sequence[tuple[int, int]]) -> None:
+    """Make `standard` descriptors 0, 1 and 2, and the second of each pair of `kept` its first; close all others."""
+    wanted = [*enumerate(standard), *kept]
+    above = 1 + max([2, *(number for number, _ in wanted), *(descriptor for _, descriptor in wanted)])
+    held = [(number, fcntl.fcntl(descriptor, fcntl.F_DUPFD, above)) for number, descriptor in wanted]
+    for number, descriptor in held:
+        os.dup2(descriptor, number, inheritable=True)
+    spared = {number for number, _ in held}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in spared:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(number)
+
+
+def _become_titled(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+
+
+def _show_environment() -> None:
+    """Let the kernel tell this process's environment to those who look at it from outside, as of one just executed.
+
+    It tells what stands where the environment of the template stood, which nothing points to any more.
+    """
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    told = b"".join(b"%b=%b\0" % entry for entry in os.environb.items())
+    assert len(told) <= end - begin, f"{len(told)} bytes of environment, {end - begin} were made room for"
+    ctypes.memmove(begin, told.ljust(end - begin, b"\0"), end - begin)
+
+
+def _send(connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    body = json.dumps(dict(request)).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    connection.sendmsg([b"%10d" % len(body)], rights)
+    connection.sendall(body)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next request with its descriptors; an empty one: the other side has ended."""
+    descriptors = array.array("i")
+    length, rights, _, _ = connection.recvmsg(10, socket.CMSG_SPACE(64 * descriptors.itemsize))
+    for level, kind, data in rights:
+        assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    body = b""
+    while length and len(body) < int(length):
+        body += connection.recv(int(length) - len(body))
+    return (json.loads(body) if length else {}), list(descriptors)
+
+
+def _line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        assert byte, "the template has ended: see what it wrote to pytest's standard error"
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
