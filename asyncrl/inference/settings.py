@@ -171,11 +171,6 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.inference.sglang.command import check_args
 
     generation = config.generation
-    if config.model.lora.rank:
-        yield (
-            f"generation.backend='sglang': adapters (model.lora.rank={config.model.lora.rank}) are served by the "
-            "embedded engine only; use generation.backend=embedded, or model.lora.rank=0"
-        )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:
