@@ -3,9 +3,10 @@
     python benchmarks/fuzz.py [--schedules 10000] [--long 3000] [--inputs 1000000] [--seed 0] [--json PATH]
 
 A schedule is one of `tests/unit/manager/test_any_schedule.py`: processes die, fall silent and are heard late at any
-moment, and nothing may be lost, doubled or stuck. A long one has 700 moves, a short one 50. An input is one of `tests/unit/test_decoders.py`: a damaged message,
-which its decoder takes or refuses by name, in bounded time and memory. Both run in batches, each a process of its own
-with a seed of its own, so that what is found is found again by the command that is printed with it. The target is none.
+moment, and nothing may be lost, doubled or stuck. A long one has 700 moves, a short one 50. An input is one of
+`tests/unit/test_decoders.py`: a damaged message, which its decoder takes or refuses by name, in bounded time and
+memory. All run in batches, each a process of its own with a seed of its own, so that what is found is found again by
+the command that is printed with it. The target is none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Tally:
 
 
 def main() -> int:
-    """Run both and print the table; 1 where anything was found."""
+    """Run all and print the table; 1 where anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--long", type=int, default=3_000)

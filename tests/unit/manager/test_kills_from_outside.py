@@ -98,7 +98,7 @@ class Cluster:
         worker.stream = PromptStream(ROWS, 0, worker.shard, len(self.workers), used=used, out=out)
 
     def ask(self) -> None:
-        """Every worker that has room asks for rollouts, the one with the earliest prompt first, as if calls were held."""
+        """Every worker with room asks for rollouts, the one with the earliest prompt first, as if calls were held."""
         for worker in self.workers:
             while worker.stream is not None and len(worker.wanted) + len(worker.running) < PLACES:
                 worker.wanted[f"r{next(self.ids)}"] = worker.stream.next()
