@@ -350,8 +350,8 @@ class ConsumedReply(Message, frozen=True):
     """The books with the report in them, and the prompts that were dropped for good since; the last has number `seq`.
 
     `events`: what became of rollouts since, up to these books; the last has number `events_seq`. `measured`: prompts
-    with their success, where there is a curriculum; the last has number `measured_seq`. `closed_s`: for how long the
-    gate was closed so far; `versions_in_use`: what servers serve or load.
+    with their success, where there is a curriculum; the last has number `measured_seq`. `idle_s`: for how long no
+    rollout ran so far, as the gate let none start; `versions_in_use`: what servers serve or load.
     """
 
     books: Books
@@ -361,16 +361,16 @@ class ConsumedReply(Message, frozen=True):
     events_seq: Count = 0
     measured: list[tuple[str, float]] = []
     measured_seq: Count = 0
-    closed_s: float = 0.0
+    idle_s: float = 0.0
     versions_in_use: list[Count] = []
 
 
 class GateState(Books, frozen=True, kw_only=True):
-    """The gate: its books, how many rollouts it allows, and for how many seconds it was closed so far."""
+    """The gate: its books, how many rollouts it allows, and for how many seconds it let none run so far."""
 
     limit: int
     closed: bool
-    closed_s: float
+    idle_s: float
 
 
 class ServerStatus(Message, frozen=True):

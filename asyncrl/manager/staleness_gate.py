@@ -182,6 +182,11 @@ class StalenessGate:
         return self._trained + len(self._live)
 
     @property
+    def running_count(self) -> int:
+        """Rollouts that run."""
+        return self._running
+
+    @property
     def finished(self) -> int:
         """Rollouts that finished and are not trained yet, those of a step under way among them."""
         return len(self._live) - self._running

@@ -210,7 +210,7 @@ class Reports:
         known, self._told_already = (self.known.events or first) + self._told_already, 0
         self._ledger.take(decide(self._buffer, reply.given_up, reply.events[max(0, known - first) :]))
         self._behind = False
-        self.status = GateStatus(reply.closed_s, frozenset(reply.versions_in_use), reply.books.dropped)
+        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
         self.books, self.known = reply.books, Known(reply.seq, reply.events_seq, reply.measured_seq)
         for prompt_id, success in reply.measured:
             self._curriculum.measured(prompt_id, success)

@@ -505,10 +505,14 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
 
 
 async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> None:
-    await manager.client().allocate(wanted(*"abcd"), timeout_s=30)
-    manager.clock.now = 3.0
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await accept(client, *"abc")
+    manager.clock.now = 2.0
+    await accept(client, "d")  # until now one ran
+    manager.clock.now = 5.0
     reply = await manager.client("master_worker/0").report_consumed(0, [], [])
-    assert (reply.closed_s, reply.versions_in_use) == (3.0, [3, 4])
+    assert (reply.idle_s, reply.versions_in_use) == (3.0, [3, 4])
 
 
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
@@ -516,7 +520,7 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     await client.allocate(wanted(*"abcd"), timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
-    assert status.closed_s == 3.0
+    assert status.idle_s == 0.0, "rollouts run"
     line = await client.describe()
     assert line.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
 
