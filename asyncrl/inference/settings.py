@@ -197,6 +197,7 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
         )
     if not python and importlib.util.find_spec("sglang") is None:
         yield (
-            "generation.backend='sglang': sglang is not installed in this environment; install the `sglang` extra, or "
-            "name the interpreter of an environment that has it in generation.sglang.python"
+            "generation.backend='sglang': sglang is not installed in this environment; make one for it by launchers/"
+            "install_sglang_gpu.sh (without a GPU: install_sglang_cpu.sh), and name its interpreter in "
+            "generation.sglang.python"
         )

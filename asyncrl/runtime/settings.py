@@ -161,7 +161,7 @@ class SystemConfig:
         minimum=1.0,
     )
     restarts_per_process: int = setting(
-        3,
+        6,  # a prompt that kills its worker is found with three deaths (`manager/suspects.py`): room for two of them
         "how often each process that died is started again, within restart_window_s: alone, or with all of the "
         "trainer's side; with one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: "
         "it ends at once",
