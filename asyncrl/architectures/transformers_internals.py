@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """What a layer of a cache has to define: the embedded engine's slots do, and no model asks them for more."""
@@ -118,7 +118,7 @@ def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     trunk = trunk_of(model)
 
     def logits_of(hidden_NH: Tensor) -> Tensor:
-        given = BaseModelOutputWithPast(last_hidden_state=hidden_NH[None])
+        given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_NH[None])
         ids = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
         vars(trunk)["forward"] = lambda *args, **kwargs: given
         try:
