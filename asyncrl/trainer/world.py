@@ -56,10 +56,8 @@ def training_world(
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
             before (`ModelWorker._meet`).
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(
-            device
-        )  # else DeviceMesh and NCCL choose one by the rank, and each rank sees its own only
+    if device.type == "cuda":  # DeviceMesh and NCCL choose a GPU by the rank's number else, and each rank sees one
+        torch.cuda.set_device(device.index or 0)
     if placement.workers == 1 and engine_of(config) == TrainerEngine.flat:
         yield World()
         return

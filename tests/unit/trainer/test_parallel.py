@@ -111,8 +111,9 @@ def test_a_rank_alone_is_everyone() -> None:
     assert issubclass(PeerFailed, RuntimeError)
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_rank_chooses_its_gpu_before_anything_can_choose_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeviceMesh would take the GPU of LOCAL_RANK or of the rank's number, where each rank sees one."""
     done: list[object] = []
@@ -123,10 +124,10 @@ def test_a_rank_chooses_its_gpu_before_anything_can_choose_another(
 
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", form)
-    device, names = torch.device("cuda", 0), make_resolver("file", str(tmp_path / "names"))
+    device, names = torch.device(name), make_resolver("file", str(tmp_path / "names"))
     with (
         pytest.raises(ConnectionError),
         training_world(ExperimentConfig(), 0, Placement({"actor": GRID}), device, tmp_path, names),
     ):
         pass
-    assert done == [device, "world"]
+    assert done == [0, "world"]
